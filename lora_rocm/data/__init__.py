@@ -1,0 +1,1 @@
+"""Pictures and captions, buckets, caches, batches."""

@@ -1,0 +1,1 @@
+"""The one door between host and device, and what guards it."""

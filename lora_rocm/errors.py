@@ -1,0 +1,151 @@
+"""Every error a user can meet, as one tree.
+
+    LoraRocmError                 code, what, where, fix; ``exit_code`` per branch
+    +-- UserError                 exit 2: something the user wrote or pointed at
+    |   +-- RecipeError           the recipe: carries every problem found, not only the first
+    |   +-- DataError             folders, images, captions, datasets
+    |   +-- ModelError            a base model that cannot be used
+    |   +-- AdapterError          a LoRA file that cannot be used
+    |   +-- ResumeError           a run directory or checkpoint that does not fit
+    +-- MachineError              exit 3: the machine or its software
+    |   +-- StorageError          disk full, permission, a file that changed under us
+    |   +-- TransferError         data did not arrive on the device as sent, by any method
+    |   +-- NonFiniteError        loss or gradient not finite several times in a row
+    |   +-- ExportError           a written file did not load back with the same effect
+    |   +-- WorkerDiedError       the training process ended without saying why
+    +-- StoppedError              exit 130: stopped on request, checkpoint saved
+
+``what`` says what happened, ``where`` the file, line and key with the offending value,
+``fix`` what to do. A traceback shown to a user is a bug.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+class LoraRocmError(Exception):
+    """Base of the tree. ``code`` is stable (scripts may match on it)."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, code: str, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.code, self.what, self.where, self.fix = code, what, where, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def to_event(self) -> dict[str, Any]:
+        """The fields of an ``error`` event, so that the parent can show what the worker met."""
+        return {
+            "code": self.code,
+            "what": self.what,
+            "where": self.where,
+            "fix": self.fix,
+            "exit_code": self.exit_code,
+        }
+
+
+class UserError(LoraRocmError):
+    """The user's input (exit 2)."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a recipe or a dataset, ready to print."""
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class RecipeError(UserError):
+    """Everything wrong with a recipe at once, in ``problems``."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("recipe-invalid", f"The recipe has {count}.")
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for problem in self.problems:
+            lines.append(f"  {problem.where}: {problem.what}")
+            if problem.fix:
+                lines.append(f"      fix: {problem.fix}")
+        return "\n".join(lines)
+
+
+class DataError(UserError):
+    """Folders, images, captions, datasets."""
+
+
+class ModelError(UserError):
+    """A base model that cannot be used."""
+
+
+class AdapterError(UserError):
+    """A LoRA file that cannot be used."""
+
+
+class ResumeError(UserError):
+    """A run directory or checkpoint that does not fit."""
+
+
+class MachineError(LoraRocmError):
+    """The machine or its software (exit 3)."""
+
+    exit_code = 3
+
+
+class StorageError(MachineError):
+    """Disk full, permission, or a file that changed under us."""
+
+
+class TransferError(MachineError):
+    """Data did not arrive on the device as it was sent, by any method."""
+
+
+class NonFiniteError(MachineError):
+    """Loss or gradient not finite several times in a row."""
+
+
+class ExportError(MachineError):
+    """A written file did not load back with the same effect."""
+
+
+class WorkerDiedError(MachineError):
+    """The training process ended without saying why."""
+
+
+class StoppedError(LoraRocmError):
+    """Stopped on request, checkpoint saved (exit 130)."""
+
+    exit_code = 130
+
+
+def storage_error(error: OSError, path: object) -> StorageError:
+    """Translate an operating-system error on ``path`` into a sentence with a remedy."""
+    import errno
+
+    if error.errno == errno.ENOSPC:
+        return StorageError(
+            "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorageError(
+            "no-permission", f"Cannot write here: {error.strerror}.", where=str(path), fix="Choose a folder you may write to."
+        )
+    return StorageError("storage", f"Reading or writing failed: {error.strerror or error}.", where=str(path))

@@ -1,0 +1,165 @@
+"""What a model family is. One file a family, no Trainer subclass; the loop never names a family.
+
+Tensor names carry their dimensions: B batch, C channels, H W height and width (latents unless said), S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from lora_rocm.recipe.schema import Recipe
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One cached tensor: ``dtype`` as torch names it ("float32"), ``dims`` one letter a dimension ("CHW")."""
+
+    dtype: str
+    dims: str
+
+
+class Encoder(Protocol):
+    """Turns pictures or captions into tensors to cache.
+
+    kind: "image" (``encode`` takes pixels_CHW, float32 in [-1, 1]) or "text" (``encode`` takes a str).
+    fingerprint: identity of weights and settings; part of every cache key, known without loading the weights.
+    outputs: name -> TensorSpec of what one ``encode`` call returns (without a batch dimension).
+    """
+
+    kind: str
+    fingerprint: str
+    outputs: Mapping[str, TensorSpec]
+
+    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping the callable frees the memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Draws:
+    """All randomness of one micro-batch: CPU float32 (int64 for timesteps), a function of the seeds alone."""
+
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """loss_B: unreduced loss, one value a sample, float32. The loop weights and sums it."""
+
+    loss_B: Tensor
+
+
+@dataclass
+class LoadedModel:
+    """The frozen base: components by their diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
+
+    components: dict[str, nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class PreviewRequest:
+    """One picture to draw."""
+
+    prompt: str
+    negative_prompt: str  # "" is the empty caption's encoding, as ComfyUI and A1111 do it
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+
+
+class ModelFamily(Protocol):
+    """The few members that the rest of the program uses.
+
+    name: the recipe's ``model.family``.
+    cache_spec: tensors of one sample that come from the caches (union of the encoders' outputs).
+    meta_spec: tensors of one sample that are computed, not encoded (SDXL: time_ids), from ``sample_meta``.
+    lora_targets: preset name -> component name -> regular expression (fullmatch) of module names to adapt.
+    text_components: names of the components that ``lora.train_text_encoder`` adapts.
+    base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
+    """
+
+    name: str
+    lora_targets: Mapping[str, Mapping[str, str]]
+    text_components: tuple[str, ...]
+    base_version: str
+    architecture: str
+    implementation: str
+
+    def __init__(self, recipe: Recipe) -> None: ...
+
+    @property
+    def cache_spec(self) -> Mapping[str, TensorSpec]: ...
+
+    def encoders(self) -> Sequence[Encoder]:
+        """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
+        ...
+
+    def sample_meta(self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]) -> Tensors:
+        """Conditioning computed from the geometry of one sample (pixels)."""
+        ...
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        """Load what training needs (frozen, eval-independent of dropout), checked against the family."""
+        ...
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        """The repeated blocks, in forward order: for checkpointing, compiling and offloading."""
+        ...
+
+    def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
+        """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
+        ...
+
+    def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
+        """As ``draw``, at a fixed place of the noise schedule (0 clean .. 1 noise) for the validation loss."""
+        ...
+
+    def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
+        """The loss of one micro-batch on the device: draws nothing, waits for nothing, moves nothing."""
+        ...
+
+    def preview(
+        self, model: LoadedModel, requests: Sequence[PreviewRequest], text: Callable[[str], Tensors]
+    ) -> list[Image.Image]:
+        """Draw pictures with the model as it is (adapter included); leaves the model as it was.
+
+        ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
+        """
+        ...
+
+    def export_key(self, component: str, module: str) -> str:
+        """kohya's name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
+        ...
+
+
+FAMILIES: dict[str, str] = {
+    "sdxl": "lora_rocm.families.sdxl:Sdxl",
+}
+
+
+def family_for(recipe: Recipe) -> ModelFamily:
+    """The family object of a recipe, imported on demand."""
+    import importlib
+
+    name = recipe.model.family
+    if name not in FAMILIES:
+        raise ModelError("family-unknown", f"There is no model family {name!r}.", fix=f"Known: {', '.join(sorted(FAMILIES))}.")
+    module, _, attribute = FAMILIES[name].partition(":")
+    family: ModelFamily = getattr(importlib.import_module(module), attribute)(recipe)
+    return family

@@ -1,0 +1,256 @@
+"""The recipe: frozen, typed sections. One place knows every key, its default and its meaning.
+
+The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are made from this file.
+Units are pixels, steps (optimizer updates) and seconds unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def on_resume(default: Any, description: str, **limits: Any) -> Any:
+    """A field whose value may differ when a run is resumed (more steps, sample, output, runtime)."""
+    return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values cannot be changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class SdxlModel(Section):
+    """The base model. SDXL and its fine-tunes."""
+
+    family: Literal["sdxl"] = Field("sdxl", description="Model family.")
+    name_or_path: str = Field(
+        description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
+    )
+    config: str | None = Field(
+        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
+    )
+    vae: str | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    prediction_type: PREDICTIONS = Field(
+        "auto", description="What the model predicts; auto reads the model's own scheduler config."
+    )
+
+
+ModelSection = SdxlModel  # more families: Annotated[A | B, Field(discriminator="family")]
+
+
+class SourceOptions(Section):
+    """What can be said of each source of pictures; written under ``data`` it is the default of all sources."""
+
+    resolution: Positive = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
+    repeats: Positive = Field(1, description="How often each picture is seen in an epoch.")
+    caption_extension: str = Field(".txt", description="Extension of the caption files beside the pictures.")
+    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
+        "filename", description="Caption of a picture without a caption file: its file name, the trigger word, or nothing."
+    )
+    trigger_word: str | None = Field(None, description="Put in front of every caption that does not contain it.")
+    shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
+    keep_tokens: int = Field(0, ge=0, description="How many tags at the front are never shuffled or moved.")
+    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption instead.")
+    flip_aug: bool = Field(False, description="Also train on mirrored pictures (cached; half of the draws).")
+
+
+class DataSource(Section):
+    """One source: a folder of pictures, or a ``datasets`` source. Unset options come from ``data``."""
+
+    path: str | None = Field(None, description="A folder of pictures; sub-folders are read too.")
+    dataset: str | None = Field(
+        None, description="A datasets source: hub id, Parquet file or folder, or a folder written by save_to_disk."
+    )
+    split: str = Field("train", description="Split of the dataset.")
+    image_column: str = Field("image", description="Column with the picture.")
+    caption_column: str | None = Field("text", description="Column with the caption.")
+    resolution: Positive | None = None
+    repeats: Positive | None = None
+    caption_extension: str | None = None
+    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
+    trigger_word: str | None = None
+    shuffle_caption: bool | None = None
+    keep_tokens: Annotated[int, Field(ge=0)] | None = None
+    caption_dropout_rate: Fraction | None = None
+    flip_aug: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataSource:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give exactly one of path and dataset")
+        return self
+
+
+class DataSection(SourceOptions):
+    """Where the pictures are and how they are cut."""
+
+    path: str | None = Field(None, description="A folder of pictures (for several, use sources).")
+    sources: tuple[DataSource, ...] = Field((), description="Several sources, each with its own options.")
+    bucket_step: Positive = Field(64, description="Bucket sides are multiples of this many pixels.")
+    bucket_max_aspect: float = Field(2.5, ge=1.0, description="Longest side over shortest side of a bucket.")
+    enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
+    upscale: bool = Field(False, description="Enlarge pictures that are smaller than their bucket.")
+    caption_variants: Positive = Field(4, description="How many shuffles of each caption are cached.")
+    validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
+        0.0, description="Share of the pictures held out for the validation loss."
+    )
+
+    @model_validator(mode="after")
+    def _has_source(self) -> DataSection:
+        if (self.path is None) == (not self.sources):
+            raise ValueError("give either path or sources")
+        if self.bucket_step % 8:
+            raise ValueError(f"bucket_step {self.bucket_step} is not a multiple of 8")
+        return self
+
+    def resolved_sources(self) -> tuple[ResolvedSource, ...]:
+        """Every source with no option left open."""
+        sources = self.sources or (DataSource(path=self.path),)
+        names = SourceOptions.model_fields
+        resolved = []
+        for source in sources:
+            own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
+            defaults = {name: getattr(self, name) for name in names}
+            rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
+            resolved.append(ResolvedSource(**{**defaults, **own, **rest}))
+        return tuple(resolved)
+
+
+class ResolvedSource(SourceOptions):
+    """A source after the defaults of ``data`` are filled in (not written by users)."""
+
+    path: str | None
+    dataset: str | None
+    split: str
+    image_column: str
+    caption_column: str | None
+
+
+class LoraSection(Section):
+    """The adapter."""
+
+    rank: Positive = Field(16, description="Rank of the update.")
+    alpha: float | None = Field(None, gt=0, description="Scale is alpha / rank; unset means alpha = rank.")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
+    use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
+    use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
+    targets: str | tuple[str, ...] = Field(
+        "attention-mlp",
+        description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
+    )
+    train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
+    init_from: str | None = Field(None, description="Start from this LoRA file (kohya, diffusers or PEFT).")
+
+    @property
+    def effective_alpha(self) -> float:
+        return float(self.rank if self.alpha is None else self.alpha)
+
+
+class OptimSection(Section):
+    """Optimizer and schedule. Steps are optimizer updates."""
+
+    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    text_encoder_learning_rate: float | None = Field(
+        None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
+    )
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Linear warm-up from zero.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Clip the total gradient norm; 0 switches it off.")
+
+
+class TrainSection(Section):
+    """How long, how large, how precise."""
+
+    max_train_steps: Positive | None = on_resume(None, "Optimizer updates. Give this or epochs.")
+    epochs: Positive | None = on_resume(None, "Passes over the data. Give this or max_train_steps.")
+    batch_size: Positive = Field(1, description="Samples in one forward pass.")
+    gradient_accumulation_steps: Positive = Field(1, description="Forward passes for one update.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from this.")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
+        "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, slower.")
+    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
+    )
+    min_snr_gamma: float = Field(0.0, ge=0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual.")
+    noise_offset: float = Field(0.0, ge=0, description="Per-channel offset added to the noise; 0 off, 0.05 usual.")
+    zero_terminal_snr: bool = Field(False, description="Rescale the noise schedule (arXiv 2305.08891).")
+    validation_every_n_steps: int = on_resume(0, "Compute the held-out loss this often; 0 means never.", ge=0)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        if (self.max_train_steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of max_train_steps and epochs")
+        return self
+
+
+class SampleSection(Section):
+    """Preview pictures. All may change on resume."""
+
+    every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0)
+    prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.")
+    control_prompts: tuple[str, ...] = on_resume((), "Prompts without the concept, which the LoRA should leave alone.")
+    negative_prompt: str = on_resume("", "What to stay away from.")
+    seed: int = on_resume(1234, "Seed of the first picture; the next ones count up.", ge=0, lt=2**31)
+    guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0)
+    steps: int = on_resume(25, "Denoising steps.", gt=0)
+    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0)
+    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0)
+
+
+class RuntimeSection(Section):
+    """The machine. All may change on resume, but the bytes promise holds for one thread count only."""
+
+    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Where to train.")
+    workers: int = on_resume(0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0)
+    worker_timeout_s: float = on_resume(300.0, "A loader worker silent for this long is given up.", gt=0)
+    pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
+    deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
+    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0)
+
+
+class CacheSection(Section):
+    """Where encoded pictures and captions are kept between runs."""
+
+    dir: str = on_resume("cache", "Cache folder, relative to where the command runs.")
+
+
+class OutputSection(Section):
+    """What is written, and where."""
+
+    name: str = on_resume("lora", "Title in the file's metadata.")
+    dir: str = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
+    save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0)
+    keep_last: int = on_resume(2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0)
+    formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(("kohya",), "What to write at the end.")
+    dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Number format of the exported weights.")
+    author: str | None = on_resume(None, "Metadata.")
+    description: str | None = on_resume(None, "Metadata.")
+    license: str | None = on_resume(None, "Metadata.")
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    model: ModelSection
+    data: DataSection
+    lora: LoraSection = LoraSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection
+    sample: SampleSection = SampleSection()
+    runtime: RuntimeSection = RuntimeSection()
+    cache: CacheSection = CacheSection()
+    output: OutputSection = OutputSection()

@@ -1,0 +1,1 @@
+"""A run directory and everything that watches it (light: no torch)."""

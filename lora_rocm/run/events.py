@@ -1,0 +1,136 @@
+"""Everything that happens is one event: a JSON object on a line of ``events.jsonl``.
+
+The progress bar, TensorBoard, the report and ``status`` are readers of that stream. Every event has
+``type``, ``time`` (seconds since the epoch) and ``session`` (counts the starts of the worker in this run directory);
+the other fields of each type are listed in EVENT_FIELDS, which a test holds against what is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import storage_error
+
+EVENT_FIELDS: dict[str, tuple[str, ...]] = {
+    # a worker started; resumed_from is an update count or null
+    "start": ("pid", "device", "torch", "threads", "precision", "resumed_from"),
+    # phase: load, cache, step, checkpoint, preview, export; state: begin or end; seconds on end
+    "phase": ("phase", "state", "seconds"),
+    # what the data came to
+    "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
+    # caching goes on: what (images, captions), done, total, per_second
+    "cache": ("what", "done", "total", "per_second"),
+    # one confirmed update; times in seconds
+    "step": (
+        "updates",
+        "max_train_steps",
+        "iteration",
+        "epoch",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "step_s",
+        "loading_s",
+        "transfer_s",
+        "wait_s",
+        "memory_bytes",
+        "transfer_checks",
+        "transfer_failures",
+        "loss_scale",
+    ),
+    # kind: transfer, nonfinite, fp16-overflow
+    "incident": ("kind", "iteration", "samples", "detail", "action"),
+    "validation": ("updates", "loss"),
+    "checkpoint": ("updates", "path", "lora"),
+    # one preview round; pictures are paths relative to the run directory
+    "preview": ("updates", "pictures"),
+    # a number for the concept (train/concept.py)
+    "concept": ("score", "control", "detail"),
+    "export": ("format", "path", "max_difference", "cannot_read"),
+    "notice": ("text",),
+    "error": ("code", "what", "where", "fix", "exit_code"),
+    # the worker is leaving: reason is done or stopped
+    "end": ("reason", "updates", "exit_code"),
+}
+
+
+class EventWriter:
+    """Appends events to one file. A line torn by a crash is closed off first, so the new writer starts on a fresh line."""
+
+    def __init__(self, path: Path, session: int = 0) -> None:
+        self.path, self.session = path, session
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            if self._file.tell() and not _ends_with_newline(path):
+                self._file.write(b"\n")
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def write(self, event_type: str, **fields: Any) -> dict[str, Any]:
+        """Append one event and flush it to the operating system."""
+        expected = EVENT_FIELDS[event_type]
+        assert set(fields) == set(expected), f"event {event_type}: {sorted(fields)} is not {sorted(expected)}"
+        event = {"type": event_type, "time": round(time.time(), 3), "session": self.session, **fields}
+        try:
+            self._file.write(json.dumps(event, ensure_ascii=False).encode("utf-8") + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+        return event
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+class EventReader:
+    """Follows one event file: ``poll`` returns the whole events written since the last call; torn lines are skipped."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self._offset, self._rest = path, offset, b""
+
+    def poll(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for event in map(_parse, lines) if event is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:  # covers UnicodeDecodeError: a line torn by a crash
+        return None
+    return event if isinstance(event, dict) and "type" in event else None
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every whole event of a file, in the order written."""
+    return EventReader(path).poll()
+
+
+def current_steps(events: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``step`` events in order of updates; of an update seen twice (after a resume) the newest attempt counts."""
+    newest: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["type"] == "start":
+            resumed = event.get("resumed_from") or 0
+            newest = {updates: step for updates, step in newest.items() if updates <= resumed}
+        elif event["type"] == "step":
+            newest[event["updates"]] = event
+    return [newest[updates] for updates in sorted(newest)]

@@ -1,0 +1,160 @@
+"""The run directory: the only module that knows its file names.
+
+The directory is the contract between the light parent and the heavy child, and their only shared
+mutable state. One writer per file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import storage_error
+
+CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names inside one run directory. Makes nothing by itself except in ``create``."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def stop(self) -> Path:
+        """Existence asks the worker to finish its step, save and leave (works on every OS)."""
+        return self.path / "stop"
+
+    @property
+    def worker_log(self) -> Path:
+        return self.path / "worker.log"
+
+    @property
+    def parent_lock(self) -> Path:
+        return self.path / ".parent.lock"
+
+    @property
+    def worker_lock(self) -> Path:
+        return self.path / ".worker.lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def before_after(self) -> Path:
+        return self.samples / "before-after.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def lora(self) -> Path:
+        return self.path / "lora.safetensors"
+
+    @property
+    def diffusers_lora(self) -> Path:
+        return self.path / "pytorch_lora_weights.safetensors"
+
+    @property
+    def peft_dir(self) -> Path:
+        return self.path / "peft"
+
+    @property
+    def result(self) -> Path:
+        """Written last: says that the run is complete and what was exported and measured."""
+        return self.path / "result.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def events(self, writer: str = "rank0") -> Path:
+        """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, ``events.supervisor.jsonl``."""
+        return self.path / ("events.jsonl" if writer == "rank0" else f"events.{writer}.jsonl")
+
+    def heartbeat(self, rank: int = 0) -> Path:
+        return self.path / f"heartbeat.rank{rank}.json"
+
+    def checkpoint(self, updates: int) -> Path:
+        return self.checkpoints / f"step-{updates:08d}"
+
+    def checkpoint_lora(self, updates: int) -> Path:
+        return self.checkpoints / f"lora-step{updates:08d}.safetensors"
+
+    def samples_at(self, updates: int) -> Path:
+        return self.samples / f"step-{updates:08d}"
+
+    def list_checkpoints(self) -> list[tuple[int, Path]]:
+        """(updates, folder) of every finished checkpoint folder, oldest first; says nothing about validity."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.checkpoints.iterdir()]
+        return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
+
+    def list_samples(self) -> list[tuple[int, Path]]:
+        """(updates, folder) of every preview folder, oldest first."""
+        if not self.samples.is_dir():
+            return []
+        found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.samples.iterdir()]
+        return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
+
+    def create(self) -> RunDir:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+        return self
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing: temporary name, fsync, rename (also onto an existing file that nobody has open).
+
+    Raises:
+        StorageError: disk full, no permission.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error(error, path) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``write_atomic`` of sorted, indented JSON."""
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut. Windows cannot open folders and needs no call."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

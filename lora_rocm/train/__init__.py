@@ -1,0 +1,1 @@
+"""The training child: adapter, loop, state, export."""
