@@ -4,16 +4,27 @@ A fingerprint is one int64 a sample: the wrap-around sum of the sample's bytes, 
 weight that depends on its position. An odd weight times a changed power of two is never 0 mod 2**64, so one flipped bit
 is always seen; weights that are hashed, not linear, in the position make moved tiles and shifted rows visible too. It
 compares bytes: NaN, -0 and an all-zero tensor need no special case.
+
+Silent zeros, stale and garbled copies are real on ROCm: TheRock#8379, legacy-rocm-build#6123, ROCm#6603.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+CHUNK_BYTES = 4 * 2**20
+METHODS = ("pinned", "unpinned", "clone", "chunked")
+"""The ladder: a failed batch is sent again by the next method. On a host without pinning it starts at "unpinned"."""
+
+_weights: dict[torch.device, Tensor] = {}
 
 
 def fingerprint(tensor_B: Tensor) -> Tensor:
@@ -26,8 +37,17 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
         int64 of shape [B]; the same on every device, for the same bytes.
     """
     words_BN = _words(tensor_B)
-    weights_N = _weights(words_BN.shape[1], words_BN.device)
-    return (words_BN.to(torch.int64) * weights_N).sum(dim=1)
+    return (words_BN.to(torch.int64) * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)
+
+
+def whole_fingerprint(tensor: Tensor) -> Tensor:
+    """Fingerprint of one tensor of any shape and size as a 0-d int64, in chunks (a weight matrix has millions of words)."""
+    words_N = _words(tensor.reshape(1, -1))[0]
+    chunk = CHUNK_BYTES // words_N.element_size()
+    full = words_N.numel() // chunk * chunk
+    parts = [fingerprint(row[None]) for row in words_N[:full].view(-1, chunk)]
+    parts.append(fingerprint(words_N[full:][None]))
+    return fingerprint(torch.cat(parts)[None])[0]
 
 
 def _words(tensor_B: Tensor) -> Tensor:
@@ -38,10 +58,160 @@ def _words(tensor_B: Tensor) -> Tensor:
     return flat_BN.view(torch.uint8).view(WORD_DTYPES[word_bytes])
 
 
-@lru_cache(maxsize=64)
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd, position-dependent int64 weights [count]: a hash of the position (xor-shift and multiply, as in splitmix64)."""
-    mixed_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
-    mixed_N = (mixed_N ^ (mixed_N >> 30)) * -0x40A7B892E31B1A47
-    mixed_N = (mixed_N ^ (mixed_N >> 27)) * -0x6B2FB644ECCEEE15
-    return (mixed_N ^ (mixed_N >> 31)) | 1
+def _position_weights(count: int, device: torch.device) -> Tensor:
+    """Odd int64 weights [count]: a hash of the position (xor-shift and multiply, as in splitmix64); kept per device."""
+    known = _weights.get(device)
+    if known is None or known.numel() < count:
+        mixed_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+        mixed_N = (mixed_N ^ (mixed_N >> 30)) * -0x40A7B892E31B1A47
+        mixed_N = (mixed_N ^ (mixed_N >> 27)) * -0x6B2FB644ECCEEE15
+        known = _weights[device] = (mixed_N ^ (mixed_N >> 31)) | 1
+    return known[:count]
+
+
+def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
+    """One copy from host to device by one rung of the ladder. ``tensor`` is on the CPU."""
+    if method == "pinned":
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(device, non_blocking=True)  # the host allocator keeps the buffer until the copy's event
+    if method == "unpinned":
+        return (tensor.clone() if tensor.is_pinned() else tensor).to(device)
+    private = tensor.contiguous().clone()
+    if method == "clone":
+        arrived = private.to(device)
+    else:
+        arrived = torch.empty_like(private, device=device)
+        rows = max(1, CHUNK_BYTES // max(1, private.element_size()))
+        source, target = private.view(-1), arrived.view(-1)
+        for start in range(0, source.numel(), rows):
+            target[start : start + rows].copy_(source[start : start + rows])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return arrived
+
+
+@dataclass
+class Clock:
+    """Two intervals of one ``send``: the copies and the check. Read later, when the device is past them."""
+
+    marks: list[torch.cuda.Event | float]
+
+    def seconds(self) -> tuple[float, float]:
+        """(copy_s, check_s); on a GPU device time between events, gaps between launches included."""
+        a, b, c = self.marks
+        if isinstance(a, float):
+            return b - a, c - b  # type: ignore[operator,return-value]
+        return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3  # type: ignore[arg-type,union-attr]
+
+
+class DeviceTransfer:
+    """Sends batches, keeps the verdict on the device, climbs the ladder.
+
+    Attributes:
+        bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed.
+        checks, failures: samples' tensors checked, and updates refused, since the start.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pin: bool,
+        copy: Callable[[Tensor, torch.device, str], Tensor] = copy_to_device,
+    ) -> None:
+        self.device = device
+        self.methods = METHODS if pin else METHODS[1:]
+        self.bad = torch.zeros((), device=device)
+        self.checks = self.failures = 0
+        self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
+        self._failures_at_base = 0
+
+    @property
+    def method(self) -> str:
+        return self.methods[self._rung]
+
+    @property
+    def resending(self) -> bool:
+        """A batch failed and has not yet arrived well."""
+        return self._rung != self._base_rung
+
+    def send(self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Clock]:
+        """Copy a micro-batch to the device and compare there what arrived with what was meant.
+
+        The expected values travel the same road, so each is xor-ed with a number that changes with every send and reaches
+        the device as a kernel argument: a stale or zeroed pair of data and fingerprint does not agree by accident.
+
+        Args:
+            tensors: CPU tensors, first dimension B.
+            fingerprints: for each of them int64 [B], made when the sample was cached (not from the tensor at hand).
+        """
+        self._sends += 1
+        salt = (self._sends * 0x9E3779B97F4A7C15) % 2**63
+        names = list(tensors)
+        start = self._mark()
+        arrived = {name: self._copy(tensors[name].contiguous(), self.device, self.method) for name in names}
+        expected_KB = torch.stack([fingerprints[name] for name in names]) ^ salt
+        expected_KB = self._copy(expected_KB, self.device, self.method)
+        copied = self._mark()
+        found_KB = torch.stack([fingerprint(arrived[name]) for name in names]) ^ salt
+        self.bad = torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32))
+        self.checks += expected_KB.numel()
+        return arrived, Clock([start, copied, self._mark()])
+
+    def send_parameters(self, module: nn.Module) -> None:
+        """Move a whole module, parameter by parameter, each compared with its bytes on the host before it is used.
+
+        Raises:
+            TransferError: a parameter did not arrive by any method.
+        """
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            tensor.data = self.send_checked(tensor.data, name)
+
+    def send_checked(self, tensor: Tensor, name: str) -> Tensor:
+        """Copy one tensor, wait for its verdict, and climb the ladder here and now (weights, restored state)."""
+        wanted = int(whole_fingerprint(tensor))
+        for method in self.methods[self._base_rung :]:
+            arrived = self._copy(tensor, self.device, method)
+            self.checks += 1
+            if int(whole_fingerprint(arrived)) == wanted:
+                return arrived
+            self.failures += 1
+        raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+
+    def clear(self) -> None:
+        """Forget the verdict; the next update starts clean."""
+        self.bad = torch.zeros((), device=self.device)
+
+    def succeeded(self) -> None:
+        self._rung = self._base_rung
+
+    def failed(self, what: str) -> None:
+        """A batch arrived changed: clear the verdict and take the next rung; stay lower after three failures.
+
+        Raises:
+            TransferError: there is no rung left.
+        """
+        self.failures += 1
+        self.clear()
+        if self._rung == self._base_rung:
+            self._failures_at_base += 1
+            if self._failures_at_base >= 3 and self._base_rung + 1 < len(self.methods):
+                self._base_rung, self._failures_at_base = self._base_rung + 1, 0
+        if self._rung + 1 >= len(self.methods):
+            raise self._gave_up(what)
+        self._rung += 1
+
+    def _gave_up(self, what: str) -> TransferError:
+        return TransferError(
+            "transfer-failed",
+            f"Data reached the device changed, by every method ({', '.join(self.methods)}). Nothing was trained on it.",
+            where=what,
+            fix="Restart the machine and run the same command with --resume latest; if it happens again, "
+            "suspect driver, kernel or memory.",
+        )
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

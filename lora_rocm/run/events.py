@@ -24,7 +24,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
     # caching goes on: what (images, captions), done, total, per_second
     "cache": ("what", "done", "total", "per_second"),
-    # one confirmed update; times in seconds
+    # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
+    # waiting for the verdict
     "step": (
         "updates",
         "max_train_steps",
@@ -35,7 +36,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
         "grad_norm",
         "step_s",
         "loading_s",
-        "transfer_s",
+        "copy_s",
+        "check_s",
         "wait_s",
         "memory_bytes",
         "transfer_checks",

@@ -1,0 +1,255 @@
+"""The training loop: owns time, knows no model. The family owns the maths, hooks own everything that merely watches.
+
+One update is queued while the host has not yet read the verdict on the one before it. The verdict already holds the
+optimizer back on the device, so nothing can go wrong in between; the host only has to find out late and go back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
+from lora_rocm.errors import NonFiniteError, TransferError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.train.optim import GatedAdamW
+
+MAX_NONFINITE_IN_A_ROW = 4
+Batch = dict[str, Any]  # see data/batches.py
+
+
+def seed_for(*parts: int | str) -> int:
+    """A seed that is a function of its parts alone: (seed, attempt, iteration, index of the sample)."""
+    return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass
+class Position:
+    """Where a run is. All of it is saved; nothing else decides what comes next."""
+
+    iteration: int = 0  # effective batches consumed: decides data and noise
+    updates: int = 0  # updates made: decides the schedule and the end
+    attempt: int = 0  # a roll-back with other randomness raises it
+    nonfinite_in_a_row: int = 0
+
+
+@dataclass
+class Pending:
+    """An update that is queued and whose verdict the host has not read."""
+
+    iteration: int
+    samples: list[str]
+    learning_rate: float
+    clocks: list[Clock]
+    loading_s: float
+    on_device: Tensor  # float64 [6]: see Trainer._update
+    on_host: Tensor  # its copy, perhaps still on its way
+    arrived: torch.cuda.Event | None
+
+    def verdict(self) -> list[float]:
+        """Wait for the verdict. Its first value is a stamp: one that is stale or zero is read again, not believed.
+
+        Raises:
+            TransferError: it never arrived.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values: list[float] = self.on_host.tolist()
+        for _ in range(3):
+            if values[0] == self.iteration + 1:
+                return values
+            values = self.on_device.tolist()
+        raise TransferError(
+            "verdict-lost",
+            "The verdict on an update did not come back from the device.",
+            where=f"iteration {self.iteration}",
+            fix="Restart the machine and run the same command with --resume latest.",
+        )
+
+
+@dataclass
+class Work:
+    """The forward and backward passes of one effective batch: gradients are in the parameters."""
+
+    iteration: int
+    loss: Tensor
+    samples: list[str] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
+    loading_s: float = 0.0
+
+
+class Outcome(Enum):
+    DONE = "done"  # the update counts
+    SKIPPED = "skipped"  # not finite: the update was not made, the next batch comes
+    RESEND = "resend"  # the data arrived changed: the same batch again, by another road
+
+
+class Hook(Protocol):
+    """Acts after chosen updates, on confirmed state only."""
+
+    def due(self, updates: int) -> bool: ...
+
+    def act(self, trainer: Trainer) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """Everything one run needs, and the loop over it."""
+
+    family: ModelFamily
+    model: LoadedModel
+    optimizer: GatedAdamW
+    transfer: DeviceTransfer
+    open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
+    accumulation: int
+    seed: int
+    dropout: bool
+    position: Position
+    autocast: Callable[[], AbstractContextManager[Any]]
+    emit: Callable[..., Any]
+    stop_requested: Callable[[], bool]
+    hooks: Sequence[Hook] = ()
+    step_extras: Callable[[Position], dict[str, Any]] = lambda position: {}
+
+    def fit(self, max_train_steps: int) -> bool:
+        """Train until ``max_train_steps`` updates are made (True) or a stop was asked for (False).
+
+        Raises:
+            TransferError: a batch did not arrive by any method.
+            NonFiniteError: too many updates in a row were not finite.
+        """
+        pending: Pending | None = None
+        batches = self.open_batches(self.position.iteration)
+        self._settled_at = time.perf_counter()
+        while self.position.updates < max_train_steps:
+            work = self._forward_backward(batches)
+            if pending is not None and self._settle(pending) is Outcome.RESEND:
+                self.optimizer.drop_gradients()
+                batches, pending = self.open_batches(self.position.iteration), None
+                continue
+            pending = self._update(work)
+            stop = self.stop_requested()
+            due = [hook for hook in self.hooks if hook.due(self.position.updates + 1)]
+            if stop or due or self.position.updates + 1 >= max_train_steps:
+                outcome, pending = self._settle(pending), None
+                if outcome is Outcome.RESEND:
+                    batches = self.open_batches(self.position.iteration)
+                elif outcome is Outcome.DONE:
+                    for hook in due:
+                        hook.act(self)
+                    self._settled_at = time.perf_counter()
+            if stop and pending is None and not self.transfer.resending:
+                return False
+        return True
+
+    def _forward_backward(self, batches: Iterator[Batch]) -> Work:
+        """Queue all micro-batches of the next effective batch; the gradient of the weighted sum accumulates."""
+        work = Work(iteration=-1, loss=torch.zeros((), device=self.model.device))
+        for _ in range(self.accumulation):
+            started = time.perf_counter()
+            batch = next(batches)
+            work.loading_s += time.perf_counter() - started
+            work.iteration = batch["iteration"]
+            work.samples += batch["sample_keys"]
+            where = (self.seed, self.position.attempt, batch["iteration"])
+            draws = self.family.draw(batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]).tensors
+            if self.dropout:  # PEFT's dropout draws from the global generator
+                torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
+            tensors, clock = self.transfer.send(
+                {**batch["tensors"], **draws},
+                {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
+            )
+            work.clocks.append(clock)
+            sent_draws = {name: tensors.pop(name) for name in draws}
+            with self.autocast():
+                loss_B = self.family.loss(self.model, tensors, sent_draws).loss_B
+            loss = (loss_B * tensors["weight"]).sum()
+            (loss * self.optimizer.loss_scale).backward()
+            work.loss += loss.detach()
+        return work
+
+    def _update(self, work: Work) -> Pending:
+        """Queue the gated optimizer step and the verdict's way home."""
+        updates = self.position.updates
+        learning_rate = self.optimizer.learning_rate(updates)
+        scale = self.optimizer.loss_scale
+        blocked = self.transfer.bad
+        stats = self.optimizer.step(updates, blocked)
+        stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
+        # the stamp comes from a kernel argument, not from memory
+        values = (stamp, work.loss, stats.grad_norm, blocked, stats.nonfinite, scale)
+        on_device = torch.stack([value.to(torch.float64) for value in values])
+        on_host, arrived = on_device.to("cpu", non_blocking=True), None
+        if self.model.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Pending(
+            work.iteration, work.samples, learning_rate, work.clocks, work.loading_s, on_device, on_host, arrived
+        )
+
+    def _settle(self, pending: Pending) -> Outcome:
+        """The guard's wait: read the verdict on a queued update and take its consequence."""
+        started = time.perf_counter()
+        _, loss, grad_norm, bad, nonfinite, scale = pending.verdict()
+        waited_s = time.perf_counter() - started
+        position = self.position
+        if bad:
+            self._incident("transfer", pending, f"arrived changed by method {self.transfer.method}", "sent again")
+            self.transfer.failed(f"iteration {pending.iteration}, samples {', '.join(pending.samples)}")
+            return Outcome.RESEND
+        self.transfer.succeeded()
+        position.iteration += 1
+        if nonfinite:
+            self._skip(pending, loss, grad_norm, scale)
+            return Outcome.SKIPPED
+        position.nonfinite_in_a_row = 0
+        position.updates += 1
+        now = time.perf_counter()
+        copy_s, check_s = (sum(part) for part in zip(*(clock.seconds() for clock in pending.clocks), strict=True))
+        self.emit(
+            "step",
+            updates=position.updates,
+            iteration=pending.iteration,
+            loss=loss,
+            learning_rate=pending.learning_rate,
+            grad_norm=grad_norm,
+            step_s=round(now - self._settled_at, 6),
+            loading_s=round(pending.loading_s, 6),
+            copy_s=round(copy_s, 6),
+            check_s=round(check_s, 6),
+            wait_s=round(waited_s, 6),
+            transfer_checks=self.transfer.checks,
+            transfer_failures=self.transfer.failures,
+            loss_scale=scale,
+            **self.step_extras(position),
+        )
+        self._settled_at = now
+        return Outcome.DONE
+
+    def _skip(self, pending: Pending, loss: float, grad_norm: float, scale: float) -> None:
+        """A gradient that is not finite: nothing was updated. In fp16 that is how the loss scale is found."""
+        if self.optimizer.use_loss_scale and scale > 1.0:
+            self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")
+            return
+        self.position.nonfinite_in_a_row += 1
+        self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}", "update skipped")
+        if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+            raise NonFiniteError(
+                "nonfinite",
+                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; none of these updates was made.",
+                where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
+                fix="Lower optim.learning_rate, or set train.mixed_precision to no; the last checkpoint is kept.",
+            )
+
+    def _incident(self, kind: str, pending: Pending, detail: str, action: str) -> None:
+        self.emit(
+            "incident", kind=kind, iteration=pending.iteration, samples=pending.samples, detail=detail, action=action
+        )

@@ -1,0 +1,102 @@
+"""Preview pictures from fixed seeds, and the before/after grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir, write_atomic
+
+MARGIN_PX = 6
+LABEL_PX = 16
+GRID_TILE_PX = 320
+
+
+def requests_of(recipe: Recipe) -> list[PreviewRequest]:
+    """The recipe's prompts, then its control prompts; the seed counts up over all of them."""
+    sample = recipe.sample
+    return [
+        PreviewRequest(
+            prompt=prompt,
+            negative_prompt=sample.negative_prompt,
+            width=sample.width or recipe.data.resolution,
+            height=sample.height or recipe.data.resolution,
+            steps=sample.steps,
+            guidance_scale=sample.guidance_scale,
+            seed=sample.seed + number,
+        )
+        for number, prompt in enumerate((*sample.prompts, *sample.control_prompts))
+    ]
+
+
+def draw(
+    run_dir: RunDir,
+    updates: int,
+    family: ModelFamily,
+    model: LoadedModel,
+    recipe: Recipe,
+    text: Callable[[str], dict[str, Tensor]],
+) -> list[Path]:
+    """Draw all previews with the model as it is and save them; one picture a file, whole or not there."""
+    pictures = family.preview(model, requests_of(recipe), text)
+    paths = [run_dir.samples_at(updates) / f"{number:02d}.png" for number in range(len(pictures))]
+    for path, picture in zip(paths, pictures, strict=True):
+        write_atomic(path, png(picture))
+    return paths
+
+
+def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
+    """The pictures of a round that is complete, else None."""
+    paths = [run_dir.samples_at(updates) / f"{number:02d}.png" for number in range(len(requests_of(recipe)))]
+    return paths if all(path.exists() for path in paths) else None
+
+
+def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe: Recipe) -> Path:
+    """One row a prompt: without the LoRA on the left, with it on the right."""
+    rows = [(_tile(left), _tile(right)) for left, right in zip(before, after, strict=True)]
+    prompts = [request.prompt for request in requests_of(recipe)]
+    width = max(left.width + right.width for left, right in rows) + 3 * MARGIN_PX
+    height = sum(max(left.height, right.height) + LABEL_PX + MARGIN_PX for left, right in rows) + LABEL_PX
+    grid = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(grid)
+    pen.text((MARGIN_PX, 2), "before", fill="black")
+    pen.text((width // 2 + MARGIN_PX, 2), "after", fill="black")
+    top = LABEL_PX
+    for (left, right), prompt in zip(rows, prompts, strict=True):
+        pen.text((MARGIN_PX, top + 2), _shorten(prompt, width), fill="dimgray")
+        top += LABEL_PX
+        grid.paste(left, (MARGIN_PX, top))
+        grid.paste(right, (width // 2 + MARGIN_PX // 2, top))
+        top += max(left.height, right.height) + MARGIN_PX
+    write_atomic(run_dir.before_after, png(grid))
+    return run_dir.before_after
+
+
+def png(picture: Image.Image) -> bytes:
+    buffer = BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _tile(path: Path) -> Image.Image:
+    """A picture at a size that reads well beside another: small ones enlarged by whole numbers, large ones reduced."""
+    with Image.open(path) as file:
+        picture = file.convert("RGB")
+    factor = GRID_TILE_PX // max(picture.size)
+    if factor > 1:
+        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    picture.thumbnail((GRID_TILE_PX, GRID_TILE_PX))
+    return picture
+
+
+def _shorten(prompt: str, width_px: int) -> str:
+    """A label that fits (Pillow's default font draws Latin letters about 6 px wide)."""
+    limit = width_px // 6
+    text = prompt.encode("latin-1", "replace").decode("latin-1")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,174 @@
+"""Checkpoints: all the state there is, in safetensors and JSON, whole or not there.
+
+A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors`` and
+``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to disk,
+read back, then renamed. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lora_rocm.errors import storage_error
+from lora_rocm.run.layout import RunDir, fsync_folder
+from lora_rocm.train.loop import Position
+
+STATE_FILE = "state.json"
+RENAME_ATTEMPTS = 20  # Windows: a scanner may hold a fresh file for a moment
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose files were found to be what was written."""
+
+    path: Path
+    position: Position
+    facts: dict[str, Any]
+
+    def tensors(self, part: str) -> dict[str, Tensor]:
+        """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none."""
+        file = self.path / f"{part}.safetensors"
+        # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
+        return safetensors.torch.load(file.read_bytes()) if file.exists() else {}
+
+
+def save(run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; one that is there for the same number of updates, and valid, stays as it is.
+
+    Raises:
+        StorageError: disk full, no permission; nothing older is lost.
+    """
+    final = run_dir.checkpoint(position.updates)
+    if read(final) is not None:
+        return final
+    temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.tmp"
+    try:
+        _remove(temporary)
+        temporary.mkdir(parents=True)
+        checksums = {}
+        for part, tensors in parts.items():
+            if tensors:
+                content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+                checksums[f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
+                _write(temporary / f"{part}.safetensors", content)
+        state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
+        _write(temporary / STATE_FILE, _sealed(state))
+        if read(temporary) is None:
+            raise OSError(0, "what was written did not read back the same")
+        _remove(final)  # a damaged one
+        _rename(temporary, final)
+        fsync_folder(run_dir.checkpoints)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise storage_error(error, final) from error
+    return final
+
+
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or None where anything about it is damaged or missing."""
+    try:
+        state = json.loads((path / STATE_FILE).read_bytes())
+        if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
+            return None
+        for name, wanted in state["sha256"].items():
+            content = (path / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != wanted:
+                return None
+        return Checkpoint(path, Position(**state["position"]), state["facts"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None
+
+
+def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
+    """The newest checkpoint that is whole, and the newer ones that were passed over because they are not."""
+    damaged = []
+    for _, path in reversed(run_dir.list_checkpoints()):
+        checkpoint = read(path)
+        if checkpoint is not None:
+            return checkpoint, damaged
+        damaged.append(path)
+    return None, damaged
+
+
+def rotate(run_dir: RunDir, keep_last: int) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints that are whole; the last whole one is never deleted."""
+    kept = 0
+    for _, path in reversed(run_dir.list_checkpoints()):
+        if kept >= keep_last:
+            _remove(path)
+        elif read(path) is not None:
+            kept += 1
+
+
+def discard_unfinished(run_dir: RunDir) -> None:
+    """Remove what a killed writer left behind."""
+    if run_dir.checkpoints.is_dir():
+        for path in run_dir.checkpoints.glob(".*.tmp"):
+            if path.is_dir():
+                _remove(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def discard_newer(run_dir: RunDir, updates: int) -> None:
+    """Remove checkpoint folders and LoRA files past ``updates`` (an older checkpoint was chosen to go on from)."""
+    for found, path in run_dir.list_checkpoints():
+        if found > updates:
+            _remove(path)
+            run_dir.checkpoint_lora(found).unlink(missing_ok=True)
+
+
+def _sealed(state: Mapping[str, Any]) -> bytes:
+    body = json.dumps(state, indent=1, sort_keys=True)
+    seal = hashlib.sha256(body.encode("utf-8")).hexdigest()
+    return json.dumps({**state, "seal": seal}, indent=1, sort_keys=True).encode("utf-8")
+
+
+def _sealed_bytes(state: Mapping[str, Any]) -> bytes:
+    return json.dumps(state, indent=1, sort_keys=True).encode("utf-8")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename(source: Path, target: Path) -> None:
+    for attempt in range(RENAME_ATTEMPTS):
+        try:
+            source.rename(target)
+            return
+        except PermissionError:
+            if attempt == RENAME_ATTEMPTS - 1:
+                raise
+            time.sleep(0.1)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, its ``state.json`` first: a half-deleted checkpoint must not look whole."""
+    if path.is_dir():
+        (path / STATE_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+def restore_threads(checkpoint: Checkpoint) -> bool:
+    """Use the thread count of the checkpoint (sums are split by it); True where it had to be changed."""
+    wanted = int(checkpoint.facts["threads"])
+    changed = torch.get_num_threads() != wanted
+    torch.set_num_threads(wanted)
+    return changed
