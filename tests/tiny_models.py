@@ -1,0 +1,269 @@
+"""Random tiny SDXL models, made from config objects: two transformer layers, width 32, real SDXL block topology.
+
+``write_tiny_sdxl`` makes a diffusers folder; ``write_single_file`` writes the same weights as the one-file checkpoint that
+the original SDXL release uses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
+BEGIN, END = "<|startoftext|>", "<|endoftext|>"
+TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
+
+
+def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A byte-level BPE of a few dozen merges, in CLIP's form (words end in ``</w>``)."""
+    alphabet = sorted(ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        pieces = [*word[:-1], word[-1] + "</w>"]
+        while len(pieces) > 1:
+            pair = (pieces[0], pieces[1])
+            if pair not in merges:
+                merges.append(pair)
+            pieces = ["".join(pair), *pieces[2:]]
+    tokens = [*alphabet, *(letter + "</w>" for letter in alphabet), *("".join(pair) for pair in merges), BEGIN, END]
+    return {token: number for number, token in enumerate(dict.fromkeys(tokens))}, merges
+
+
+def unet_config(**changes: Any) -> dict[str, Any]:
+    """SDXL's block topology with small widths; ``transformer_layers_per_block`` differs by block as in SDXL."""
+    config: dict[str, Any] = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (16, 32, 32),
+        "layers_per_block": 2,
+        "norm_num_groups": 8,
+        "cross_attention_dim": TEXT_1_WIDTH + TEXT_2_WIDTH,
+        "transformer_layers_per_block": (1, 1, 2),
+        "attention_head_dim": (2, 2, 4),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": TIME_WIDTH,
+        "projection_class_embeddings_input_dim": 6 * TIME_WIDTH + PROJECTION,
+    }
+    return config | changes
+
+
+def scheduler_config(**changes: Any) -> dict[str, Any]:
+    """SDXL's published noise schedule."""
+    config = {
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "num_train_timesteps": 1000,
+        "prediction_type": "epsilon",
+        "timestep_spacing": "leading",
+        "steps_offset": 1,
+    }
+    return config | changes
+
+
+def text_config(width: int, vocab: dict[str, int], pad: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(vocab),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=77,
+        projection_dim=PROJECTION,
+        bos_token_id=vocab[BEGIN],
+        eos_token_id=vocab[END],
+        pad_token_id=pad,
+    )
+
+
+def tiny_vae(**changes: Any) -> AutoencoderKL:
+    config: dict[str, Any] = {
+        "block_out_channels": (8, 8, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "sample_size": 64,
+        "scaling_factor": 0.13025,
+    }
+    return AutoencoderKL(**(config | changes))
+
+
+def tiny_pipeline(
+    seed: int = 0, unet: dict[str, Any] | None = None, scheduler: dict[str, Any] | None = None, vae: dict[str, Any] | None = None
+) -> StableDiffusionXLPipeline:
+    """A random tiny SDXL; the same seed gives the same weights."""
+    vocab, merges = vocabulary()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return StableDiffusionXLPipeline(
+            vae=tiny_vae(**(vae or {})),
+            text_encoder=CLIPTextModel(text_config(TEXT_1_WIDTH, vocab, vocab[END])),
+            text_encoder_2=CLIPTextModelWithProjection(text_config(TEXT_2_WIDTH, vocab, 0)),
+            tokenizer=CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77),
+            tokenizer_2=CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77, pad_token="!"),
+            unet=UNet2DConditionModel(**unet_config(**(unet or {}))),
+            scheduler=EulerDiscreteScheduler(**scheduler_config(**(scheduler or {}))),
+            force_zeros_for_empty_prompt=True,
+            add_watermarker=False,
+        )
+
+
+def write_tiny_sdxl(
+    folder: Path,
+    seed: int = 0,
+    unet: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
+    variant: str | None = None,
+) -> Path:
+    """Write a random tiny SDXL as a diffusers folder and return the folder."""
+    pipeline = tiny_pipeline(seed, unet, scheduler, vae)
+    pipeline.save_pretrained(folder, safe_serialization=True, variant=variant)
+    return folder
+
+
+def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
+    """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
+    from lora_rocm.recipe.schema import Recipe
+
+    base: dict[str, dict[str, Any]] = {
+        "model": {"family": "sdxl", "name_or_path": str(folder)},
+        "data": {"path": str(Path(folder) / "pictures"), "resolution": 64, "bucket_step": 8},
+        "train": {"max_train_steps": 2, "mixed_precision": "no"},
+    }
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section
+    return Recipe.model_validate(base)
+
+
+# --- the original one-file layout ---------------------------------------------------------------------------------------
+
+
+def write_single_file(pipeline: StableDiffusionXLPipeline, path: Path, extra: dict[str, Tensor] | None = None) -> Path:
+    """Write a pipeline in the layout of the original SDXL release (sgm names, fused OpenCLIP attention)."""
+    tensors = {f"model.diffusion_model.{k}": v for k, v in _sgm_unet(pipeline.unet.state_dict()).items()}
+    tensors |= {f"first_stage_model.{k}": v for k, v in _ldm_vae(pipeline.vae.state_dict()).items()}
+    clip_l = pipeline.text_encoder.state_dict()
+    tensors |= {f"conditioner.embedders.0.transformer.text_model.{k.removeprefix('text_model.')}": v for k, v in clip_l.items()}
+    tensors |= {f"conditioner.embedders.1.model.{k}": v for k, v in _open_clip(pipeline.text_encoder_2.state_dict()).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.detach().clone().contiguous() for k, v in (tensors | (extra or {})).items()}, path)
+    return path
+
+
+def write_config_folder(pipeline: StableDiffusionXLPipeline, folder: Path) -> Path:
+    """The configs and tokenizers alone, as ``model.config`` wants them beside a one-file checkpoint."""
+    for name in ("unet", "vae"):
+        getattr(pipeline, name).save_config(folder / name)
+    pipeline.scheduler.save_config(folder / "scheduler")
+    for name in ("text_encoder", "text_encoder_2"):
+        getattr(pipeline, name).config.save_pretrained(folder / name)
+    for name in ("tokenizer", "tokenizer_2"):
+        getattr(pipeline, name).save_pretrained(folder / name)
+    pipeline.save_config(folder)
+    return folder
+
+
+def _sgm_unet(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    simple = {
+        "time_embedding.linear_1": "time_embed.0",
+        "time_embedding.linear_2": "time_embed.2",
+        "add_embedding.linear_1": "label_emb.0.0",
+        "add_embedding.linear_2": "label_emb.0.2",
+        "conv_in": "input_blocks.0.0",
+        "conv_norm_out": "out.0",
+        "conv_out": "out.2",
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.attentions.0": "middle_block.1",
+        "mid_block.resnets.1": "middle_block.2",
+        "down_blocks.0.downsamplers.0.conv": "input_blocks.3.0.op",
+        "down_blocks.1.downsamplers.0.conv": "input_blocks.6.0.op",
+        "up_blocks.0.upsamplers.0.conv": "output_blocks.2.2.conv",
+        "up_blocks.1.upsamplers.0.conv": "output_blocks.5.2.conv",
+    }
+    for block in range(3):
+        for layer in range(2):
+            simple[f"down_blocks.{block}.resnets.{layer}"] = f"input_blocks.{3 * block + layer + 1}.0"
+            simple[f"down_blocks.{block}.attentions.{layer}"] = f"input_blocks.{3 * block + layer + 1}.1"
+        for layer in range(3):
+            simple[f"up_blocks.{block}.resnets.{layer}"] = f"output_blocks.{3 * block + layer}.0"
+            simple[f"up_blocks.{block}.attentions.{layer}"] = f"output_blocks.{3 * block + layer}.1"
+    resnet = {
+        "norm1": "in_layers.0",
+        "conv1": "in_layers.2",
+        "time_emb_proj": "emb_layers.1",
+        "norm2": "out_layers.0",
+        "conv2": "out_layers.3",
+        "conv_shortcut": "skip_connection",
+    }
+    renamed = {}
+    for key, value in state.items():
+        prefix = max((p for p in simple if key.startswith(p + ".")), key=len)
+        rest = key.removeprefix(prefix)
+        if ".resnets." in prefix:
+            part, _, leaf = rest.removeprefix(".").partition(".")
+            rest = f".{resnet[part]}.{leaf}"
+        renamed[simple[prefix] + rest] = value
+    return renamed
+
+
+def _ldm_vae(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    last = max(int(key.split(".")[2]) for key in state if key.startswith("encoder.down_blocks."))
+    renamed = {}
+    for key, value in state.items():
+        parts = key.split(".")
+        if parts[1] in ("down_blocks", "up_blocks"):
+            kind, block = ("down", int(parts[2])) if parts[1] == "down_blocks" else ("up", last - int(parts[2]))
+            tail = {"resnets": ["block", parts[4]], "downsamplers": ["downsample"], "upsamplers": ["upsample"]}[parts[3]]
+            parts = [parts[0], kind, str(block), *tail, *parts[5:]]
+        elif parts[1] == "mid_block" and parts[2] == "resnets":
+            parts = [parts[0], "mid", f"block_{int(parts[3]) + 1}", *parts[4:]]
+        elif parts[1] == "mid_block":
+            names = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out": "proj_out"}
+            projected = parts[4] != "group_norm"
+            value = value[:, :, None, None] if projected and value.ndim == 2 else value
+            parts = [parts[0], "mid", "attn_1", names[parts[4]], parts[-1]]
+        elif parts[1] == "conv_norm_out":
+            parts[1] = "norm_out"
+        renamed[".".join(parts).replace("conv_shortcut", "nin_shortcut")] = value
+    return renamed
+
+
+def _open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    state = {key.removeprefix("text_model."): value for key, value in state.items()}
+    fixed = {
+        "embeddings.token_embedding.weight": "token_embedding.weight",
+        "embeddings.position_embedding.weight": "positional_embedding",
+        "final_layer_norm.weight": "ln_final.weight",
+        "final_layer_norm.bias": "ln_final.bias",
+    }
+    renamed = {"text_projection": state["text_projection.weight"].T}
+    renamed |= {new: state[old] for old, new in fixed.items()}
+    layers = 1 + max(int(key.split(".")[2]) for key in state if key.startswith("encoder.layers."))
+    for number in range(layers):
+        old, new = f"encoder.layers.{number}", f"transformer.resblocks.{number}"
+        for kind in ("weight", "bias"):
+            fused = torch.cat([state[f"{old}.self_attn.{part}_proj.{kind}"] for part in "qkv"])
+            renamed[f"{new}.attn.in_proj_{kind}"] = fused
+            names = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+            names |= {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
+            renamed |= {f"{new}.{there}.{kind}": state[f"{old}.{here}.{kind}"] for here, there in names.items()}
+    return renamed
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
