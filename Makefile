@@ -1,0 +1,37 @@
+# `make help` lists the targets. Needs Python 3.11 or newer, make and git; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help install demo test check format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup_venv.py
+	@"$(PYTHON)" scripts/setup_venv.py --dev
+
+install: $(STAMP) ## make .venv and install everything into it
+
+demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the package
+	$(BIN)/lora-rocm demo
+
+test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(STAMP) ## format the code and sort its imports
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## time the command line and the data check
+	$(BIN)/python benchmarks/light.py
+
+clean: ## delete caches of the tools (not .venv, not runs, not cache)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""What every test gets: one CPU thread, no network, an environment that is put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before any test module imports torch or a hub client: they read these once.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+from hypothesis import settings
+
+# A shared machine is slow now and then: examples have no deadline, the test as a whole has (pyproject.toml).
+settings.register_profile("quick", deadline=None, max_examples=50)
+settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def restore_environment() -> Iterator[None]:
+    """No test leaves a variable behind for the next one."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
