@@ -1,0 +1,342 @@
+"""A recipe file to a ``Recipe``: base recipe, ``--set``, every problem at once with file, line and key."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+
+from lora_rocm.errors import Problem, RecipeError
+from lora_rocm.recipe.explain import boolean_problems, explain, shown
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.yaml_tree import Key, YamlSyntaxError, YamlTree, dotted, is_clean, parse_yaml
+
+MAX_RECIPE_BYTES = 1 << 20
+# Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
+EITHER_OR: dict[Key, Key] = {
+    ("data", "path"): ("data", "sources"),
+    ("data", "sources"): ("data", "path"),
+    ("train", "max_train_steps"): ("train", "epochs"),
+    ("train", "epochs"): ("train", "max_train_steps"),
+}
+BUILTIN = "builtin:"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written: a file and line, or ``--set``."""
+
+    origin: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.origin if self.line is None else f"{self.origin}:{self.line}"
+
+
+@dataclass
+class Layered:
+    """Recipe data after merging, and where each key of it was written."""
+
+    origin: str
+    data: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+
+    def where(self, key: Key) -> str:
+        """Place and name of a key, as in ``file.yaml:12 lora.rank``; of a missing key the line of its section."""
+        known = next((self.places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.places), None)
+        return f"{known or self.origin} {dotted(key)}".rstrip()
+
+    def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
+        """Lay ``data`` on top: sections merge, everything else (lists too) replaces."""
+        for key, other in EITHER_OR.items():
+            if _get(data, key) is not None and _get(data, other) is None:
+                self._drop(other)
+        self._merge_into(self.data, data, ())
+        self.places.update(places)
+
+    def _merge_into(self, below: dict[str, Any], above: dict[str, Any], prefix: Key) -> None:
+        for name, value in above.items():
+            key = (*prefix, name)
+            if isinstance(value, dict) and isinstance(below.get(name), dict):
+                self._merge_into(below[name], value, key)
+            else:
+                self._drop(key)
+                below[name] = value
+
+    def _drop(self, key: Key) -> None:
+        section = _get(self.data, key[:-1])
+        if isinstance(section, dict):
+            section.pop(key[-1], None)
+        for place in [place for place in self.places if place[: len(key)] == key]:
+            del self.places[place]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """recipe: with absolute paths. name: for run directories. notices: sentences to show the user."""
+
+    recipe: Recipe
+    path: Path
+    name: str
+    notices: tuple[str, ...]
+    layers: Layered
+
+    def require_files(self) -> None:
+        """Check that the folders and files that the recipe names exist.
+
+        Raises:
+            RecipeError: with a problem for each that does not.
+        """
+        problems = [
+            Problem(self.layers.where(key), f"there is no {kind} {shown(value)}", f"Looked for {_absolute(value)}")
+            for key, value, kind in _named_files(self.recipe)
+            if not value.startswith(BUILTIN) and not os.path.exists(value)
+        ]
+        if problems:
+            raise RecipeError(problems)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read, merge and validate a recipe.
+
+    Args:
+        path: a file; when there is none, a recipe of that name that ships with the program.
+        overrides: ``section.key=value``, the value read as YAML.
+
+    Raises:
+        RecipeError: with everything that is wrong.
+    """
+    notices: list[str] = []
+    found = _find(Path(path), notices)
+    layers = Layered(str(found))
+    problems: list[Problem] = []
+    own, places = _read_layer(found, problems)
+    base = own.pop("base", None)
+    if base is not None:
+        problems += _lay_base(layers, base, found, places, notices)
+    layers.merge(own, places)
+    for override in overrides:
+        problems += _lay_override(layers, override)
+    spoiled = {problem.where for problem in problems}
+    recipe, more = _validate(layers)
+    problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
+    if problems or recipe is None:
+        raise RecipeError(problems)
+    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the program, by file name: in the package, or beside it in a checkout."""
+    package = Path(str(files("lora_rocm")))
+    found: dict[str, Path] = {}
+    for folder in (package.parent / "recipes", package / "recipes"):
+        found.update({file.name: file for file in sorted(folder.glob("*.yaml"))})
+    return found
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The whole recipe as YAML with every default written out; ``load_recipe`` reads it back to the same recipe."""
+    yaml = YAML()
+    yaml.width = 4096
+    stream = io.StringIO()
+    yaml.dump(recipe.model_dump(mode="json"), stream)
+    return stream.getvalue()
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """SHA-256 over every value that has to stay the same when a run is resumed."""
+    fixed = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
+    """What differs between the recipe of a run and the one to resume it with, and may not."""
+    after = {key: value for key, value, _ in _leaves(new)}
+    return [
+        Problem(dotted(key), f"{shown(before)} -> {shown(after.get(key))}")
+        for key, before, may_change in _leaves(old)
+        if not may_change and before != after.get(key)
+    ]
+
+
+def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:
+    """(key, JSON value, may change on resume) of every leaf."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, (*prefix, name))
+        else:
+            extra = info.json_schema_extra
+            may_change = isinstance(extra, dict) and extra.get("resume") == "may change"
+            yield (*prefix, name), section.model_dump(mode="json", include={name})[name], may_change
+
+
+def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
+    """The file itself, or a shipped recipe of that name."""
+    here = (folder or Path()) / path
+    if os.path.isfile(here):  # os.path says no where pathlib raises: a name that is too long
+        return here
+    if os.path.isdir(here):
+        inside = [str(file) for file in sorted(here.glob("*.yaml"))]
+        fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
+        raise RecipeError([Problem(str(here), "is a folder, not a recipe", fix)])
+    shipped = shipped_recipes()
+    if path.name in shipped and not path.is_absolute() and path.parent in (Path(), Path("recipes")):
+        notices.append(f"There is no {here}; using the recipe of that name that ships with the program.")
+        return shipped[path.name]
+    near = [str(file) for file in sorted(here.parent.glob("*.y*ml"))] if os.path.isdir(here.parent) else []
+    parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
+    parts += [f"Recipes that ship with the program: {', '.join(sorted(shipped))}."] if shipped else []
+    raise RecipeError([Problem(str(here), "there is no such file", " ".join(parts))])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_RECIPE_BYTES + 1)
+        if len(content) > MAX_RECIPE_BYTES:
+            raise RecipeError([Problem(str(path), "is larger than 1 MiB: this is no recipe")])
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise RecipeError([Problem(f"{path}:{line}", "is not UTF-8 text", "Save the file as UTF-8.")]) from None
+
+
+def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, Place]]:
+    """Data and places of one file. What is wrong inside goes to ``problems``; a file that is no mapping raises."""
+    try:
+        tree = parse_yaml(_read_text(path))
+    except YamlSyntaxError as error:
+        where = f"{path}:{error.line}:{error.column}"
+        raise RecipeError([Problem(where, f"this is not valid YAML: {error}")]) from None
+    problems += tree.place_problems(str(path))
+    if tree.value is None and not tree.problems:
+        raise RecipeError([Problem(str(path), "the file is empty", "A recipe has at least model, data and train.")])
+    if not isinstance(tree.value, dict):
+        fix = "A recipe is sections with keys, such as `lora:` and below it `  rank: 16`."
+        raise RecipeError([*problems, Problem(f"{path}:1", "the file holds no sections", fix)])
+    return tree.value, {key: Place(str(path), line) for key, line in tree.lines.items()}
+
+
+def _lay_base(layers: Layered, base: Any, path: Path, places: dict[Key, Place], notices: list[str]) -> list[Problem]:
+    where = f"{places[('base',)]} base"
+    if not isinstance(base, str) or not base:
+        return [Problem(where, f"expected the path of another recipe, got {shown(base)}")]
+    try:
+        found = _find(Path(base), notices, path.parent)
+        if found.resolve() == path.resolve():
+            return [Problem(where, "a recipe cannot be its own base")]
+        problems: list[Problem] = []
+        data, base_places = _read_layer(found, problems)
+    except RecipeError as error:
+        return [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+    if "base" in data:
+        del data["base"]
+        what = f"{path} builds on this recipe, which has a base itself"
+        fix = "Only one level is possible: copy what you need into one of them."
+        problems.append(Problem(f"{base_places[('base',)]} base", what, fix))
+    layers.merge(data, base_places)
+    return problems
+
+
+def _lay_override(layers: Layered, override: str) -> list[Problem]:
+    name, equals, text = override.partition("=")
+    key: Key = tuple(name.strip().split("."))
+    origin = f"--set {shown(override)}"
+    if not equals or not all(key) or not is_clean(override):
+        return [Problem(origin, "expected section.key=value", "For example --set lora.rank=8")]
+    try:
+        tree = parse_yaml(text)
+    except YamlSyntaxError:
+        tree = YamlTree(text)  # text that YAML would want in quotes, which the shell has already taken
+    if tree.problems:
+        return tree.place_problems(origin)
+    if len(key) == 1 and not isinstance(tree.value, dict):
+        return [Problem(f"--set {name}", f"expected section.key=value, got {shown(override)}")]
+    data: Any = tree.value
+    for part in reversed(key):
+        data = {part: data}
+    place = Place("--set")
+    sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
+    layers.merge(data, {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}})
+    return []
+
+
+def _get(data: Any, key: Key) -> Any:
+    for part in key:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _validate(layers: Layered) -> tuple[Recipe | None, list[Problem]]:
+    problems = list(boolean_problems(layers.data, layers.where))
+    try:
+        return Recipe.model_validate(layers.data), problems
+    except ValidationError as error:
+        known = {problem.where for problem in problems}
+        found = explain(error, layers.data, layers.where)
+        return None, problems + [problem for problem in found if problem.where not in known]
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute_unless_builtin(path: str | None) -> str | None:
+    return path if path is None or path.startswith(BUILTIN) else _absolute(path)
+
+
+def _absolute_if_there(name: str | None) -> str | None:
+    """A hub id stays what it is."""
+    if name is None or name.startswith(BUILTIN) or not os.path.exists(_absolute(name)):
+        return name
+    return _absolute(name)
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Paths were relative to where the command runs; the worker and a later resume run elsewhere."""
+    model, data = recipe.model, recipe.data
+    sources = tuple(
+        source.model_copy(
+            update={"path": _absolute_unless_builtin(source.path), "dataset": _absolute_if_there(source.dataset)}
+        )
+        for source in data.sources
+    )
+    return recipe.model_copy(
+        update={
+            "model": model.model_copy(
+                update={
+                    "name_or_path": _absolute_if_there(model.name_or_path),
+                    "config": _absolute_if_there(model.config),
+                    "vae": _absolute_if_there(model.vae),
+                }
+            ),
+            "data": data.model_copy(update={"path": _absolute_unless_builtin(data.path), "sources": sources}),
+            "lora": recipe.lora.model_copy(update={"init_from": _absolute_unless_builtin(recipe.lora.init_from)}),
+            "cache": recipe.cache.model_copy(update={"dir": _absolute(recipe.cache.dir)}),
+            "output": recipe.output.model_copy(update={"dir": _absolute(recipe.output.dir)}),
+        }
+    )
+
+
+def _named_files(recipe: Recipe) -> Iterator[tuple[Key, str, str]]:
+    if recipe.data.path is not None:
+        yield ("data", "path"), recipe.data.path, "folder"
+    for index, source in enumerate(recipe.data.sources):
+        if source.path is not None:
+            yield ("data", "sources", index, "path"), source.path, "folder"
+    if recipe.model.config is not None:
+        yield ("model", "config"), recipe.model.config, "folder"
+    if recipe.lora.init_from is not None:
+        yield ("lora", "init_from"), recipe.lora.init_from, "file"

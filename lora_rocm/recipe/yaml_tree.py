@@ -1,0 +1,170 @@
+"""YAML text to plain values that remember their lines.
+
+Built on ruamel's node tree and not on its constructors: only text, numbers, true/false, null, lists and mappings come
+out, whatever tags a file carries, and every problem of a file is found in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from lora_rocm.errors import Problem
+
+Key = tuple[str | int, ...]
+
+MAX_DEPTH = 20
+MAX_NODES = 100_000  # counted after aliases are followed: a few lines of aliases can stand for billions of values
+STANDARD_TAG = "tag:yaml.org,2002:"
+BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+
+
+class YamlSyntaxError(Exception):
+    """The text is no YAML. ``line`` and ``column`` count from 1."""
+
+    def __init__(self, message: str, line: int, column: int) -> None:
+        super().__init__(message)
+        self.line, self.column = line, column
+
+
+@dataclass
+class YamlTree:
+    """value: plain Python. lines: line (from 1) of every key and list item. problems: (key, line, what, fix)."""
+
+    value: Any = None
+    lines: dict[Key, int] = field(default_factory=dict)
+    problems: list[tuple[Key, int, str, str]] = field(default_factory=list)
+
+    def place_problems(self, origin: str) -> list[Problem]:
+        return [Problem(f"{origin}:{line} {dotted(key)}".rstrip(), what, fix) for key, line, what, fix in self.problems]
+
+
+def dotted(key: Key) -> str:
+    """``("data", "sources", 0, "path")`` as a user would write it: ``data.sources[0].path``."""
+    text = ""
+    for part in key:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def parse_yaml(text: str) -> YamlTree:
+    """Read one YAML document.
+
+    Raises:
+        YamlSyntaxError: no YAML, more than one document, or nested without end.
+    """
+    try:
+        node = YAML(typ="rt", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise YamlSyntaxError(_syntax_message(text, error, line), line, column) from None
+    except RecursionError:
+        raise YamlSyntaxError("nested far too deeply", 1, 1) from None
+    except (YAMLError, ValueError) as error:  # ValueError: escapes beyond Unicode
+        raise YamlSyntaxError(str(error).splitlines()[0], 1, 1) from None
+    tree = YamlTree()
+    if node is not None:
+        tree.value = _Reader(tree).read(node, ())
+    return tree
+
+
+def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:
+    lines = text.splitlines()
+    indent = lines[line - 1][: len(lines[line - 1]) - len(lines[line - 1].lstrip())] if line <= len(lines) else ""
+    if "\t" in indent:
+        return "a tab is used for indentation; YAML wants spaces"
+    parts = [part for part in (error.context, error.problem) if part]
+    return ": ".join(parts) or "not valid YAML"
+
+
+class _Reader:
+    """Walks the nodes once; what cannot be used becomes None and a problem."""
+
+    def __init__(self, tree: YamlTree) -> None:
+        self.tree, self.count = tree, 0
+
+    def problem(self, node: Node, key: Key, what: str, fix: str = "") -> None:
+        self.tree.problems.append((key, node.start_mark.line + 1, what, fix))
+
+    def read(self, node: Node, key: Key) -> Any:
+        self.count += 1
+        if self.count > MAX_NODES or len(key) > MAX_DEPTH:
+            mark = node.start_mark
+            raise YamlSyntaxError("too deeply nested, or aliases without end", mark.line + 1, mark.column + 1)
+        if isinstance(node, MappingNode):
+            return self.read_mapping(node, key)
+        if isinstance(node, SequenceNode):
+            for index, item in enumerate(node.value):
+                self.tree.lines[(*key, index)] = item.start_mark.line + 1
+            return [self.read(item, (*key, index)) for index, item in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
+        return self.read_scalar(node, key)
+
+    def read_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            name = key_node.value
+            if not isinstance(key_node, ScalarNode) or not is_clean(name):
+                self.problem(key_node, key, "a key has to be plain text")
+                continue
+            here = (*key, name)
+            if key_node.tag == STANDARD_TAG + "merge":
+                self.problem(key_node, here, "merge keys are not supported", "Write `base: other.yaml` at the top.")
+            elif name in result:
+                first = self.tree.lines[here]
+                self.problem(key_node, here, f"is given twice, first on line {first}", "Keep one of them.")
+            else:
+                self.tree.lines[here] = key_node.start_mark.line + 1
+                result[name] = self.read(value_node, here)
+        return result
+
+    def read_scalar(self, node: ScalarNode, key: Key) -> Any:
+        tag, text = str(node.tag), node.value
+        if not is_clean(text):
+            self.problem(node, key, f"{text!a:.60} has characters that no text can have here")
+            return None
+        try:
+            return _scalar(tag, text)
+        except (ValueError, KeyError):
+            if tag == STANDARD_TAG + "float":
+                self.problem(node, key, f"expected a finite number, got {text:.60}")
+            else:
+                self.problem(node, key, f"{text!a:.60} is not a usable value", "Put text in quotes, without a tag (!).")
+            return None
+
+
+def is_clean(text: Any) -> bool:
+    """Whether this is text that can name a file and be printed: no NUL, no lone surrogates."""
+    return isinstance(text, str) and "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _scalar(tag: str, text: str) -> Any:
+    """Value of a scalar. Raises ValueError or KeyError for what is no plain value."""
+    match tag.removeprefix(STANDARD_TAG):
+        case "str" | "timestamp":
+            return text
+        case "null":
+            return None
+        case "bool":
+            return BOOLEANS[text.lower()]
+        case "int":
+            return _integer(text.replace("_", ""))
+        case "float":
+            number = float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+            if not math.isfinite(number):
+                raise ValueError(text)
+            return number
+        case _:
+            raise ValueError(tag)
+
+
+def _integer(text: str) -> int:
+    unsigned = text.lstrip("+-").lower()
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(unsigned[:2], 10)
+    return int(text, base)

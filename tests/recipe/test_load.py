@@ -1,0 +1,243 @@
+"""A recipe file to a Recipe."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.recipe import load
+from lora_rocm.recipe.load import (
+    dump_recipe,
+    fingerprint,
+    load_recipe,
+    resume_differences,
+    shipped_recipes,
+)
+
+MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(MINIMAL, encoding="utf-8")
+    return tmp_path
+
+
+def wheres(error: pytest.ExceptionInfo[RecipeError]) -> list[str]:
+    return [problem.where for problem in error.value.problems]
+
+
+def test_minimal_recipe(in_folder: Path) -> None:
+    loaded = load_recipe("recipe.yaml")
+    assert loaded.name == "recipe" and loaded.notices == ()
+    assert loaded.recipe.data.path == str(in_folder / "pics")
+    assert loaded.recipe.cache.dir == str(in_folder / "cache")
+    assert loaded.recipe.output.dir == str(in_folder / "runs")
+    assert loaded.recipe.model.name_or_path == "builtin:tiny-sdxl"
+
+
+def test_model_path_is_absolute_only_if_it_is_there(in_folder: Path) -> None:
+    hub = load_recipe("recipe.yaml", ["model.name_or_path=some/model", "data.path=builtin:demo"]).recipe
+    assert (hub.model.name_or_path, hub.data.path) == ("some/model", "builtin:demo")
+    (in_folder / "some" / "model").mkdir(parents=True)
+    local = load_recipe("recipe.yaml", ["model.name_or_path=some/model"]).recipe
+    assert local.model.name_or_path == str(in_folder / "some" / "model")
+
+
+def test_home_is_expanded() -> None:
+    assert load_recipe("recipe.yaml", ["data.path=~/pics"]).recipe.data.path == os.path.expanduser(
+        os.path.join("~", "pics")
+    )
+
+
+def test_every_problem_at_once_with_its_line() -> None:
+    Path("bad.yaml").write_text(
+        MINIMAL + "  epochs: 2\nlora:\n  rank: sixteen\n  alpha: .nan\n  rank: 3\nnetwork_dim: 4\n", encoding="utf-8"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("bad.yaml", ["optim.learning_rate=fast"])
+    assert sorted(wheres(caught)) == [
+        "--set optim.learning_rate",
+        "bad.yaml:10 lora.alpha",
+        "bad.yaml:11 lora.rank",
+        "bad.yaml:12 network_dim",
+        "bad.yaml:5 train",
+        "bad.yaml:9 lora.rank",
+    ]
+    assert "got 'sixteen'" in str(caught.value)
+
+
+def test_missing_keys_have_a_place() -> None:
+    Path("bad.yaml").write_text("model:\n  vae: x\ntrain: {epochs: 1}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("bad.yaml")
+    assert wheres(caught) == ["bad.yaml:1 model.name_or_path", "bad.yaml data"]
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "words"),
+    [
+        (b"", "bad.yaml", "empty"),
+        (b"# only a comment\n", "bad.yaml", "empty"),
+        (b"- 1\n", "bad.yaml:1", "no sections"),
+        (b"text", "bad.yaml:1", "no sections"),
+        (b"a: 1\nb: \xff\n", "bad.yaml:2", "UTF-8"),
+        ("a: 1".encode("utf-16"), "bad.yaml:1", "UTF-8"),
+        (b"a: [1\nb: 2\n", "bad.yaml:2:2", "not valid YAML"),
+        (b"a:\n\tb: 1\n", "bad.yaml:2:1", "tab"),
+        (b"a: " + b"x" * (1 << 20), "bad.yaml", "larger than 1 MiB"),
+        (b"!!python/object:os.system [x]", "bad.yaml:1", "no sections"),
+    ],
+)
+def test_files_that_are_no_recipe(content: bytes, where: str, words: str) -> None:
+    Path("bad.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=words) as caught:
+        load_recipe("bad.yaml")
+    assert wheres(caught) == [where]
+
+
+def test_missing_file_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "shipped_recipes", lambda: {"sdxl.yaml": Path("x")})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("nope.yaml")
+    assert "recipe.yaml" in str(caught.value) and "sdxl.yaml" in str(caught.value)
+    with pytest.raises(RecipeError, match="is a folder"):
+        load_recipe(".")
+    with pytest.raises(RecipeError, match="no such file"):
+        load_recipe("x" * 5000)
+
+
+def test_shipped_recipe_by_name(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
+    shipped = in_folder / "elsewhere" / "sdxl.yaml"
+    shipped.parent.mkdir()
+    shipped.write_text(MINIMAL, encoding="utf-8")
+    monkeypatch.setattr(load, "shipped_recipes", lambda: {"sdxl.yaml": shipped})
+    for name in ("sdxl.yaml", "recipes/sdxl.yaml"):
+        loaded = load_recipe(name)
+        assert loaded.path == shipped and "ships with the program" in loaded.notices[0]
+    with pytest.raises(RecipeError):
+        load_recipe("other/sdxl.yaml")
+    Path("sdxl.yaml").write_text(MINIMAL, encoding="utf-8")
+    assert load_recipe("sdxl.yaml").notices == ()
+
+
+@pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.name)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    load_recipe(path)
+
+
+# base and --set
+
+
+def test_base_is_merged_section_by_section(in_folder: Path) -> None:
+    Path("sub").mkdir()
+    Path("sub/child.yaml").write_text("base: ../recipe.yaml\nlora:\n  rank: 4\ntrain:\n  seed: 7\n", encoding="utf-8")
+    recipe = load_recipe("sub/child.yaml").recipe
+    assert (recipe.lora.rank, recipe.train.seed, recipe.train.max_train_steps) == (4, 7, 10)
+    assert recipe.data.path == str(in_folder / "pics")
+
+
+def test_lists_of_a_base_are_replaced() -> None:
+    Path("b.yaml").write_text(MINIMAL + "sample:\n  prompts: [a, b]\n", encoding="utf-8")
+    Path("child.yaml").write_text("base: b.yaml\nsample:\n  prompts: [c]\n", encoding="utf-8")
+    assert load_recipe("child.yaml").recipe.sample.prompts == ("c",)
+
+
+def test_a_layer_takes_back_the_other_of_a_pair() -> None:
+    Path("child.yaml").write_text(
+        "base: recipe.yaml\ntrain: {epochs: 2}\ndata:\n  sources:\n    - path: a\n", encoding="utf-8"
+    )
+    recipe = load_recipe("child.yaml").recipe
+    assert (recipe.train.epochs, recipe.train.max_train_steps, recipe.data.path) == (2, None, None)
+    back = load_recipe("child.yaml", ["train.max_train_steps=3", "data.path=b"]).recipe
+    assert (back.train.epochs, back.train.max_train_steps, back.data.sources) == (None, 3, ())
+
+
+@pytest.mark.parametrize(
+    ("child", "where", "words"),
+    [
+        ("base: child.yaml\n", "child.yaml:1 base", "its own base"),
+        ("base: [x]\n", "child.yaml:1 base", "path of another recipe"),
+        ("base: nope.yaml\n", "child.yaml:1 base: nope.yaml", "no such file"),
+        ("base: b.yaml\n", "b.yaml:1 base", "has a base itself"),
+        ("base: c.yaml\n", "c.yaml:8 lora.rank", "whole number"),
+        ("base: d.yaml\n", "child.yaml:1 base: d.yaml:1", "no sections"),
+    ],
+)
+def test_wrong_bases(child: str, where: str, words: str) -> None:
+    Path("child.yaml").write_text(child, encoding="utf-8")
+    Path("b.yaml").write_text("base: recipe.yaml\n" + MINIMAL, encoding="utf-8")
+    Path("c.yaml").write_text(MINIMAL + "lora:\n  rank: x\n", encoding="utf-8")
+    Path("d.yaml").write_text("- 1", encoding="utf-8")
+    with pytest.raises(RecipeError, match=words) as caught:
+        load_recipe("child.yaml")
+    assert where in wheres(caught)
+
+
+def test_override_values_are_yaml() -> None:
+    recipe = load_recipe(
+        "recipe.yaml",
+        ["lora.rank=8", "lora.alpha=", "sample.prompts=[a, b c]", "output.author=[x", "optim.learning_rate=2e-4"],
+    ).recipe
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.sample.prompts) == (8, None, ("a", "b c"))
+    assert (recipe.output.author, recipe.optim.learning_rate) == ("[x", 2e-4)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["lora.rank", "=3", "lora=3", "lora..rank=3", "lora.rank.x=3", "x.y=3", "lora.rank=x", "lora.rank=!!foo 3", "\0=1"],
+)
+def test_wrong_overrides(override: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipe.yaml", [override])
+    assert all(where.startswith("--set") for where in wheres(caught))
+
+
+def test_require_files_names_line_and_path(in_folder: Path) -> None:
+    loaded = load_recipe("recipe.yaml", ["lora.init_from=x.safetensors"])
+    with pytest.raises(RecipeError) as caught:
+        loaded.require_files()
+    assert wheres(caught) == ["recipe.yaml:4 data.path", "--set lora.init_from"]
+    (in_folder / "pics").mkdir()
+    (in_folder / "x.safetensors").touch()
+    loaded.require_files()
+
+
+# dump, fingerprint
+
+
+def test_dump_reads_back_the_same(in_folder: Path) -> None:
+    first = load_recipe(
+        "recipe.yaml",
+        ["output.author='1e-4'", 'output.license="yes: # no\\n\\tx"', "output.name=größe ✓", "optim.epsilon=1e-12"],
+    ).recipe
+    Path("out.yaml").write_text(dump_recipe(first), encoding="utf-8")
+    assert load_recipe("out.yaml").recipe == first
+    sources = load_recipe("recipe.yaml", ["data.sources=[{path: a, repeats: 3}, {dataset: some/hub}]"]).recipe
+    Path("out.yaml").write_text(dump_recipe(sources), encoding="utf-8")
+    assert load_recipe("out.yaml").recipe == sources
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("train.max_train_steps=99", True),
+        ("train.epochs=3", True),
+        ("sample.prompts=[x]", True),
+        ("runtime.threads=2", True),
+        ("output.dir=elsewhere", True),
+        ("lora.rank=3", False),
+        ("train.seed=1", False),
+        ("data.path=other", False),
+        ("optim.betas=[0.9, 0.99]", False),
+        ("model.vae=x", False),
+    ],
+)
+def test_fingerprint_and_differences(override: str, same: bool) -> None:
+    old, new = load_recipe("recipe.yaml").recipe, load_recipe("recipe.yaml", [override]).recipe
+    assert (fingerprint(old) == fingerprint(new)) is same
+    differences = resume_differences(old, new)
+    assert [problem.where for problem in differences] == ([] if same else [override.partition("=")[0]])
+    assert all(" -> " in problem.what for problem in differences)
