@@ -1,0 +1,380 @@
+"""The rules of the house, read from the source: who may import whom, what the light half may touch, sizes, portability.
+
+Every rule has a negative control: a bad snippet on which it must fire.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "lora_rocm"
+HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
+LIGHT_DATA = {"samples", "captions", "buckets", "seeds"}
+LIGHT_UNITS = {"errors", "recipe", "host", "run", "check", "cli", "builtin", ""}
+# Unit -> units it may import, besides itself, the package root and builtin.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "recipe": {"errors"},
+    "host": {"errors", "recipe"},
+    "run": {"errors", "recipe", "host"},
+    "check": {"errors", "recipe", "host", "run", "data"},
+    "cli": {"errors", "recipe", "host", "run", "data", "check"},
+    "device": {"errors", "recipe", "run"},
+    "data": {"errors", "recipe", "run", "device"},
+    "families": {"errors", "recipe", "run", "device", "data"},
+    "train": {"errors", "recipe", "host", "run", "device", "data", "families"},
+    "builtin": set(),
+    "": set(),
+}
+# data gets encoders as callables: it may know the shapes of the interface, not a family.
+FAMILY_TYPES = {"Encoder", "TensorSpec", "Tensors"}
+PROCESS_EDGES = {(f"{PACKAGE}.train.worker", "main"), (f"{PACKAGE}.train.tools", "main")}
+POSIX_HOME = f"{PACKAGE}.run.process"
+POSIX_MODULES = {"fcntl", "grp", "posix", "pwd", "resource", "syslog", "termios"}
+POSIX_NAMES = {
+    "os": set(
+        "fork forkpty getegid geteuid getgid getpgid getpgrp getuid kill killpg setpgid setsid wait waitpid".split()
+    ),
+    "signal": set("SIGALRM SIGCHLD SIGHUP SIGKILL SIGQUIT SIGSTOP SIGUSR1 SIGUSR2 alarm pause setitimer".split()),
+}
+BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    source: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parse(self.source)
+
+    @property
+    def unit(self) -> str:
+        """First name below the package: ``errors``, ``recipe``, ...; empty for the package itself."""
+        return f"{self.name}..".split(".")[1]
+
+    @property
+    def is_light(self) -> bool:
+        parts = self.name.split(".")
+        return self.unit in LIGHT_UNITS or (self.unit == "data" and (len(parts) == 2 or parts[2] in LIGHT_DATA))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: ``target`` is the deepest module that the statement names."""
+
+    target: str
+    name: str
+    line: int
+    for_types: bool
+    at_top: bool
+
+
+@cache
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def package_modules() -> tuple[Module, ...]:
+    found = []
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Module(name, path.read_text(encoding="utf-8")))
+    return tuple(found)
+
+
+@cache
+def script_modules() -> tuple[Module, ...]:
+    paths = [path for folder in ("scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return tuple(Module(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths)
+
+
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(module.name for module in package_modules())
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    yield from _imports(module.tree, for_types=False, at_top=True)
+
+
+def _imports(node: ast.AST, *, for_types: bool, at_top: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, "", child.lineno, for_types, at_top)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: write the whole name of the module"
+            for alias in child.names:
+                deeper = f"{child.module}.{alias.name}"
+                target = deeper if deeper in module_names() else str(child.module)
+                yield Import(target, alias.name, child.lineno, for_types, at_top)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from _imports(child, for_types=True, at_top=at_top)
+        else:
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, for_types=for_types, at_top=at_top and not is_function)
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """The names in the registry of families, read without importing it."""
+    tree = _parse((ROOT / PACKAGE / "families" / "base.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FAMILIES" and node.value is not None:
+            return tuple(ast.literal_eval(node.value))
+    raise AssertionError("families/base.py has no FAMILIES")
+
+
+def family_of(name: str) -> str:
+    """The family that a module belongs to (``families.sdxl_keys`` to ``sdxl``); empty for what families share."""
+    parts = name.split(".")
+    if parts[:2] != [PACKAGE, "families"] or len(parts) < 3:
+        return ""
+    return max((family for family in families() if parts[2].startswith(family)), key=len, default="")
+
+
+def arrow_faults(module: Module) -> Iterator[str]:
+    """Imports against the arrows."""
+    for found in imports_of(module):
+        if found.target.partition(".")[0] != PACKAGE:
+            continue
+        other = Module(found.target, "").unit
+        if other == module.unit or other in ("", "builtin") or other in ARROWS[module.unit]:
+            continue
+        types_only = found.for_types or found.name in FAMILY_TYPES
+        if module.unit == "data" and found.target == f"{PACKAGE}.families.base" and types_only:
+            continue
+        yield f"{module.name}:{found.line} imports {found.target}"
+
+
+def family_faults(module: Module) -> Iterator[str]:
+    """A family that knows another, or shared code that knows one."""
+    if module.unit != "families":
+        return
+    for found in imports_of(module):
+        other = family_of(found.target)
+        if other and other != family_of(module.name):
+            yield f"{module.name}:{found.line} imports {found.target}"
+
+
+def light_faults(module: Module) -> Iterator[str]:
+    """The light half reaching the heavy one: our modules and packages, also inside functions; ``datasets`` only there."""
+    if not module.is_light:
+        return
+    for found in imports_of(module):
+        root = found.target.partition(".")[0]
+        ours = root == PACKAGE and not Module(found.target, "").is_light
+        lazy_datasets = root == "datasets" and not found.at_top
+        if not found.for_types and (ours or (root in HEAVY_PACKAGES and not lazy_datasets)):
+            yield f"{module.name}:{found.line} imports {found.target}"
+
+
+def size_faults(module: Module) -> Iterator[str]:
+    lines = module.source.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{module.name} has {lines} lines"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{module.name}:{node.lineno} {node.name} has {length} lines"
+
+
+def broad_except_faults(module: Module) -> Iterator[str]:
+    """Bare and broad ``except`` outside the process edges."""
+    for function, node in _with_function(module.tree, ""):
+        if not isinstance(node, ast.ExceptHandler) or (module.name, function) in PROCESS_EDGES:
+            continue
+        caught = set() if node.type is None else {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+        if node.type is None or caught & {"Exception", "BaseException"}:
+            yield f"{module.name}:{node.lineno} catches everything"
+
+
+def _with_function(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    """Every node below, with the name of the outermost function around it."""
+    for child in ast.iter_child_nodes(node):
+        yield function, child
+        inside = function or (child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else "")
+        yield from _with_function(child, inside)
+
+
+def unfinished_faults(module: Module) -> Iterator[str]:
+    for number, line in enumerate(module.source.splitlines(), 1):
+        if re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b", line):
+            yield f"{module.name}:{number} is unfinished: {line.strip()}"
+
+
+def posix_faults(module: Module) -> Iterator[str]:
+    """Calls that Windows lacks, outside the one module that knows processes."""
+    if module.name == POSIX_HOME:
+        return
+    for found in imports_of(module):
+        if found.target in POSIX_MODULES or found.name in POSIX_NAMES.get(found.target, ()):
+            yield f"{module.name}:{found.line} imports {found.target} {found.name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in POSIX_NAMES.get(node.value.id, ()):
+                yield f"{module.name}:{node.lineno} uses {node.value.id}.{node.attr}"
+
+
+def encoding_faults(module: Module) -> Iterator[str]:
+    """Text read or written in whatever encoding the machine happens to have."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and _is_text_io(node):
+            if not any(keyword.arg in ("encoding", None) for keyword in node.keywords):
+                yield f"{module.name}:{node.lineno} names no encoding: {ast.unparse(node)}"
+
+
+def _is_text_io(call: ast.Call) -> bool:
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    if isinstance(call.func, ast.Name):
+        name, owner = call.func.id, ""
+    elif isinstance(call.func, ast.Attribute):
+        name, owner = call.func.attr, ast.unparse(call.func.value)
+    else:
+        return False
+    if name in ("read_text", "write_text"):
+        return True
+    if owner == "subprocess":
+        return "text" in named or "universal_newlines" in named
+    if name in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile") and owner.split(".")[0] not in BINARY_OPENERS:
+        position = 0 if owner and name == "open" else 1  # path.open("rb"), open(path, "rb")
+        mode = named.get("mode", call.args[position] if len(call.args) > position else ast.Constant("r"))
+        if name.endswith("TemporaryFile"):
+            mode = named.get("mode", call.args[0] if call.args else ast.Constant("w+b"))
+        return not (isinstance(mode, ast.Constant) and "b" in str(mode.value))
+    return False
+
+
+RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
+    (arrow_faults, False),
+    (family_faults, False),
+    (light_faults, False),
+    (size_faults, True),
+    (broad_except_faults, True),
+    (unfinished_faults, True),
+    (posix_faults, True),
+    (encoding_faults, True),
+]
+
+
+@pytest.mark.parametrize(("rule", "scripts_too"), RULES, ids=lambda value: getattr(value, "__name__", None))
+def test_holds(rule: Callable[[Module], Iterator[str]], scripts_too: bool) -> None:
+    modules = package_modules() + (script_modules() if scripts_too else ())
+    assert [fault for module in modules for fault in rule(module)] == []
+
+
+def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> object:
+    return pytest.param(rule, Module(f"{PACKAGE}.{name}", source), id=f"{rule.__name__}: {source[:50]}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "planted"),
+    [
+        bad(arrow_faults, "errors", "from lora_rocm.recipe.schema import Recipe"),
+        bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
+        bad(arrow_faults, "families.sdxl", "from lora_rocm.train import loop"),
+        bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
+        bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl import Sdxl"),
+        bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
+        bad(family_faults, "families.flux", "from lora_rocm.families.sdxl import Sdxl"),
+        bad(family_faults, "families.diffusion", "from lora_rocm.families import sdxl"),
+        bad(light_faults, "cli", "def f():\n    import torch"),
+        bad(light_faults, "host.probe", "from transformers import CLIPTextModel"),
+        bad(light_faults, "data.samples", "import datasets"),
+        bad(light_faults, "check", "def f():\n    from lora_rocm.data.cache import LatentCache"),
+        bad(size_faults, "errors", "x = 1\n" * 401),
+        bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * 60),
+        bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
+        bad(broad_except_faults, "train.worker", "def run():\n    try:\n        f()\n    except:\n        raise"),
+        bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    raise"),
+        bad(unfinished_faults, "errors", "x = 1  # TO" + "DO: more"),
+        bad(unfinished_faults, "errors", "raise NotImplemented" + "Error"),
+        bad(posix_faults, "run.status", "import os\nos.kill(1, 9)"),
+        bad(posix_faults, "run.status", "from signal import SIGKILL"),
+        bad(posix_faults, "train.loop", "def f():\n    import fcntl"),
+        bad(encoding_faults, "errors", "open('a')"),
+        bad(encoding_faults, "errors", "open('a', 'w')"),
+        bad(encoding_faults, "errors", "path.open('a')"),
+        bad(encoding_faults, "errors", "path.read_text()"),
+        bad(encoding_faults, "errors", "path.write_text('a')"),
+        bad(encoding_faults, "errors", "tempfile.NamedTemporaryFile('w')"),
+        bad(encoding_faults, "errors", "subprocess.run(['a'], text=True)"),
+    ],
+)
+def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], planted: Module) -> None:
+    assert list(rule(planted))
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (arrow_faults, "data.cache", "from lora_rocm.families.base import Encoder"),
+        (arrow_faults, "data.cache", "if TYPE_CHECKING:\n    from lora_rocm.families.base import ModelFamily"),
+        (arrow_faults, "train.loop", "from lora_rocm import __version__"),
+        (family_faults, "families.sdxl_keys", "from lora_rocm.families.sdxl import Sdxl"),
+        (light_faults, "data.samples", "def f():\n    import datasets"),
+        (light_faults, "data.cache", "import torch"),
+        (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
+        (posix_faults, "run.process", "import os\nos.kill(1, 9)"),
+        (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
+        (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
+    ],
+)
+def test_stays_silent_on_good_code(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> None:
+    assert list(rule(Module(f"{PACKAGE}.{name}", source))) == []
+
+
+@cache
+def light_modules() -> tuple[str, ...]:
+    return tuple(module.name for module in package_modules() if module.is_light)
+
+
+IMPORT_EACH = """
+import importlib, sys
+heavy, reached = set(sys.argv[1].split()), []
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+    if heavy & set(sys.modules):
+        reached.append(f"{name} loads {sorted(heavy & set(sys.modules))}")
+        break
+print("\\n".join(reached))
+"""
+
+
+def loads_heavy(*names: str) -> str:
+    """Import modules one after the other in a fresh Python; the first that brings a heavy package, or nothing."""
+    command = [sys.executable, "-c", IMPORT_EACH, " ".join(sorted(HEAVY_PACKAGES)), *names]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_no_light_module_loads_a_heavy_package() -> None:
+    assert loads_heavy(*light_modules()) == ""
+
+
+def test_a_heavy_module_is_noticed_when_imported() -> None:
+    assert loads_heavy(f"{PACKAGE}.errors", f"{PACKAGE}.device.transfer").startswith(f"{PACKAGE}.device.transfer loads")
+
+
+def test_the_light_half_is_all_there() -> None:
+    assert {module.unit for module in package_modules()} == set(ARROWS)
+    assert {f"{PACKAGE}.data.{name}" for name in LIGHT_DATA} <= set(light_modules())
