@@ -1,0 +1,85 @@
+"""One number for "has it learned the concept": are the pictures after training nearer to the training pictures than before?
+
+Each picture becomes a descriptor (where which colours are, which colours there are, which way edges run). Its distance is that to
+the nearest training picture. The score is the chance that a picture drawn after training is nearer than one drawn before
+(the area under the ROC curve: 0.5 says no change, 1.0 every one is nearer). The control is the same number for prompts without the
+concept: it should stay near 0.5, and a score is only worth what it is above its control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+SIDE_PX = 64
+COLOUR_LEVELS = 4
+CELLS = 4
+ORIENTATIONS = 8
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ConceptScore:
+    """score, control in 0..1 (control None where there are no control prompts); distances: mean per group."""
+
+    score: float
+    control: float | None
+    distances: dict[str, float]
+
+
+def descriptor(picture: Image.Image) -> Vector:
+    """Unit vector: a histogram of colours and a grid of edge orientations, each half of the weight."""
+    pixels_HWC = np.asarray(picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
+    levels_HWC = np.minimum((pixels_HWC * COLOUR_LEVELS).astype(int), COLOUR_LEVELS - 1)
+    codes = levels_HWC @ np.array([COLOUR_LEVELS**2, COLOUR_LEVELS, 1])
+    colours = np.sqrt(np.bincount(codes.ravel(), minlength=COLOUR_LEVELS**3))
+    dy_HW, dx_HW = np.gradient(pixels_HWC.mean(axis=2))
+    strength_HW = np.hypot(dx_HW, dy_HW)
+    orientation_HW = ((np.arctan2(dy_HW, dx_HW) % np.pi) / np.pi * ORIENTATIONS).astype(int) % ORIENTATIONS
+    cell = SIDE_PX // CELLS
+    cells_HW = (np.arange(SIDE_PX)[:, None] // cell) * CELLS + np.arange(SIDE_PX)[None, :] // cell
+    bins = np.bincount(
+        (cells_HW * ORIENTATIONS + orientation_HW).ravel(), weights=strength_HW.ravel(), minlength=CELLS**2 * ORIENTATIONS
+    )
+    return np.concatenate([_unit(colours), _unit(np.sqrt(bins))]) / np.sqrt(2)
+
+
+def _unit(vector: Vector) -> Vector:
+    norm = float(np.linalg.norm(vector))
+    return vector / norm if norm else vector
+
+
+def nearest_distance(pictures: Sequence[Image.Image], references: Sequence[Image.Image]) -> Vector:
+    """For each picture the distance to the nearest reference."""
+    found = np.stack([descriptor(picture) for picture in pictures])
+    known = np.stack([descriptor(picture) for picture in references])
+    return np.asarray(np.linalg.norm(found[:, None] - known[None], axis=2).min(axis=1))
+
+
+def nearer(after: Vector, before: Vector) -> float:
+    """Chance that a random ``after`` distance is smaller than a random ``before`` one; ties count half."""
+    pairs = before[:, None] - after[None]
+    return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+
+
+def score(
+    before: Sequence[Image.Image],
+    after: Sequence[Image.Image],
+    training: Sequence[Image.Image],
+    num_control: int,
+) -> ConceptScore:
+    """Score of a run. The last ``num_control`` pictures of ``before`` and ``after`` are of control prompts."""
+    split = len(before) - num_control
+    distance_before, distance_after = nearest_distance(before, training), nearest_distance(after, training)
+    distances = {"before": float(distance_before[:split].mean()), "after": float(distance_after[:split].mean())}
+    control = None
+    if num_control:
+        control = nearer(distance_after[split:], distance_before[split:])
+        distances["control before"] = float(distance_before[split:].mean())
+        distances["control after"] = float(distance_after[split:].mean())
+    return ConceptScore(nearer(distance_after[:split], distance_before[:split]), control, distances)

@@ -1,0 +1,93 @@
+"""What watches the loop: checkpoints, previews, the held-out loss, TensorBoard. Hooks act on confirmed state only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lora_rocm.device.transfer import fingerprint
+from lora_rocm.train.loop import Batch, Trainer, seed_for
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Places of the noise schedule at which the held-out loss is taken; fixed, so that two values can be compared."""
+
+
+@dataclass(frozen=True)
+class CallEvery:
+    """Calls ``action(updates)`` after every ``steps`` updates, and after update ``last`` where that is given."""
+
+    steps: int
+    action: Callable[[int], None]
+    last: int | None = None
+
+    def due(self, updates: int) -> bool:
+        return (self.steps > 0 and updates % self.steps == 0) or updates == self.last
+
+    def act(self, trainer: Trainer) -> None:
+        self.action(trainer.position.updates)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model says little."""
+
+    steps: int
+    open_batches: Callable[[], Iterator[Batch]]
+    emit: Callable[..., Any]
+
+    def due(self, updates: int) -> bool:
+        return updates % self.steps == 0
+
+    @torch.no_grad()
+    def act(self, trainer: Trainer) -> None:
+        total, weight = 0.0, 0.0
+        for component in trainer.model.components.values():
+            component.eval()
+        for batch in self.open_batches():
+            real = batch["tensors"]["weight"] > 0
+            for place in VALIDATION_POSITIONS:
+                losses_B = self._losses(trainer, batch, place)
+                total += float(losses_B[real].sum())
+                weight += float(real.sum())
+        for component in trainer.model.components.values():
+            component.train()
+        self.emit("validation", updates=trainer.position.updates, loss=total / weight)
+
+    def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
+        """Per-sample loss on the CPU; the noise of a sample depends on the sample alone. Checked like a training batch."""
+        seeds = [seed_for("validation", key, place) for key in batch["sample_keys"]]
+        draws = trainer.family.fixed_draw(batch["tensors"], seeds, place).tensors
+        fingerprints = {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
+        while True:
+            tensors, _ = trainer.transfer.send({**batch["tensors"], **draws}, fingerprints)
+            if not bool(trainer.transfer.bad):
+                break
+            trainer.transfer.failed(f"validation, samples {', '.join(batch['sample_keys'])}")
+        trainer.transfer.succeeded()
+        sent_draws = {name: tensors.pop(name) for name in draws}
+        with trainer.autocast():
+            return trainer.family.loss(trainer.model, tensors, sent_draws).loss_B.float().cpu()
+
+
+class TensorBoard:
+    """Copies numbers from the event stream into TensorBoard's format."""
+
+    SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: SummaryWriter = SummaryWriter(str(folder))
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        for name in self.SCALARS.get(event["type"], ()):
+            self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
+        if event["type"] == "end":
+            self._writer.close()

@@ -1,0 +1,249 @@
+"""One run from samples to exported files, phase by phase. Each phase can be killed and done again."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import ResumeError
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import state
+from lora_rocm.train.adapter import Adapter, inject
+from lora_rocm.train.artifacts import Artifacts
+from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
+from lora_rocm.train.loop import Batch, Hook, Position, Trainer
+from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.session import Session
+
+
+@dataclass
+class Data:
+    """What the data phase leaves: items in the caches and the plan over them."""
+
+    prepared: Prepared
+    cache: LatentCache
+    plan: BatchPlan
+    max_train_steps: int
+
+    def identity(self) -> str:
+        """Changes when a resumed run would see other samples in another order."""
+        parts = repr([(item.key, item.repeats) for item in self.prepared.items])
+        return hashlib.sha256(parts.encode("utf-8")).hexdigest()
+
+
+def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
+    """The checkpoint to go on from; damaged ones are named and passed over.
+
+    Raises:
+        ResumeError: the chosen checkpoint is damaged.
+    """
+    run_dir = session.run_dir
+    state.discard_unfinished(run_dir)
+    if chosen is not None:
+        checkpoint = state.read(chosen)
+        if checkpoint is None:
+            raise ResumeError(
+                "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
+            )
+        state.discard_newer(run_dir, checkpoint.position.updates)
+        return checkpoint
+    found, damaged = state.latest_valid(run_dir)
+    for path in damaged:
+        session.notice(f"The checkpoint {path.name} is damaged and was passed over.")
+    return found
+
+
+def train(
+    session: Session,
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpoint: state.Checkpoint | None,
+    *,
+    accept_changes: bool,
+) -> tuple[bool, int]:
+    """Run all phases; (finished, updates made)."""
+    session.readers.append(TensorBoard(session.run_dir.tensorboard))
+    family = family_for(recipe)
+    with session.phase("cache"):
+        data = _prepare_data(session, recipe, family, device)
+    with session.phase("load"):
+        transfer = DeviceTransfer(device, pin=_pins(recipe, device))
+        model, adapter = _load_model(recipe, family, device, dtype, transfer)
+        optimizer = GatedAdamW(
+            adapter.parameters,
+            adapter.groups(recipe.optim),
+            recipe.optim,
+            max_train_steps=data.max_train_steps,
+            ema_decay=recipe.train.ema_decay,
+            use_loss_scale=dtype is torch.float16,
+        )
+        position = Position()
+        if checkpoint is not None:
+            position = _restore(session, recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
+    artifacts = Artifacts(session, recipe, family, model, adapter, optimizer, data.prepared, data.identity())
+    trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
+    with session.phase("preview"):
+        artifacts.preview_before(position.updates)
+    with session.phase("step"):
+        finished = trainer.fit(data.max_train_steps)
+    artifacts.checkpoint(position)
+    if finished:
+        with session.phase("export"):
+            artifacts.finish(position)
+    return finished, position.updates
+
+
+def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device: torch.device) -> Data:
+    cache = LatentCache(Path(recipe.cache.dir))
+    prepared = prepare(recipe, family, cache, device, session.cache_progress)
+    train = recipe.train
+    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
+    steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
+    buckets: dict[str, int] = {}
+    for item in prepared.items:
+        height, width = item.geometry.target_hw
+        buckets[f"{width}x{height}"] = buckets.get(f"{width}x{height}", 0) + item.repeats
+    session.emit(
+        "data",
+        samples=len(prepared.items),
+        set_aside=[problem.to_json() for problem in prepared.set_aside],
+        notices=list(prepared.notices),
+        buckets=buckets,
+        steps_per_epoch=plan.steps_per_epoch,
+        max_train_steps=steps,
+    )
+    return Data(prepared, cache, plan, steps)
+
+
+def _pins(recipe: Recipe, device: torch.device) -> bool:
+    return device.type == "cuda" and recipe.runtime.pin_memory != "no"
+
+
+def _load_model(
+    recipe: Recipe, family: ModelFamily, device: torch.device, dtype: torch.dtype, transfer: DeviceTransfer
+) -> tuple[LoadedModel, Adapter]:
+    """Load and adapt on the CPU, then send every parameter through the checked door."""
+    model = family.load(dtype, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    for component in model.components.values():
+        transfer.send_parameters(component)
+        component.train()  # the base has no dropout; the adapter's may be asked for
+    model.device = device
+    return model, adapter
+
+
+def _restore(
+    session: Session,
+    recipe: Recipe,
+    data: Data,
+    checkpoint: state.Checkpoint,
+    transfer: DeviceTransfer,
+    adapter: Adapter,
+    optimizer: GatedAdamW,
+    accept_changes: bool,
+) -> Position:
+    """Take over a checkpoint; everything restored crosses the checked door.
+
+    Raises:
+        ResumeError: recipe or data are not those of the checkpoint.
+    """
+    facts = checkpoint.facts
+    for key, now, what in (
+        ("recipe", fingerprint(recipe), "The recipe differs from the checkpoint's in a key that may not change."),
+        ("data", data.identity(), "The training pictures are not those of the checkpoint."),
+    ):
+        if facts[key] != now and not accept_changes:
+            raise ResumeError(
+                f"resume-{key}-changed",
+                what,
+                where=str(checkpoint.path),
+                fix="Undo the change, start a new run, or go on all the same with --accept-changes.",
+            )
+    if state.restore_threads(checkpoint):
+        session.notice(f"Using {facts['threads']} CPU threads, as the checkpoint did: sums depend on it.")
+
+    def sent(part: str) -> dict[str, Tensor]:
+        return {name: transfer.send_checked(tensor, f"{part} {name}") for name, tensor in checkpoint.tensors(part).items()}
+
+    adapter.load(sent("adapter"))
+    optimizer.ema.update(sent("ema") if optimizer.ema else {})
+    optimizer.load(sent("optimizer"))
+    return checkpoint.position
+
+
+def _trainer(
+    session: Session,
+    recipe: Recipe,
+    family: ModelFamily,
+    model: LoadedModel,
+    optimizer: GatedAdamW,
+    transfer: DeviceTransfer,
+    data: Data,
+    position: Position,
+    artifacts: Artifacts,
+) -> Trainer:
+    train = recipe.train
+
+    def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
+        return loader(plan, data.cache, family, first, count, recipe.runtime)
+
+    def extras(now: Position) -> dict[str, Any]:
+        epoch = 1 + now.iteration // data.plan.steps_per_epoch
+        return {"max_train_steps": data.max_train_steps, "epoch": epoch, "memory_bytes": memory_bytes(model.device)}
+
+    hooks: list[Hook] = []
+    if train.validation_every_n_steps and data.prepared.held_out:
+        held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
+        hooks.append(
+            Validation(
+                train.validation_every_n_steps, lambda: open_batches(held_out, 0, held_out.steps_per_epoch), session.emit
+            )
+        )
+    hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
+    if recipe.sample.prompts:
+        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview))
+    return Trainer(
+        family=family,
+        model=model,
+        optimizer=optimizer,
+        transfer=transfer,
+        open_batches=lambda first: open_batches(data.plan, first, None),
+        accumulation=train.gradient_accumulation_steps,
+        seed=train.seed,
+        dropout=recipe.lora.dropout > 0,
+        position=position,
+        autocast=autocast_of(model),
+        emit=session.emit,
+        stop_requested=session.stop_requested,
+        hooks=hooks,
+        step_extras=extras,
+    )
+
+
+def autocast_of(model: LoadedModel) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast to the base's dtype; off for float32."""
+    enabled = model.dtype is not torch.float32
+    return lambda: torch.autocast(model.device.type, model.dtype if enabled else torch.bfloat16, enabled=enabled)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss

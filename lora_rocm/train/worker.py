@@ -1,0 +1,103 @@
+"""The training child: ``python -m lora_rocm.train.worker RUN_DIR``. Composes and runs, nothing else.
+
+Everything it needs is in the run directory, everything it says goes there. Standard input is a pipe from the parent: when it
+ends, the parent is gone, and the worker saves and leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import filelock
+import torch
+
+from lora_rocm.device.precision import choose_device, compute_dtype, describe
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, storage_error
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train.session import Session
+
+ORPHAN_LOCK_WAIT_S = 60.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
+    parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
+    options = parser.parse_args(arguments)
+    run_dir = RunDir(options.run_dir)
+    session: Session | None = None
+    try:
+        with filelock.FileLock(run_dir.worker_lock, timeout=ORPHAN_LOCK_WAIT_S):
+            session = Session(run_dir, watch_parent=True)
+            recipe = load_recipe(run_dir.recipe).recipe
+            return _train(session, recipe, options)
+    except filelock.Timeout:
+        print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log
+        return MachineError.exit_code
+    except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
+        traceback.print_exc()
+        told = _told(error, run_dir)
+        if session is not None:
+            session.emit("error", **told.to_event())
+        return told.exit_code
+
+
+def _told(error: Exception, run_dir: RunDir) -> LoraRocmError:
+    """Any error as one that a user can read."""
+    if isinstance(error, LoraRocmError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return MachineError(
+            "out-of-memory",
+            "The GPU has not enough memory for this recipe.",
+            where=str(error).splitlines()[0],
+            fix="Set train.gradient_checkpointing: true, lower train.batch_size (raise gradient_accumulation_steps), or "
+            "lower data.resolution; then --resume latest.",
+        )
+    if isinstance(error, OSError):
+        return storage_error(error, error.filename or run_dir.path)
+    return MachineError(
+        "internal",
+        f"The training process met an error that it does not know: {type(error).__name__}: {error}",
+        where=f"traceback in {run_dir.worker_log}",
+        fix="Please report it with worker.log attached; --resume latest goes on from the last checkpoint.",
+    )
+
+
+def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int:
+    from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
+
+    device = choose_device(recipe.runtime.device)
+    if recipe.runtime.threads:
+        torch.set_num_threads(recipe.runtime.threads)
+    if recipe.runtime.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # exhaustive search takes minutes and crashes on some cards (unsloth#11636)
+    dtype = compute_dtype(recipe.train.mixed_precision, device)
+    checkpoint = run.find_checkpoint(session, options.checkpoint)
+    session.emit(
+        "start",
+        pid=os.getpid(),
+        device=describe(device),
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        precision=str(dtype).removeprefix("torch."),
+        resumed_from=checkpoint.position.updates if checkpoint else None,
+    )
+    finished, updates = run.train(session, recipe, device, dtype, checkpoint, accept_changes=options.accept_changes)
+    code = 0 if finished else StoppedError.exit_code
+    session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""The guard: every injected corruption is caught, every clean batch passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lora_rocm.device.transfer import METHODS, DeviceTransfer, copy_to_device, fingerprint, whole_fingerprint
+from lora_rocm.errors import TransferError
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def sample_tensor(dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """[3, 4, 16, 16] with every sample different."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.int64:
+        return torch.randint(-(2**40), 2**40, (3, 4, 16, 16), generator=generator)
+    return torch.randn(3, 4, 16, 16, generator=generator).to(dtype)
+
+
+def all_zeros(tensor: Tensor, previous: Tensor) -> Tensor:
+    return torch.zeros_like(tensor)
+
+
+def half_zeroed(tensor: Tensor, previous: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[changed.numel() // 2 :] = 0
+    return changed
+
+
+def one_sample_zeroed(tensor: Tensor, previous: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[1] = 0
+    return changed
+
+
+def stale(tensor: Tensor, previous: Tensor) -> Tensor:
+    return previous.clone()
+
+
+def tiles_swapped(tensor: Tensor, previous: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[..., 0:4, 0:4], changed[..., 8:12, 8:12] = tensor[..., 8:12, 8:12], tensor[..., 0:4, 0:4]
+    return changed
+
+
+def samples_swapped(tensor: Tensor, previous: Tensor) -> Tensor:
+    return tensor.flip(0)
+
+
+def shifted_by_one(tensor: Tensor, previous: Tensor) -> Tensor:
+    return tensor.reshape(-1).roll(1).view_as(tensor)
+
+
+def one_bit_flipped(tensor: Tensor, previous: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed.view(torch.uint8)[2, 3, 5, 7] ^= 1
+    return changed
+
+
+def one_nan(tensor: Tensor, previous: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed[0, 0, 0, 0] = float("nan") if changed.is_floating_point() else -(2**63)
+    return changed
+
+
+FAULTS = [
+    all_zeros,
+    half_zeroed,
+    one_sample_zeroed,
+    stale,
+    tiles_swapped,
+    samples_swapped,
+    shifted_by_one,
+    one_bit_flipped,
+    one_nan,
+]
+
+
+class FaultyBus:
+    """A copy that spoils chosen tensors; ``broken_methods`` are the rungs of the ladder that it spoils."""
+
+    def __init__(self, fault: Callable[[Tensor, Tensor], Tensor], broken_methods: tuple[str, ...], spoil_last: bool = False):
+        self.fault, self.broken, self.spoil_last = fault, broken_methods, spoil_last
+        self.previous: dict[tuple[object, ...], Tensor] = {}
+        self.armed = True
+
+    def __call__(self, tensor: Tensor, device: torch.device, method: str) -> Tensor:
+        identity = (tensor.dtype, tuple(tensor.shape))
+        previous = self.previous.get(identity, torch.zeros_like(tensor))
+        self.previous[identity] = tensor.clone()
+        is_expectation = tensor.dtype is torch.int64 and tensor.ndim == 2
+        if not self.armed or method not in self.broken or (is_expectation and not self.spoil_last):
+            return copy_to_device(tensor, device, method)
+        return self.fault(tensor, previous)
+
+
+def send(transfer: DeviceTransfer, tensor: Tensor) -> bool:
+    """True where the batch was found to be clean."""
+    transfer.clear()
+    transfer.send({"x": tensor}, {"x": fingerprint(tensor)})
+    return not bool(transfer.bad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_caught_and_clean_batches_pass(fault: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
+    bus = FaultyBus(fault, METHODS)
+    transfer = DeviceTransfer(CPU, pin=False, copy=bus)
+    bus.armed = False
+    assert send(transfer, sample_tensor(dtype, seed=1))
+    bus.armed = True
+    assert not send(transfer, sample_tensor(dtype, seed=2))
+    bus.armed = False  # negative control: the same road without the fault
+    assert send(transfer, sample_tensor(dtype, seed=2))
+
+
+@pytest.mark.parametrize("fault", [all_zeros, stale], ids=lambda fault: fault.__name__)
+def test_data_and_expectation_spoiled_together_do_not_agree(fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+    bus = FaultyBus(fault, METHODS, spoil_last=True)
+    transfer = DeviceTransfer(CPU, pin=False, copy=bus)
+    bus.armed = False
+    assert send(transfer, sample_tensor(torch.float32, seed=1))
+    bus.armed = True
+    assert not send(transfer, sample_tensor(torch.float32, seed=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_legitimately_zero_tensor_passes(dtype: torch.dtype) -> None:
+    assert send(DeviceTransfer(CPU, pin=False), torch.zeros(2, 77, 5).to(dtype))
+
+
+def test_nan_and_negative_zero_are_compared_as_bytes() -> None:
+    tensor = torch.tensor([[float("nan"), -0.0, 0.0, float("inf")]])
+    assert send(DeviceTransfer(CPU, pin=False), tensor)
+    assert fingerprint(tensor) != fingerprint(tensor.abs())
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]),
+    seed=st.integers(0, 2**31),
+    bit=st.integers(0, 7),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_flipped_bit_changes_exactly_its_sample(shape: list[int], dtype: torch.dtype, seed: int, bit: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (4, *shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    tensor = raw.view(dtype)[..., 0]
+    before = fingerprint(tensor)
+    flipped = raw.clone()
+    place = int(torch.randint(0, raw[0].numel(), (), generator=generator))
+    flipped[2].view(-1)[place] ^= 1 << bit
+    after = fingerprint(flipped.view(dtype)[..., 0])
+    assert (before != after).tolist() == [False, False, True, False]
+
+
+def test_a_sample_has_the_same_fingerprint_alone_and_in_a_batch() -> None:
+    batch = sample_tensor(torch.float32)
+    assert fingerprint(batch).tolist() == [int(fingerprint(sample[None])) for sample in batch]
+
+
+def test_large_tensors_are_read_in_chunks_and_to_the_last_byte() -> None:
+    tensor = torch.arange(3 * 2**20 + 5, dtype=torch.float32)
+    known = whole_fingerprint(tensor)
+    for place in (0, 2**20, 2 * 2**20 - 1, tensor.numel() - 1):
+        changed = tensor.clone()
+        changed[place] += 1
+        assert whole_fingerprint(changed) != known
+    chunks_swapped = torch.cat([tensor[2**20 : 2 * 2**20], tensor[: 2**20], tensor[2 * 2**20 :]])
+    assert whole_fingerprint(chunks_swapped) != known
+
+
+def test_the_ladder_ends_with_an_error_that_names_the_methods() -> None:
+    transfer = DeviceTransfer(CPU, pin=False, copy=FaultyBus(all_zeros, METHODS))
+    assert transfer.method == "unpinned"
+    transfer.failed("a")
+    assert transfer.method == "clone" and transfer.resending
+    transfer.failed("a")
+    assert transfer.method == "chunked"
+    with pytest.raises(TransferError, match="unpinned, clone, chunked"):
+        transfer.failed("samples a, b")
+
+
+def test_after_three_failures_the_method_stays_lower() -> None:
+    transfer = DeviceTransfer(CPU, pin=True)
+    for _ in range(3):
+        assert transfer.method == "pinned"
+        transfer.failed("a")
+        transfer.succeeded()
+    assert transfer.method == "unpinned" and not transfer.resending
+
+
+def test_every_method_copies_the_same_bytes() -> None:
+    tensor = torch.randn(3, 2**20 + 3)
+    for method in METHODS[1:]:
+        assert torch.equal(copy_to_device(tensor, CPU, method), tensor)
+
+
+@pytest.mark.parametrize("broken", [METHODS[1:2], METHODS], ids=["first method", "all methods"])
+def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
+    module = nn.Linear(64, 64)
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+    transfer = DeviceTransfer(CPU, pin=False, copy=FaultyBus(half_zeroed, broken))
+    if len(broken) == len(METHODS):
+        with pytest.raises(TransferError, match="changed"):
+            transfer.send_parameters(module)
+        return
+    transfer.send_parameters(module)
+    assert transfer.failures == 2 and transfer.checks == 4
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_gpu_fingerprints_equal_the_host_ones(method: str, dtype: torch.dtype) -> None:
+    tensor = sample_tensor(dtype)
+    arrived = copy_to_device(tensor, torch.device("cuda", 0), method)
+    assert fingerprint(arrived).tolist() == fingerprint(tensor).tolist()
+    large = torch.randn(3 * 2**20 + 5).to(dtype)
+    assert int(whole_fingerprint(copy_to_device(large, torch.device("cuda", 0), method))) == int(whole_fingerprint(large))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_gpu_faults_are_caught(fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+    device = torch.device("cuda", 0)
+    bus = FaultyBus(lambda t, previous: fault(t.cpu(), previous.cpu()).to(device), METHODS)
+    transfer = DeviceTransfer(device, pin=True, copy=bus)
+    bus.armed = False
+    assert send(transfer, sample_tensor(torch.float32, seed=1))
+    bus.armed = True
+    assert not send(transfer, sample_tensor(torch.float32, seed=2))

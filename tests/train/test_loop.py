@@ -1,0 +1,234 @@
+"""The loop: same updates whatever is interrupted, split or corrupted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
+from lora_rocm.errors import NonFiniteError, TransferError
+from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
+from lora_rocm.train.optim import GatedAdamW
+
+CPU = torch.device("cpu")
+EFFECTIVE_BATCH, WIDTH = 4, 8
+
+
+class NoisyLine:
+    """A family in miniature: predict the noise that was mixed into x."""
+
+    def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
+        noise_BD = torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return Draws({"noise": noise_BD})
+
+    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+        predicted_BD = model.components["net"](batch["x"] + draws["noise"])
+        return LossTerms((predicted_BD - draws["noise"]).square().mean(dim=1))
+
+
+def batches(accumulation: int, poison: int | None = None) -> Callable[[int], Iterator[Batch]]:
+    def open_from(first: int) -> Iterator[Batch]:
+        iteration = first
+        while True:
+            generator = torch.Generator().manual_seed(iteration)
+            x_ND = torch.randn(EFFECTIVE_BATCH, WIDTH, generator=generator)
+            if iteration == poison:
+                x_ND[1, 0] = float("nan")
+            size = EFFECTIVE_BATCH // accumulation
+            for micro in range(accumulation):
+                rows = slice(micro * size, (micro + 1) * size)
+                tensors = {"x": x_ND[rows].clone(), "weight": torch.full((size,), 1.0 / EFFECTIVE_BATCH)}
+                yield {
+                    "tensors": tensors,
+                    "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
+                    "sample_keys": [f"picture-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]],
+                    "positions": list(range(EFFECTIVE_BATCH))[rows],
+                    "bucket": (1, WIDTH),
+                    "iteration": iteration,
+                    "micro": micro,
+                }
+            iteration += 1
+
+    return open_from
+
+
+class Rig:
+    """A trainer with its events and weights at hand."""
+
+    def __init__(
+        self,
+        *,
+        accumulation: int = 1,
+        copy: Callable[..., Tensor] = copy_to_device,
+        poison: int | None = None,
+        scale: bool = False,
+        hooks: list[Any] | None = None,
+        stop_after: int | None = None,
+    ) -> None:
+        self.events: list[dict[str, Any]] = []
+        torch.manual_seed(0)
+        net = nn.Linear(WIDTH, WIDTH)
+        self.parameters = dict(net.named_parameters())
+        groups: list[dict[str, object]] = [{"params": list(self.parameters.values()), "lr": 1e-2}]
+        self.optimizer = GatedAdamW(
+            self.parameters, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+        )
+        self.trainer = Trainer(
+            family=NoisyLine(),  # type: ignore[arg-type]
+            model=LoadedModel({"net": net}, torch.float32, CPU),
+            optimizer=self.optimizer,
+            transfer=DeviceTransfer(CPU, pin=False, copy=copy),
+            open_batches=batches(accumulation, poison),
+            accumulation=accumulation,
+            seed=7,
+            dropout=False,
+            position=Position(),
+            autocast=nullcontext,
+            emit=lambda event_type, **fields: self.events.append({"type": event_type, **fields}),
+            stop_requested=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,
+            hooks=hooks or [],
+        )
+
+    def fit(self, steps: int) -> Rig:
+        self.finished = self.trainer.fit(steps)
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def of_type(self, event_type: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["type"] == event_type]
+
+
+def same(left: Rig, right: Rig) -> bool:
+    mine, theirs = {**left.weights(), **left.optimizer.state()}, {**right.weights(), **right.optimizer.state()}
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+class Corruptor:
+    """Spoils the n-th tensor called x (a batch of data) by zeroing it, for some methods of the ladder."""
+
+    def __init__(self, nth: set[int], methods: tuple[str, ...]) -> None:
+        self.nth, self.methods, self.seen = nth, methods, 0
+
+    def __call__(self, tensor: Tensor, device: torch.device, method: str) -> Tensor:
+        arrived = copy_to_device(tensor, device, method)
+        if tensor.ndim == 2 and tensor.dtype is torch.float32:
+            self.seen += 1
+            if self.seen in self.nth and method in self.methods:
+                return torch.zeros_like(arrived)
+        return arrived
+
+
+def test_it_learns() -> None:
+    rig = Rig().fit(80)
+    losses = [event["loss"] for event in rig.of_type("step")]
+    assert rig.finished and len(losses) == 80
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
+
+
+@pytest.mark.parametrize("nth", [{1}, {9}, {4, 15}], ids=str)
+def test_a_corrupted_batch_is_sent_again_and_the_result_is_that_of_a_clean_run(nth: set[int]) -> None:
+    clean = Rig().fit(12)
+    hit = Rig(copy=Corruptor(nth, ("unpinned",))).fit(12)
+    assert same(clean, hit)
+    assert hit.trainer.transfer.failures == len(nth) == len(hit.of_type("incident"))
+    assert hit.of_type("incident")[0]["samples"]
+
+
+def test_without_the_guard_the_same_fault_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the corruption of the test above does harm when nobody looks."""
+    clean = Rig().fit(12)
+    monkeypatch.setattr("lora_rocm.device.transfer.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
+    monkeypatch.setattr("tests.train.test_loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
+    monkeypatch.setattr("lora_rocm.train.loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
+    assert not same(clean, Rig(copy=Corruptor({9}, ("unpinned",))).fit(12))
+
+
+def test_when_every_method_fails_nothing_is_trained_on_it() -> None:
+    rig = Rig(copy=Corruptor(set(range(9, 99)), ("unpinned", "clone", "chunked")))
+    reference = Rig().fit(4)
+    with pytest.raises(TransferError, match="picture-4"):
+        rig.fit(12)
+    assert rig.trainer.position.updates == 4 and same(rig, reference)
+
+
+def test_splitting_into_micro_batches_gives_the_same_updates_to_rounding() -> None:
+    whole = Rig().fit(6)
+    for accumulation in (2, 4):
+        split = Rig(accumulation=accumulation).fit(6)
+        for name, weight in whole.weights().items():
+            torch.testing.assert_close(split.weights()[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nonfinite_update_is_skipped_and_its_samples_named() -> None:
+    rig = Rig(poison=3).fit(6)
+    incident = rig.of_type("incident")
+    assert [event["kind"] for event in incident] == ["nonfinite"] and "picture-3-1" in incident[0]["samples"]
+    assert rig.trainer.position == Position(iteration=7, updates=6)
+    assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
+
+
+def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.trainer.family, "loss", lambda model, batch, draws: LossTerms(batch["x"].sum(1) * float("nan")
+        * model.components["net"].weight.sum()))  # fmt: skip
+    with pytest.raises(NonFiniteError, match="4 times in a row"):
+        rig.fit(9)
+    assert rig.trainer.position == Position(iteration=MAX_NONFINITE_IN_A_ROW, nonfinite_in_a_row=MAX_NONFINITE_IN_A_ROW)
+
+
+def test_fp16_overflow_halves_the_scale_and_is_no_incident_of_the_data() -> None:
+    rig = Rig(poison=2, scale=True).fit(4)
+    assert [event["kind"] for event in rig.of_type("incident")] == ["fp16-overflow"]
+    assert float(rig.optimizer.loss_scale) == 2.0**15
+
+
+def test_a_stop_finishes_the_step_and_the_rest_gives_the_same_bytes() -> None:
+    straight = Rig().fit(10)
+    stopped = Rig(stop_after=4)
+    assert stopped.fit(10).finished is False and stopped.trainer.position.updates == 4
+    resumed = Rig()
+    with torch.no_grad():
+        for name, parameter in resumed.parameters.items():
+            parameter.copy_(stopped.weights()[name])
+    resumed.optimizer.load(stopped.optimizer.state())
+    resumed.trainer.position = stopped.trainer.position
+    assert same(resumed.fit(10), straight)
+
+
+def test_hooks_act_on_confirmed_state_only() -> None:
+    seen: list[tuple[int, dict[str, Tensor]]] = []
+
+    class Watch:
+        def due(self, updates: int) -> bool:
+            return updates % 3 == 0
+
+        def act(self, trainer: Trainer) -> None:
+            seen.append((trainer.position.updates, rig.weights()))
+
+    rig = Rig(hooks=[Watch()], copy=Corruptor({5}, ("unpinned",)))
+    rig.fit(7)
+    assert [updates for updates, _ in seen] == [3, 6]
+    for updates, weights in seen:
+        reference = Rig().fit(updates).weights()
+        assert all(torch.equal(weights[name], reference[name]) for name in weights)
+
+
+def test_a_lost_verdict_is_read_again_and_never_believed() -> None:
+    rig = Rig()
+    work = rig.trainer._forward_backward(rig.trainer.open_batches(0))
+    pending = rig.trainer._update(work)
+    pending.on_host = torch.zeros_like(pending.on_host)
+    assert pending.verdict()[0] == 1
+    pending.on_device = torch.zeros_like(pending.on_host)
+    with pytest.raises(TransferError, match="verdict"):
+        pending.verdict()
