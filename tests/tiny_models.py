@@ -1,7 +1,7 @@
 """Random tiny SDXL models, made from config objects: two transformer layers, width 32, real SDXL block topology.
 
-``write_tiny_sdxl`` makes a diffusers folder; ``write_single_file`` writes the same weights as the one-file checkpoint that
-the original SDXL release uses.
+``write_tiny_sdxl`` makes a diffusers folder; ``write_single_file`` writes the same weights as the one-file checkpoint
+that the original SDXL release uses.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def tiny_vae(**changes: Any) -> AutoencoderKL:
 
 
 def tiny_pipeline(
-    seed: int = 0, unet: dict[str, Any] | None = None, scheduler: dict[str, Any] | None = None, vae: dict[str, Any] | None = None
+    seed: int = 0,
+    unet: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
 ) -> StableDiffusionXLPipeline:
     """A random tiny SDXL; the same seed gives the same weights."""
     vocab, merges = vocabulary()
@@ -150,16 +153,17 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     return Recipe.model_validate(base)
 
 
-# --- the original one-file layout ---------------------------------------------------------------------------------------
-
-
 def write_single_file(pipeline: StableDiffusionXLPipeline, path: Path, extra: dict[str, Tensor] | None = None) -> Path:
     """Write a pipeline in the layout of the original SDXL release (sgm names, fused OpenCLIP attention)."""
     tensors = {f"model.diffusion_model.{k}": v for k, v in _sgm_unet(pipeline.unet.state_dict()).items()}
     tensors |= {f"first_stage_model.{k}": v for k, v in _ldm_vae(pipeline.vae.state_dict()).items()}
     clip_l = pipeline.text_encoder.state_dict()
-    tensors |= {f"conditioner.embedders.0.transformer.text_model.{k.removeprefix('text_model.')}": v for k, v in clip_l.items()}
-    tensors |= {f"conditioner.embedders.1.model.{k}": v for k, v in _open_clip(pipeline.text_encoder_2.state_dict()).items()}
+    tensors |= {
+        f"conditioner.embedders.0.transformer.text_model.{k.removeprefix('text_model.')}": v for k, v in clip_l.items()
+    }
+    tensors |= {
+        f"conditioner.embedders.1.model.{k}": v for k, v in _open_clip(pipeline.text_encoder_2.state_dict()).items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().clone().contiguous() for k, v in (tensors | (extra or {})).items()}, path)
     return path
@@ -228,7 +232,9 @@ def _ldm_vae(state: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = key.split(".")
         if parts[1] in ("down_blocks", "up_blocks"):
             kind, block = ("down", int(parts[2])) if parts[1] == "down_blocks" else ("up", last - int(parts[2]))
-            tail = {"resnets": ["block", parts[4]], "downsamplers": ["downsample"], "upsamplers": ["upsample"]}[parts[3]]
+            tail = {"resnets": ["block", parts[4]], "downsamplers": ["downsample"], "upsamplers": ["upsample"]}[
+                parts[3]
+            ]
             parts = [parts[0], kind, str(block), *tail, *parts[5:]]
         elif parts[1] == "mid_block" and parts[2] == "resnets":
             parts = [parts[0], "mid", f"block_{int(parts[3]) + 1}", *parts[4:]]

@@ -1,0 +1,209 @@
+"""The SDXL family (arXiv 2307.01952) and its fine-tunes.
+
+Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from lora_rocm.families import diffusion, sdxl_check, sdxl_keys, text
+from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
+from lora_rocm.families.loading import Layout, Part, Source, resolve
+from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
+from lora_rocm.families.sdxl_preview import draw_pictures
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from lora_rocm.recipe.schema import Recipe
+
+LAYOUT = Layout(
+    parts={
+        "unet": Part(UNet2DConditionModel, "model.diffusion_model."),
+        "vae": Part(AutoencoderKL, "first_stage_model."),
+        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0."),
+        "text_encoder_2": Part(CLIPTextModelWithProjection, "conditioner.embedders.1."),
+    },
+    tokenizers=("tokenizer", "tokenizer_2"),
+    configs=Path(__file__).parent / "sdxl_config",
+    tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
+)
+TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
+TIME_IDS = {"time_ids": TensorSpec("int64", "N")}
+
+
+class Sdxl:
+    """Implements ``ModelFamily`` for SDXL."""
+
+    name = "sdxl"
+    text_components = TEXT_COMPONENTS
+    lora_targets: Mapping[str, Mapping[str, str]] = {
+        preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, sdxl_keys.TEXT)}
+        for preset, pattern in sdxl_keys.UNET_TARGETS.items()
+    }
+    base_version = "sdxl_base_v1-0"
+    architecture = "stable-diffusion-xl-v1-base/lora"
+    implementation = "https://github.com/Stability-AI/generative-models"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @cached_property
+    def source(self) -> Source:
+        """The base model that the recipe names, found and recognised, with nothing loaded.
+
+        Raises:
+            ModelError: it is missing, damaged, or not SDXL.
+        """
+        source = resolve(self.recipe.model, LAYOUT)
+        sdxl_check.check(source)
+        return source
+
+    @cached_property
+    def schedule(self) -> diffusion.NoiseSchedule:
+        """The noise schedule to train on."""
+        return diffusion.noise_schedule(self.scheduler_config, self.scheduler_config["prediction_type"], self._zero_snr)
+
+    @cached_property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's own marks filled in.
+
+        A v-prediction checkpoint says so by a tensor named ``v_pred``, and by ``ztsnr`` that its schedule ends in pure
+        noise (the convention that ComfyUI reads).
+        """
+        config = self.source.config("scheduler")
+        marks = set() if self.source.single_header is None else set(self.source.single_header.tensors)
+        prediction = self.recipe.model.prediction_type
+        if prediction == "auto":
+            prediction = "v_prediction" if "v_pred" in marks else config.get("prediction_type", "epsilon")
+        zero_snr = self.recipe.train.zero_terminal_snr or "ztsnr" in marks or bool(config.get("rescale_betas_zero_snr"))
+        return config | {"prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
+
+    @property
+    def _zero_snr(self) -> bool:
+        return bool(self.scheduler_config["rescale_betas_zero_snr"])
+
+    @property
+    def cache_spec(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.outputs.items()}
+
+    @property
+    def meta_spec(self) -> Mapping[str, TensorSpec]:
+        return TIME_IDS
+
+    def encoders(self) -> Sequence[Encoder]:
+        words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
+        return [VaeEncoder(self.source), words(self.source)]
+
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
+        """SDXL's size and crop conditioning (section 2.2), in the order of ``_get_add_time_ids``: int64 [6]."""
+        return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.int64)}
+
+    def truncated(self) -> Callable[[str], str]:
+        """A function that says which end of a caption the text encoders will not see ("" when they see all)."""
+        paths = [self.source.tokenizer_path(name) for name in LAYOUT.tokenizers]
+        return text.truncated_captions([text.load_tokenizer(path) for path in paths])
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
+        components = {name: self.source.load(name, dtype, device) for name in names}
+        if self.recipe.train.gradient_checkpointing:
+            components["unet"].enable_gradient_checkpointing()  # type: ignore[operator]
+            for name in names[1:]:
+                components[name].gradient_checkpointing_enable()  # type: ignore[operator]
+        return LoadedModel(components, dtype, device)
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        unet: Any = model.components["unet"]
+        return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+
+    def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
+        rngs = diffusion.generators(seeds)
+        return self._draws(batch, rngs, diffusion.uniform_timesteps(rngs, len(self.schedule)))
+
+    def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
+        timestep = round(position * (len(self.schedule) - 1))
+        return self._draws(batch, diffusion.generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
+
+    def _draws(self, batch: Tensors, rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
+        """All that the loss needs besides the batch, also what is looked up on the host: so ``loss`` moves nothing."""
+        shape = batch["latent_mean"].shape[1:]
+        posterior_BCHW = diffusion.normal(rngs, shape)
+        noise_BCHW = diffusion.offset_noise(diffusion.normal(rngs, shape), rngs, self.recipe.train.noise_offset)
+        signal_B, noise_level_B = self.schedule.levels(timesteps_B)
+        weight_B = diffusion.min_snr_weight(
+            signal_B, noise_level_B, self.recipe.train.min_snr_gamma, self.schedule.prediction_type
+        )
+        shift_C, scale_C = self.latent_normalisation
+        return Draws(
+            {
+                "timesteps": timesteps_B,
+                "posterior": posterior_BCHW,
+                "noise": noise_BCHW,
+                "signal": signal_B,
+                "noise_level": noise_level_B,
+                "snr_weight": weight_B,
+                "latent_shift": shift_C.expand(len(rngs), -1).contiguous(),
+                "latent_scale": scale_C.expand(len(rngs), -1).contiguous(),
+            }
+        )
+
+    @cached_property
+    def latent_normalisation(self) -> tuple[Tensor, Tensor]:
+        """(shift_C, scale_C), float32: the model sees ``(latents - shift) * scale``, as the pipeline decodes."""
+        config = self.source.config("vae")
+        channels, factor = int(config["latent_channels"]), float(config.get("scaling_factor", 0.18215))
+        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            std_C = torch.tensor(config["latents_std"], dtype=torch.float32)
+            return torch.tensor(config["latents_mean"], dtype=torch.float32), factor / std_C
+        return torch.zeros(channels), torch.full((channels,), factor)
+
+    def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
+        """Mean squared error of the prediction, weighted by min-SNR: float32 [B]."""
+        latents_BCHW = diffusion.sample_posterior(batch["latent_mean"], batch["latent_std"], draws["posterior"])
+        shift, scale = (draws[name][:, :, None, None] for name in ("latent_shift", "latent_scale"))
+        latents_BCHW = (latents_BCHW - shift) * scale
+        levels = (draws["signal"], draws["noise_level"])
+        noisy_BCHW = diffusion.add_noise(latents_BCHW, draws["noise"], *levels)
+        target_BCHW = draws["noise"]
+        if self.schedule.prediction_type == "v_prediction":
+            target_BCHW = diffusion.velocity(latents_BCHW, draws["noise"], *levels)
+        prompt_BSD, pooled_BD = self._text(model, batch)
+        prediction_BCHW = model.components["unet"](
+            noisy_BCHW.to(model.dtype),
+            draws["timesteps"],
+            encoder_hidden_states=prompt_BSD.to(model.dtype),
+            added_cond_kwargs={"text_embeds": pooled_BD.to(model.dtype), "time_ids": batch["time_ids"]},
+            return_dict=False,
+        )[0]
+        squared_B = (prediction_BCHW.float() - target_BCHW).square().mean(dim=(1, 2, 3))
+        return LossTerms(squared_B * draws["snr_weight"])
+
+    def _text(self, model: LoadedModel, batch: Tensors) -> tuple[Tensor, Tensor]:
+        if "prompt_embeds" in batch:
+            return batch["prompt_embeds"], batch["pooled_embeds"]
+        encoders = [model.components[name] for name in self.text_components]
+        return text.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
+
+    def preview(
+        self, model: LoadedModel, requests: Sequence[PreviewRequest], text: Callable[[str], Tensors]
+    ) -> list[Image.Image]:
+        def embeddings(prompt: str) -> tuple[Tensor, Tensor]:
+            tensors = {name: tensor[None].to(model.device) for name, tensor in text(prompt).items()}
+            return self._text(model, tensors)
+
+        return draw_pictures(self.source, self.scheduler_config, model, requests, embeddings, self.latent_normalisation)
+
+    def export_key(self, component: str, module: str) -> str:
+        return sdxl_keys.kohya_key(component, module, self.source.config("unet"))

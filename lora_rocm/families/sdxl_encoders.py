@@ -1,0 +1,129 @@
+"""What SDXL caches: the VAE's posterior, and the text encoders' embeddings (only token ids when those are trained)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_rocm.families import text
+from lora_rocm.families.base import Tensors, TensorSpec
+from lora_rocm.families.loading import Source
+
+ENCODING_VERSION = 1  # raised when the same weights would give other tensors
+TILING_PIXELS = 1_200_000  # larger pictures are encoded and decoded in tiles (the VAE's own, overlapping and blended)
+
+
+class VaeEncoder:
+    """Pictures to the mean and standard deviation of the VAE's posterior, unscaled; all in float32."""
+
+    kind = "image"
+    outputs: Mapping[str, TensorSpec] = {
+        "latent_mean": TensorSpec("float32", "CHW"),
+        "latent_std": TensorSpec("float32", "CHW"),
+    }
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}"
+
+    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+        vae = load_vae(self._source, device)
+
+        @torch.no_grad()
+        def encode(pixels_CHW: Tensor | str) -> Tensors:
+            assert isinstance(pixels_CHW, Tensor), "the VAE encodes pictures"
+            vae.use_tiling = pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
+            posterior = vae.encode(pixels_CHW[None].to(device, torch.float32)).latent_dist
+            return {"latent_mean": posterior.mean[0].cpu(), "latent_std": posterior.std[0].cpu()}
+
+        return encode
+
+
+class TextEncoder:
+    """Captions to the embeddings that ``StableDiffusionXLPipeline.encode_prompt`` makes, in float32."""
+
+    kind = "text"
+    outputs: Mapping[str, TensorSpec] = {
+        "prompt_embeds": TensorSpec("float32", "SD"),
+        "pooled_embeds": TensorSpec("float32", "D"),
+    }
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        names = ("text_encoder", "text_encoder_2")
+        parts = [self._source.fingerprint(name) for name in names]
+        return f"text{ENCODING_VERSION}-{_digest([*parts, tokenizer_identity(self._source)])}"
+
+    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+        tokenizers = _tokenizers(self._source)
+        encoders = [self._source.load(name, torch.float32, device) for name in ("text_encoder", "text_encoder_2")]
+
+        @torch.no_grad()
+        def encode(caption: Tensor | str) -> Tensors:
+            assert isinstance(caption, str), "the text encoders encode captions"
+            ids = [text.token_ids(tokenizer, caption)[None].to(device) for tokenizer in tokenizers]
+            prompt_BSD, pooled_BD = text.embed(encoders, ids)
+            return {"prompt_embeds": prompt_BSD[0].cpu(), "pooled_embeds": pooled_BD[0].cpu()}
+
+        return encode
+
+
+class TokenEncoder:
+    """Captions to token ids, for when the text encoders themselves are trained."""
+
+    kind = "text"
+    outputs: Mapping[str, TensorSpec] = {
+        "input_ids_1": TensorSpec("int64", "S"),
+        "input_ids_2": TensorSpec("int64", "S"),
+    }
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source)}"
+
+    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+        first, second = _tokenizers(self._source)
+
+        def encode(caption: Tensor | str) -> Tensors:
+            assert isinstance(caption, str), "the tokenizers encode captions"
+            return {"input_ids_1": text.token_ids(first, caption), "input_ids_2": text.token_ids(second, caption)}
+
+        return encode
+
+
+def load_vae(source: Source, device: torch.device) -> torch.nn.Module:
+    """The VAE in float32: SDXL's overflows in half precision."""
+    return source.load("vae", torch.float32, device)
+
+
+def tokenizer_identity(source: Source) -> str:
+    """A digest of the files of both tokenizers."""
+    folders = [source.tokenizer_path(name) for name in source.layout.tokenizers]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    return _digest([f"{path.parent.name}/{path.name} {_file_digest(path)}" for path in files])
+
+
+def _tokenizers(source: Source) -> list[text.CLIPTokenizer]:
+    return [text.load_tokenizer(source.tokenizer_path(name)) for name in source.layout.tokenizers]
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()

@@ -1,0 +1,88 @@
+"""SDXL's module names, and the names that other programs give them.
+
+kohya, ComfyUI and A1111 name UNet blocks as the original (sgm) code counts them: one running number over all layers of
+the downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
+config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+TRANSFORMER = r".*\.transformer_blocks\.\d+\."
+MLP = r"ff\.net\.(0\.proj|2)"
+PROJECTIONS = r".*\.attentions\.\d+\.(proj_in|proj_out)"
+RESNETS = r".*\.resnets\.\d+\.(conv1|conv2|conv_shortcut|time_emb_proj)|.*\.(downsamplers|upsamplers)\.0\.conv"
+TEXT = r"(text_model\.)?encoder\.layers\.\d+\.(self_attn\.(q_proj|k_proj|v_proj|out_proj)|mlp\.(fc1|fc2))"
+
+UNET_TARGETS = {
+    "attention": TRANSFORMER + ATTENTION,
+    "attention-mlp": f"{TRANSFORMER}({ATTENTION}|{MLP})|{PROJECTIONS}",
+    "attention-mlp-conv": f"{TRANSFORMER}({ATTENTION}|{MLP})|{PROJECTIONS}|{RESNETS}",
+}
+
+RESNET_PARTS = {
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+OUTER = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+}
+MIDDLE = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
+TEXT_PREFIXES = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+
+
+def sgm_name(module: str, config: Mapping[str, Any]) -> str:
+    """The original code's name of a diffusers UNet module, with dots ("input_blocks.4.1.proj_in").
+
+    Args:
+        module: diffusers path inside the UNet ("down_blocks.1.attentions.0.proj_in").
+        config: the UNet's config (layers_per_block, down_block_types, up_block_types).
+    """
+    for old, new in OUTER.items():
+        if module == old:
+            return new
+    layers = int(config["layers_per_block"])
+    if match := re.fullmatch(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)", module):
+        return f"middle_block.{MIDDLE[match[1]]}.{_inner(match[1], match[2])}"
+    if match := re.fullmatch(r"down_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", module):
+        number = int(match[1]) * (layers + 1) + int(match[3]) + 1
+        return f"input_blocks.{number}.{0 if match[2] == 'resnets' else 1}.{_inner(match[2], match[4])}"
+    if match := re.fullmatch(r"down_blocks\.(\d+)\.downsamplers\.0\.conv", module):
+        return f"input_blocks.{(int(match[1]) + 1) * (layers + 1)}.0.op"
+    if match := re.fullmatch(r"up_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", module):
+        number = int(match[1]) * (layers + 1) + int(match[3])
+        return f"output_blocks.{number}.{0 if match[2] == 'resnets' else 1}.{_inner(match[2], match[4])}"
+    if match := re.fullmatch(r"up_blocks\.(\d+)\.upsamplers\.0\.conv", module):
+        block = int(match[1])
+        position = (
+            2 if "CrossAttn" in config["up_block_types"][block] else 1
+        )  # after the resnet and the attention, if any
+        return f"output_blocks.{block * (layers + 1) + layers}.{position}.conv"
+    raise ValueError(f"{module} is not a module of an SDXL UNet")
+
+
+def _inner(kind: str, rest: str) -> str:
+    return RESNET_PARTS[rest] if kind.startswith("resnets") else rest
+
+
+def kohya_key(component: str, module: str, unet_config: Mapping[str, Any]) -> str:
+    """The kohya name of a module, without the ``.lora_down.weight``.
+
+    transformers 5 moved the layers of CLIPTextModel up by one level and left those of CLIPTextModelWithProjection where
+    they were; kohya's names have ``text_model`` in both.
+    """
+    if component == "unet":
+        return "lora_unet_" + sgm_name(module, unet_config).replace(".", "_")
+    path = "text_model." + module.removeprefix("text_model.")
+    return f"{TEXT_PREFIXES[component]}_{path.replace('.', '_')}"

@@ -1,0 +1,64 @@
+"""CLIP text encoding as the SDXL pipeline does it, for one caption at a time. Suffixes: S tokens, D width, B batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTokenizer
+
+from lora_rocm.errors import ModelError
+
+
+def load_tokenizer(folder: Path) -> CLIPTokenizer:
+    """A CLIP tokenizer from a local folder.
+
+    Raises:
+        ModelError: tokenizer-unreadable.
+    """
+    try:
+        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError("tokenizer-unreadable", f"The tokenizer cannot be read: {error}", where=str(folder)) from error
+    return tokenizer
+
+
+def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
+    """Token ids of a caption, padded or truncated to the tokenizer's length: int64 [S]."""
+    encoded = tokenizer(
+        caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    )
+    ids_S: Tensor = encoded.input_ids[0]
+    return ids_S
+
+
+def truncated_part(tokenizer: CLIPTokenizer, caption: str) -> str:
+    """The end of a caption that the text encoder will never see; "" when all of it fits."""
+    ids = tokenizer(caption, truncation=False, verbose=False).input_ids
+    return str(tokenizer.decode(ids[tokenizer.model_max_length - 1 : -1]).strip()) if _too_long(tokenizer, ids) else ""
+
+
+def _too_long(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> bool:
+    return len(ids) > tokenizer.model_max_length
+
+
+def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompt embeddings of several CLIP encoders side by side, and the pooled embedding of the last one.
+
+    Returns:
+        (prompt_BSD: the penultimate hidden states concatenated in width, pooled_BD), as
+        ``StableDiffusionXLPipeline.encode_prompt`` makes them.
+    """
+    states = []
+    for encoder, ids in zip(encoders, ids_BS, strict=True):
+        output = encoder(ids, output_hidden_states=True)
+        states.append(output.hidden_states[-2])
+    return torch.cat(states, dim=-1), output.text_embeds
+
+
+def truncated_captions(tokenizers: Iterable[CLIPTokenizer]) -> Callable[[str], str]:
+    """A function that maps a caption to the longest part that any of the tokenizers cuts off ("" when none does)."""
+    kept = tuple(tokenizers)
+    return lambda caption: max((truncated_part(tokenizer, caption) for tokenizer in kept), key=len)
