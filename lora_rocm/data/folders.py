@@ -1,0 +1,181 @@
+"""Folders of pictures: walking them, kohya's ``10_name`` sub-folders, caption files, captions from file names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from lora_rocm.data.pictures import readable_extensions
+from lora_rocm.errors import DataError
+
+BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
+REPEAT_FOLDER = re.compile(r"(\d+)_(.+)")
+# Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
+CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|picture|screenshot)?[\W\d_]*", re.IGNORECASE)
+NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class RepeatFolder:
+    """What the first sub-folder on a picture's path says: nothing, or kohya's number of repeats and name."""
+
+    name: str = ""
+    repeats: int = 1
+    caption: str = ""
+
+
+@dataclass
+class Folder:
+    """What a walk found. ``pictures``: (path, path below the folder with slashes), sorted by the latter."""
+
+    name: str
+    pictures: list[tuple[Path, str]] = field(default_factory=list)
+    captions: dict[tuple[Path, str], Path] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+    def caption_file(self, picture: Path) -> Path | None:
+        """The caption file beside a picture."""
+        return self.captions.get((picture.parent, picture.stem))
+
+    def repeat_folder(self, relative: str) -> RepeatFolder:
+        """What kohya's convention says of a picture: the sub-folder ``10_name`` repeats its pictures 10 times."""
+        first, slash, _ = relative.partition("/")
+        match = REPEAT_FOLDER.fullmatch(first) if slash else None
+        if match is None:
+            return RepeatFolder()
+        return RepeatFolder(first, int(match[1]), _words(match[2]))
+
+
+def source_folder(path: str, index: int) -> Path:
+    """The folder that a source's ``path`` names; ``builtin:demo`` is the one that ships with the package.
+
+    Raises:
+        DataError: there is none.
+    """
+    where = f"data.path or data.sources[{index}].path: {path}"
+    if path.startswith("builtin:"):
+        if path not in BUILTIN_FOLDERS:
+            known = ", ".join(BUILTIN_FOLDERS)
+            raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")
+        return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_FOLDERS[path]))
+    folder = Path(path).expanduser().absolute()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        what, fix = f"{folder} is a file, not a folder.", "Give the folder that the pictures are in, or use dataset."
+    else:
+        nearest = next(parent for parent in folder.parents if parent.exists())
+        what = f"There is no folder {folder} (the part that exists: {nearest})."
+        fix = "Correct the path. Relative paths start where the command runs."
+    raise DataError("data-folder-missing", what, where=where, fix=fix)
+
+
+def walk(root: Path, caption_extension: str) -> Folder:
+    """Find the pictures and caption files in a folder and its sub-folders. Names that begin with a dot are left out.
+
+    Linked folders are followed, each once, so that a loop of links ends.
+
+    Raises:
+        DataError: no picture at all.
+    """
+    folder = Folder(root.name)
+    others: Counter[str] = Counter()
+    wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
+    for parent, names in _files(root, folder.notices):
+        for name in names:
+            path = parent / name
+            if path.suffix.lower() in wanted:
+                folder.pictures.append((path, shown(path.relative_to(root).as_posix())))
+            elif path.suffix.lower() == extension:
+                folder.captions[parent, path.stem] = path
+            else:
+                others[path.suffix.lower() or "no extension"] += 1
+    if not folder.pictures:
+        others[extension] += len(folder.captions)
+        seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(6) if count) or "no files"
+        raise DataError(
+            "data-folder-empty",
+            f"There are no pictures in {shown(root)}: found {seen}.",
+            where=shown(root),
+            fix="Put pictures there (png, jpg, webp, and what else Pillow reads), or correct the path.",
+        )
+    folder.pictures.sort(key=lambda item: item[1])
+    _leave_out_unwanted(folder)
+    _say_lonely_captions(folder)
+    return folder
+
+
+def _files(root: Path, notices: list[str]) -> list[tuple[Path, list[str]]]:
+    """(folder, file names) of the whole tree."""
+    found: list[tuple[Path, list[str]]] = []
+    visited: set[str] = set()
+
+    def refused(error: OSError) -> None:
+        notices.append(f"The folder {shown(error.filename)} cannot be read: {error.strerror}.")
+
+    for parent, folders, names in os.walk(root, onerror=refused, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found.append((Path(parent), [name for name in names if not name.startswith(".")]))
+    return found
+
+
+def _leave_out_unwanted(folder: Folder) -> None:
+    """Say what ``10_name`` folders do, and leave out those that ask for 0 repeats."""
+    repeats = {
+        found.name: found.repeats for _, relative in folder.pictures if (found := folder.repeat_folder(relative)).name
+    }
+    for name, count in repeats.items():
+        said = f"each picture is seen {count} times an epoch" if count else "left out"
+        folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
+    folder.pictures = [item for item in folder.pictures if folder.repeat_folder(item[1]).repeats]
+
+
+def _say_lonely_captions(folder: Folder) -> None:
+    pictures = {(path.parent, path.stem) for path, _ in folder.pictures}
+    lonely = sorted(shown(path.name) for place, path in folder.captions.items() if place not in pictures)
+    if lonely:
+        files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
+        folder.notices.append(f"{files} no picture of the same name: {some(lonely)}.")
+
+
+def read_caption(path: Path) -> str:
+    """The text of a caption file (UTF-8, with or without a byte-order mark) on one line.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    return " ".join(path.read_text(encoding="utf-8-sig").split())
+
+
+def file_name_caption(path: Path) -> str:
+    """The file name as words."""
+    return _words(shown(path.stem))
+
+
+def describes(caption: str) -> bool:
+    """Whether a caption made from a file name says more than a camera's counter."""
+    return CAMERA_NAME.fullmatch(caption) is None
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return ", ".join(names[:NUM_NAMED]) + more
+
+
+def shown(path: object) -> str:
+    """A path as text that can be written as UTF-8, whatever bytes are in the file's name."""
+    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _words(text: str) -> str:
+    return " ".join(text.replace("_", " ").split())

@@ -1,0 +1,206 @@
+"""Reading pictures with Pillow: the size from the header, and any mode as 8-bit sRGB."""
+
+from __future__ import annotations
+
+import os
+import struct
+import warnings
+import zlib
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageCms
+
+    from lora_rocm.data.buckets import Geometry
+
+# Formats that Pillow knows by name only, and EPS, for which it would run Ghostscript on a file nobody has looked at.
+NOT_READ = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG"})
+# EXIF after a PNG's pixels is found by these marks near the end of the file; reading it costs a full decode.
+PNG_TAIL_BYTES = 65536
+PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+
+
+class UnreadablePicture(Exception):
+    """A picture that cannot be read; the message says why, for a sentence that already names the file."""
+
+
+@lru_cache(maxsize=1)
+def readable_formats() -> tuple[str, ...]:
+    """Pillow's names of the formats that are read."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(sorted(name for name in Image.OPEN if name not in NOT_READ))
+
+
+@lru_cache(maxsize=1)
+def readable_extensions() -> frozenset[str]:
+    """Extensions (".png", lower case) of the formats that are read."""
+    from PIL import Image
+
+    formats = readable_formats()
+    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in formats)
+
+
+def read_size(file: Path | BinaryIO) -> tuple[int, int]:
+    """(width, height) after EXIF orientation, from the header: no pixels are decoded (but see PNG_TAIL_BYTES).
+
+    Raises:
+        UnreadablePicture: not a picture, or a damaged or unreadable one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; neither matters here
+        try:
+            with _open(file) as image:
+                width, height = image.size
+                return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+        except _decode_errors() as error:
+            raise UnreadablePicture(_reason(error, file)) from error
+
+
+def decode(content: bytes) -> Image.Image:
+    """The picture (of an animation, the first frame) in mode RGB.
+
+    EXIF orientation is applied, an embedded colour profile is converted to sRGB (one that is damaged or of another
+    kind is taken for sRGB), transparency is put on white, and grey of 16 or 32 bits is scaled to 8.
+
+    Raises:
+        UnreadablePicture: truncated, damaged, too large, or not a picture.
+    """
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with _open(BytesIO(content)) as opened:
+                profile = opened.info.get("icc_profile")
+                image = ImageOps.exif_transpose(opened)
+            if image.mode in ("I", "F") or image.mode.startswith("I;"):
+                image = _scaled_to_8_bit(image)
+            if not image.has_transparency_data:
+                return _to_srgb(image, profile)
+            alpha = image.convert("RGBA").getchannel("A")
+            opaque = image.convert("L") if image.mode in ("LA", "L") else image.convert("RGBA").convert("RGB")
+            white = Image.new("RGB", image.size, (255, 255, 255))
+            white.paste(_to_srgb(opaque, profile), mask=alpha)
+            return white
+        except _decode_errors() as error:
+            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+
+
+def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
+    """Scale, mirror, crop: the pixels that a geometry means.
+
+    Mirrored before it is cropped, so that crop_top_left says the truth for both variants: kohya's trainer and diffusers'
+    SDXL LoRA example also give the crop as it lies in the mirrored picture.
+    """
+    from PIL import Image
+
+    (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
+    image = image.resize((width, height), Image.Resampling.LANCZOS)
+    if flip:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return image.crop((left, top, left + geometry.target_hw[1], top + geometry.target_hw[0]))
+
+
+def _open(file: Path | BinaryIO) -> Image.Image:
+    from PIL import Image
+
+    return Image.open(file, formats=readable_formats())
+
+
+@lru_cache(maxsize=1)
+def _decode_errors() -> tuple[type[Exception], ...]:
+    """What Pillow's readers raise on damaged files, found by feeding them damaged files."""
+    from PIL import Image
+
+    known = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError)
+    return (*known, struct.error, zlib.error, MemoryError, Image.DecompressionBombError)
+
+
+def _reason(error: Exception, file: Path | BinaryIO) -> str:
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        empty = file.stat().st_size == 0 if isinstance(file, Path) else file.seek(0, os.SEEK_END) == 0
+        return "the file is empty" if empty else "it is not a picture of a format that can be read"
+    if isinstance(error, Image.DecompressionBombError):
+        return "it has too many pixels"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation that is still to be applied to ``image.size``."""
+    from PIL import ExifTags, Image
+
+    if image.format == "TIFF":  # Pillow has already exchanged the sides
+        return 1
+    if image.format == "PNG" and not _png_tail_has_exif(image):
+        exif = Image.Image.getexif(image)  # PNG's own method decodes the picture to look behind its pixels
+    else:
+        exif = image.getexif()
+    orientation = exif.get(ExifTags.Base.Orientation, 1)
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _png_tail_has_exif(image: Image.Image) -> bool:
+    file = image.fp  # type: ignore[attr-defined]
+    position = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - PNG_TAIL_BYTES))
+    tail = file.read()
+    file.seek(position)
+    return any(mark in tail for mark in PNG_TAIL_MARKS)
+
+
+def _scaled_to_8_bit(image: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits as mode L.
+
+    I;16 has 65535 as white. Mode I has too where its values allow it (Pillow's PGM and 16-bit TIFF readers), else
+    2**31 - 1. Mode F has the smallest of 1, 255, 65535 that holds its values, else their maximum.
+    """
+    import numpy as np
+    from PIL import Image
+
+    values = np.nan_to_num(np.asarray(image).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    peak = float(values.max())
+    if image.mode == "F":
+        white = next((white for white in (1.0, 255.0, 65535.0) if peak <= white), peak)
+    else:
+        white = 65535.0 if image.mode != "I" or peak <= 65535.0 else 2.0**31 - 1
+    return Image.fromarray((np.clip(values / white, 0.0, 1.0) * 255.0 + 0.5).astype(np.uint8))
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """An opaque picture as RGB, through its profile where that can be used."""
+    from PIL import ImageCms
+
+    if profile:
+        try:
+            source = ImageCms.ImageCmsProfile(BytesIO(profile))
+            converted = ImageCms.profileToProfile(_in_space_of(image, source), source, _srgb(), outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError, ValueError):
+            return image.convert("RGB")
+        assert converted is not None  # None is for inPlace=True
+        return converted
+    return image.convert("RGB")
+
+
+@lru_cache(maxsize=1)
+def _srgb() -> ImageCms.ImageCmsProfile:
+    from PIL import ImageCms
+
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+
+
+def _in_space_of(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
+    """Grey and palette pictures often carry an RGB profile."""
+    if profile.profile.xcolor_space.strip() == "RGB" and image.mode in ("1", "L", "P"):
+        return image.convert("RGB")
+    return image.convert("L") if image.mode == "1" else image

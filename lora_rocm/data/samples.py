@@ -1,0 +1,293 @@
+"""Finding the pictures and their captions. Only headers are read; everything odd is set aside or said, never guessed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.data.buckets import Geometry, fit
+from lora_rocm.data.folders import (
+    NUM_NAMED,
+    describes,
+    file_name_caption,
+    read_caption,
+    shown,
+    some,
+    source_folder,
+    walk,
+)
+from lora_rocm.data.pictures import UnreadablePicture, decode, read_size
+from lora_rocm.data.rows import DatasetRow, picture_in, rows_of
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.recipe.schema import DataSection, ResolvedSource
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
+UNREADABLE_FIX = "Replace the file or take it away."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One usable picture.
+
+    key: unique and stable; what users are shown (its path below the source's folder).
+    source: index in ``data.sources``.
+    folder: the folder or dataset that it counts for in the metadata.
+    caption: as read, or the fallback; before the caption options.
+    width, height: pixels, after EXIF orientation.
+    repeats: how often it is seen in an epoch.
+    """
+
+    key: str
+    source: int
+    folder: str
+    location: Path | DatasetRow
+    caption: str
+    width: int
+    height: int
+    repeats: int
+    options: ResolvedSource
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What was found: samples in a fixed order, what was set aside and why, and what the user should know."""
+
+    samples: tuple[Sample, ...]
+    set_aside: tuple[Problem, ...]
+    notices: tuple[str, ...]
+
+
+@dataclass
+class _Findings:
+    """What is gathered while scanning one source."""
+
+    index: int
+    prefix: str
+    options: ResolvedSource
+    samples: list[Sample] = field(default_factory=list)
+    set_aside: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    uncaptioned: list[str] = field(default_factory=list)
+    empty_captions: list[str] = field(default_factory=list)
+
+    def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
+        """The caption to use, remembering what has to be said about it."""
+        if caption is None:
+            self.uncaptioned.append(key)
+            return fallback
+        if not caption:
+            self.empty_captions.append(key)
+        return caption
+
+
+def scan(data: DataSection) -> Scan:
+    """Find every picture of every source, in a fixed order.
+
+    Raises:
+        DataError: a folder or dataset is missing or empty, a caption is missing where the recipe asks for one, or
+            nothing is left.
+    """
+    sources = data.resolved_sources()
+    findings: list[_Findings] = []
+    for index, options in enumerate(sources):
+        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options)
+        if options.path is not None:
+            _scan_folder(found)
+        else:
+            _scan_dataset(found)
+        _say_captions(found)
+        findings.append(found)
+    samples = tuple(sample for found in findings for sample in found.samples)
+    set_aside = tuple(problem for found in findings for problem in found.set_aside)
+    if not samples:
+        raise nothing_left(set_aside)
+    notices = [notice for found in findings for notice in found.notices]
+    return Scan(samples, set_aside, (*notices, *_small_pictures(samples), *_duplicates(samples)))
+
+
+def nothing_left(set_aside: Sequence[Problem]) -> DataError:
+    """The error for a dataset of which every picture was set aside."""
+    reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
+    return DataError(
+        "no-usable-images",
+        f"None of the {len(set_aside)} pictures can be used.",
+        where="; ".join(reasons),
+        fix="Look at the reasons above; each picture that cannot be used is named by the check command.",
+    )
+
+
+def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem]]:
+    """The geometry of each sample by key, and the pictures that are too small for any."""
+    found: dict[str, Geometry] = {}
+    too_small: list[Problem] = []
+    for sample in samples:
+        size, resolution = (sample.width, sample.height), sample.options.resolution
+        try:
+            found[sample.key] = fit(
+                *size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale
+            )
+        except DataError as error:
+            if error.code != "image-too-small":
+                raise
+            too_small.append(Problem(shown(sample.location), error.what, error.fix))
+    return found, too_small
+
+
+def image_bytes(sample: Sample) -> bytes:
+    """The undecoded bytes of a sample's picture, for decoding and hashing.
+
+    Raises:
+        DataError: it can no longer be read.
+    """
+    try:
+        content = sample.location if isinstance(sample.location, Path) else picture_in(sample.location)
+        if isinstance(content, Path):
+            return content.read_bytes()
+    except OSError as error:
+        raise _unreadable(sample, error.strerror or str(error)) from error
+    assert content is not None, "an empty cell is set aside by scan"
+    return bytes(content)
+
+
+def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
+    """The picture in mode RGB, upright; see ``pictures.decode``. ``content``: its bytes, where they are at hand.
+
+    Raises:
+        DataError: "image-unreadable", naming the file.
+    """
+    try:
+        image = decode(image_bytes(sample) if content is None else content)
+    except UnreadablePicture as error:
+        raise _unreadable(sample, str(error)) from error
+    if image.size != (sample.width, sample.height):
+        raise _unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
+    return image
+
+
+def _unreadable(sample: Sample, reason: str) -> DataError:
+    return DataError(
+        "image-unreadable", f"The picture cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
+    )
+
+
+def _scan_folder(found: _Findings) -> None:
+    options = found.options
+    folder = walk(source_folder(options.path or "", found.index), options.caption_extension)
+    found.notices += folder.notices
+    for path, relative in folder.pictures:
+        key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
+        try:
+            width, height = read_size(path)
+            caption_file = folder.caption_file(path)
+            text = read_caption(caption_file) if caption_file else None
+        except UnreadablePicture as error:
+            found.set_aside.append(Problem(shown(path), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
+            continue
+        except UnicodeDecodeError:
+            found.set_aside.append(Problem(shown(path), "Its caption file is not UTF-8 text.", "Save it as UTF-8."))
+            continue
+        except OSError as error:
+            what = f"Its caption file cannot be read: {error.strerror}."
+            found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
+            continue
+        caption = found.caption_for(key, text, _fallback(options, file_name_caption(path), repeat_folder.caption))
+        name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
+        found.samples.append(Sample(key, found.index, name, path, caption, width, height, repeats, options))
+
+
+def _scan_dataset(found: _Findings) -> None:
+    import pyarrow
+
+    options = found.options
+    name = Path(options.dataset or "").name
+    for row, text in rows_of(options):
+        key = f"{found.prefix}{options.split}/{row.index}"
+        try:
+            picture = picture_in(row)
+            if picture is None:
+                raise UnreadablePicture("the cell is empty")
+            width, height = read_size(picture if isinstance(picture, Path) else pyarrow.BufferReader(picture))
+        except UnreadablePicture as error:
+            found.set_aside.append(Problem(shown(row), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
+            continue
+        location, file_name = (picture, file_name_caption(picture)) if isinstance(picture, Path) else (row, "")
+        text = " ".join(text.split()) if text is not None else None
+        caption = found.caption_for(key, text, _fallback(options, file_name))
+        found.samples.append(Sample(key, found.index, name, location, caption, width, height, options.repeats, options))
+
+
+def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:
+    """The caption of a picture that has none. A camera's file name gives way to the name of a ``10_name`` folder."""
+    if options.caption_fallback == "trigger":
+        return options.trigger_word or ""
+    if options.caption_fallback == "filename":
+        return file_name if describes(file_name) else folder_caption or file_name
+    return ""
+
+
+def _say_captions(found: _Findings) -> None:
+    """Say what became of pictures without a caption.
+
+    Raises:
+        DataError: the recipe wants a caption for each, or a trigger word that it does not name.
+    """
+    options, missing = found.options, found.uncaptioned
+    where = f"{options.path or options.dataset}: {some(missing)}"
+    if missing and options.caption_fallback == "error":
+        raise DataError(
+            "caption-missing",
+            f"{_pictures(missing)} no caption.",
+            where=where,
+            fix=f"Write a {options.caption_extension} file for each, or set data.caption_fallback.",
+        )
+    if missing and options.caption_fallback == "trigger" and not options.trigger_word:
+        raise DataError(
+            "trigger-word-missing",
+            f"{_pictures(missing)} no caption, and there is no trigger word to use instead.",
+            where=where,
+            fix="Set data.trigger_word, or another data.caption_fallback.",
+        )
+    if missing:
+        used = {"filename": "the file name", "trigger": "the trigger word", "empty": "the empty caption"}
+        instead = used[options.caption_fallback]
+        found.notices.append(f"{_pictures(missing)} no caption; {instead} is used: {some(missing)}.")
+    if found.empty_captions:
+        found.notices.append(f"{_pictures(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+
+
+def _pictures(keys: Sequence[str]) -> str:
+    return "1 picture has" if len(keys) == 1 else f"{len(keys)} pictures have"
+
+
+def _small_pictures(samples: Sequence[Sample]) -> list[str]:
+    small = [
+        sample.key for sample in samples if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2
+    ]
+    return [f"{_pictures(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
+
+
+def _duplicates(samples: Sequence[Sample]) -> list[str]:
+    """One notice about files with the same bytes. The same file in two sources is meant (two resolutions)."""
+    by_location = {sample.location: sample for sample in samples}
+    by_size: dict[int, list[Sample]] = {}
+    for sample in by_location.values():
+        by_size.setdefault(_num_bytes(sample), []).append(sample)
+    by_hash: dict[bytes, list[str]] = {}
+    for same_size in by_size.values():
+        for sample in same_size if len(same_size) > 1 else ():
+            by_hash.setdefault(hashlib.sha256(image_bytes(sample)).digest(), []).append(sample.key)
+    copies = [" = ".join(keys) for keys in by_hash.values() if len(keys) > 1]
+    return [f"Pictures with exactly the same content: {some(copies)}."] if copies else []
+
+
+def _num_bytes(sample: Sample) -> int:
+    if isinstance(sample.location, Path):
+        return sample.location.stat().st_size
+    picture = picture_in(sample.location)
+    return picture.nbytes if isinstance(picture, memoryview) else 0
