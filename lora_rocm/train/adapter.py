@@ -1,0 +1,312 @@
+"""The adapter: PEFT's LoRA layers in a frozen model, their weights by stable names, and LoRA files put into them.
+
+Adapter weights are always float32, whatever the base is, and are made on the CPU from one seed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.recipe.schema import LoraSection, OptimSection
+from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
+
+PEFT_NAME = "default"
+EXAMPLES = 4
+
+
+class Adapter:
+    """The LoRA layers of a model.
+
+    modules: module name ("unet.mid_block...to_q") -> (component, path inside it, PEFT layer), in a fixed order.
+    parameters: "<module name>.lora_A" (or lora_B, magnitude) -> float32 parameter, in the same order.
+    """
+
+    def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
+        found = [
+            (canonical(component, path), (component, path, layer))
+            for component, root in model.components.items()
+            for path, layer in root.named_modules()
+            if isinstance(layer, LoraLayer)
+        ]
+        self.modules: dict[str, tuple[str, str, LoraLayer]] = dict(sorted(found, key=lambda item: item[0]))
+        self.text_components = set(family.text_components)
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, (_, _, layer) in self.modules.items():
+            self.parameters[f"{name}.lora_A"] = layer.lora_A[PEFT_NAME].weight
+            self.parameters[f"{name}.lora_B"] = layer.lora_B[PEFT_NAME].weight
+            if PEFT_NAME in layer.lora_magnitude_vector:
+                self.parameters[f"{name}.magnitude"] = layer.lora_magnitude_vector[PEFT_NAME].weight
+
+    @property
+    def components(self) -> list[str]:
+        """The adapted components, in a fixed order."""
+        return sorted({component for component, _, _ in self.modules.values()})
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of every weight, on the CPU."""
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over every weight, in place.
+
+        Raises:
+            AdapterError: names or shapes are not this adapter's.
+        """
+        wrong = tensors.keys() ^ self.parameters.keys()
+        wrong |= {name for name in tensors.keys() - wrong if tensors[name].shape != self.parameters[name].shape}
+        if wrong:
+            raise AdapterError(
+                "adapter-mismatch",
+                f"{len(wrong)} weights of this checkpoint are not those of the adapter.",
+                where=min(wrong),
+                fix="The lora section of the recipe must be the one that the checkpoint was made with.",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    @contextmanager
+    def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights for a while (the average, for previews and export), then the present ones again."""
+        present = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.load(tensors)
+        try:
+            yield
+        finally:
+            self.load(present)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model alone, for a while."""
+        for _, _, layer in self.modules.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for _, _, layer in self.modules.values():
+                layer.enable_adapters(True)
+            for parameter in self.parameters.values():
+                parameter.requires_grad_(True)
+
+    def set_strength(self, strength: float) -> None:
+        """Multiply the update by ``strength`` (1 as trained). With DoRA the magnitudes stay as trained."""
+        for _, _, layer in self.modules.values():
+            layer.set_scale(PEFT_NAME, strength)
+
+    def groups(self, optim: OptimSection) -> list[dict[str, Any]]:
+        """Optimizer parameter groups, one a component, with its peak learning rate."""
+        groups = []
+        for component in self.components:
+            names = [name for name in self.parameters if name.startswith(component + ".")]
+            rate = optim.learning_rate
+            if component in self.text_components and optim.text_encoder_learning_rate is not None:
+                rate = optim.text_encoder_learning_rate
+            parameters = [self.parameters[name] for name in names]
+            groups.append({"params": parameters, "names": names, "component": component, "lr": rate})
+        return groups
+
+    def entries(self) -> dict[str, LoraEntry]:
+        """The adapter at strength 1 as plain numbers: module name -> entry, on the CPU."""
+        state = self.state()
+        return {
+            name: LoraEntry(
+                state[f"{name}.lora_A"],
+                state[f"{name}.lora_B"],
+                trained_scale(layer),
+                state[f"{name}.magnitude"].flatten() if f"{name}.magnitude" in state else None,
+            )
+            for name, (_, _, layer) in self.modules.items()
+        }
+
+    @torch.no_grad()
+    def start_from(self, entries: Mapping[str, LoraEntry], path: Path) -> None:
+        """Take over the effect of a LoRA file; modules that it does not have keep their (neutral) start.
+
+        Raises:
+            AdapterError: another rank, a module that is not adapted here, DoRA where none is asked for.
+        """
+        for name, entry in entries.items():
+            if name not in self.modules:
+                raise _unfit(f"The file adapts {name}, which lora.targets leaves out.", path, "Widen lora.targets.")
+            layer = self.modules[name][2]
+            if layer.r[PEFT_NAME] != entry.rank:
+                raise _unfit(
+                    f"The file has rank {entry.rank}, the recipe asks for rank {layer.r[PEFT_NAME]} ({name}).",
+                    path,
+                    f"Set lora.rank to {entry.rank}.",
+                )
+            if entry.magnitude is not None and PEFT_NAME not in layer.lora_magnitude_vector:
+                raise _unfit("The file is a DoRA.", path, "Set lora.use_dora to true.")
+            _fill(layer, entry)
+
+
+def inject(family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int) -> Adapter:
+    """Put LoRA layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
+
+    A starts uniform (PEFT's default, Kaiming) from ``seed`` alone, B at zero, DoRA's magnitudes at the base's norms.
+
+    Raises:
+        AdapterError: targets that match nothing, or a file that does not fit.
+    """
+    for component, pattern in _targets(family, model, lora).items():
+        _inject(
+            model.components[component],
+            LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+                lora_dropout=lora.dropout,
+                use_rslora=lora.use_rslora,
+                use_dora=lora.use_dora,
+                target_modules=pattern,
+            ),
+        )
+    adapter = Adapter(family, model)
+    _initialise(adapter, seed)
+    if lora.init_from is not None:
+        path = Path(lora.init_from).expanduser()
+        adapter.start_from(read_lora(family, model.components, path), path)
+    return adapter
+
+
+def attach_file(family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0) -> Adapter:
+    """Put a LoRA file into a loaded model, with the file's own modules and ranks.
+
+    The model must hold every component that the file adapts (``lora_file.components_of``).
+
+    Raises:
+        AdapterError: the file is missing, damaged, no LoRA, or of another model.
+    """
+    entries = read_lora(family, model.components, path)
+    use_dora = any(entry.magnitude is not None for entry in entries.values())
+    for component, root in model.components.items():
+        ranks = {
+            p: entries[canonical(component, p)].rank for p, _ in adaptable(root) if canonical(component, p) in entries
+        }
+        if not ranks:
+            continue
+        rank = Counter(ranks.values()).most_common(1)[0][0]
+        others = {f"^{re.escape(module)}": r for module, r in ranks.items() if r != rank}
+        _inject(
+            root,
+            LoraConfig(
+                r=rank,
+                lora_alpha=rank,
+                rank_pattern=others,
+                alpha_pattern=dict(others),
+                use_dora=use_dora,
+                target_modules=_either(ranks),
+            ),
+        )
+    adapter = Adapter(family, model)
+    with torch.no_grad():
+        for name, (_, _, layer) in adapter.modules.items():
+            _fill(layer, entries[name])
+    adapter.set_strength(strength)
+    return adapter
+
+
+def trained_scale(layer: LoraLayer) -> float:
+    """What multiplies B @ A at strength 1."""
+    rank = layer.r[PEFT_NAME]
+    return float(layer.lora_alpha[PEFT_NAME] / (math.sqrt(rank) if layer.use_rslora[PEFT_NAME] else rank))
+
+
+def _targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict[str, str]:
+    """Component -> regular expression of exactly the modules to adapt."""
+    presets = family.lora_targets
+    if isinstance(lora.targets, str) and lora.targets in presets:
+        wanted = dict(presets[lora.targets])
+    else:
+        own = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+        default = next(iter(presets.values()))
+        wanted = {c: p if c in family.text_components else "|".join(own) for c, p in default.items()}
+    chosen = {}
+    for component, pattern in wanted.items():
+        if component not in model.components:
+            continue
+        paths = [path for path, _ in adaptable(model.components[component])]
+        try:
+            matching = [path for path in paths if re.fullmatch(pattern, path)]
+        except re.error as error:
+            raise AdapterError(
+                "targets-invalid", f"This is no regular expression: {error}.", where=f"lora.targets: {pattern}"
+            ) from error
+        if not matching:
+            raise AdapterError(
+                "targets-match-nothing",
+                f"No module of {component} is matched.",
+                where=f"lora.targets: {pattern}",
+                fix=f"Presets: {', '.join(presets)}. Module names look like {', '.join(_spread(paths))}.",
+            )
+        chosen[component] = _either(matching)
+    return chosen
+
+
+def _inject(component: nn.Module, config: LoraConfig) -> None:
+    with torch.random.fork_rng(devices=[]):  # PEFT's own initialisation must not move the global generator
+        inject_adapter_in_model(config, component, PEFT_NAME)
+    for layer in component.modules():
+        if isinstance(layer, LoraLayer):
+            for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                getattr(layer, name).to(torch.float32)
+
+
+@torch.no_grad()
+def _initialise(adapter: Adapter, seed: int) -> None:
+    """PEFT's default start, in float32 whatever the base is, drawn in the order of the names."""
+    rng = torch.Generator().manual_seed(seed)
+    for _, _, layer in adapter.modules.values():
+        down = torch.empty(layer.lora_A[PEFT_NAME].weight.shape)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
+        layer.lora_A[PEFT_NAME].weight.copy_(down)
+        layer.lora_B[PEFT_NAME].weight.zero_()
+        if PEFT_NAME in layer.lora_magnitude_vector:
+            _set_magnitude(layer, _row_norms(layer.get_base_layer().weight))
+
+
+def _fill(layer: LoraLayer, entry: LoraEntry) -> None:
+    """Write an entry into a layer whose scale may be another, with the same effect."""
+    layer.lora_A[PEFT_NAME].weight.copy_(entry.down)
+    layer.lora_B[PEFT_NAME].weight.copy_(entry.up * (entry.scale / trained_scale(layer)))
+    if PEFT_NAME in layer.lora_magnitude_vector:
+        magnitude = entry.magnitude
+        if magnitude is None:  # a plain LoRA in a DoRA layer: the magnitudes at which the normalisation does nothing
+            magnitude = _row_norms(layer.get_base_layer().weight.float().cpu() + entry.update())
+        _set_magnitude(layer, magnitude)
+
+
+def _set_magnitude(layer: LoraLayer, magnitude_O: Tensor) -> None:
+    weight = layer.lora_magnitude_vector[PEFT_NAME].weight
+    weight.copy_(magnitude_O.reshape(weight.shape))
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    """Norm of each output row, in float32 (PEFT takes it in the base's format, which in bf16 is off by up to 0.4 %)."""
+    return weight.float().flatten(1).norm(dim=1)
+
+
+def _either(paths: Iterable[str]) -> str:
+    return "|".join(re.escape(path) for path in sorted(paths))
+
+
+def _spread(paths: list[str]) -> list[str]:
+    """A few of many names, from all over."""
+    step = max(1, len(paths) // EXAMPLES)
+    return paths[step // 2 :: step][:EXAMPLES]
+
+
+def _unfit(what: str, path: Path, fix: str) -> AdapterError:
+    return AdapterError("init-from-unfit", what, where=f"lora.init_from: {path}", fix=fix)
