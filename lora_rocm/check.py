@@ -1,0 +1,213 @@
+"""``lora-rocm check``: what a recipe would do, from headers and arithmetic; nothing is loaded or encoded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm import __version__
+from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError
+from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.wording import size_text
+
+WEIGH_MODULE = "lora_rocm.families.weigh"
+MAX_NAMED = 20
+KEPT_WEIGHTS = 50
+
+
+def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False) -> None:
+    """Validate a recipe and its dataset and print what training would do.
+
+    Raises:
+        LoraRocmError: what is wrong; a ``RecipeError`` or ``DataError`` says it with file and line.
+    """
+    loaded = load_recipe(recipe_path, overrides)
+    for notice in loaded.notices:
+        _say(notice)
+    if schema_only:
+        _say(f"{loaded.path}: valid")
+        return
+    loaded.require_files()
+    weighing = _Weighing(loaded.recipe)
+    errors: list[LoraRocmError] = []
+    try:
+        for line in _data_lines(loaded):
+            _say(line)
+    except DataError as error:
+        errors.append(error)
+    try:
+        weighed = weighing.result()
+    except LoraRocmError as error:
+        errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+    total = sum(weighed.values())
+    _say("memory of weights")
+    for component, size in sorted(weighed.items(), key=lambda pair: -pair[1]):
+        _say(f"  {component}: {size_text(size)}")
+    _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What the samples come to. buckets: pictures an epoch by (height, width)."""
+
+    buckets: dict[tuple[int, int], int]
+    steps_per_epoch: int
+    max_train_steps: int
+    num_images: int
+    num_captions: int
+
+
+def _data_lines(loaded: LoadedRecipe) -> Iterator[str]:
+    from lora_rocm.data.samples import geometries, nothing_left, scan
+
+    recipe = loaded.recipe
+    found = scan(recipe.data)
+    fitted, too_small = geometries(found.samples, recipe.data)
+    aside = [*found.set_aside, *too_small]
+    samples = [sample for sample in found.samples if sample.key in fitted]
+    if not samples:
+        raise nothing_left(aside)
+    yield f"recipe {loaded.path}: valid"
+    yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
+    yield f"pictures: {len(samples)} usable, {len(aside)} set aside"
+    per_source = Counter(sample.source for sample in samples)
+    for index, source in enumerate(recipe.data.resolved_sources()):
+        name = source.path or source.dataset
+        yield f"  {name}: {per_source[index]} pictures, resolution {source.resolution}, repeats {source.repeats}"
+    for problem in aside[:MAX_NAMED]:
+        yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
+    if len(aside) > MAX_NAMED:
+        yield f"  ... and {len(aside) - MAX_NAMED} more"
+    for notice in found.notices:
+        yield f"  note: {notice}"
+    sizes = {key: geometry.target_hw for key, geometry in fitted.items()}
+    yield from _plan_lines(recipe, plan_data(recipe, samples, sizes))
+
+
+def plan_data(recipe: Recipe, samples: Sequence[Any], target_hw: dict[str, tuple[int, int]]) -> DataPlan:
+    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that are cut to ``target_hw`` by key.
+
+    A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
+    """
+    from lora_rocm.data.captions import variants
+
+    train, data = recipe.train, recipe.data
+    buckets: Counter[tuple[int, int]] = Counter()
+    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
+    for sample in samples:
+        buckets[target_hw[sample.key]] += sample.repeats
+        captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
+    effective = train.batch_size * train.gradient_accumulation_steps
+    steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
+    return DataPlan(
+        buckets=dict(buckets),
+        steps_per_epoch=steps_per_epoch,
+        max_train_steps=train.max_train_steps or steps_per_epoch * (train.epochs or 1),
+        num_images=sum(2 if sample.options.flip_aug else 1 for sample in samples),
+        num_captions=len(captions),
+    )
+
+
+def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
+    train, data = recipe.train, recipe.data
+    yield "buckets (width x height: pictures an epoch)"
+    for (height, width), count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0])):
+        yield f"  {width} x {height}: {count}"
+    if data.validation_split:
+        yield f"held out for the validation loss: {data.validation_split:.0%} of the pictures (counted above)"
+    effective = train.batch_size * train.gradient_accumulation_steps
+    yield (
+        f"effective batch: {effective} ({train.batch_size} x {train.gradient_accumulation_steps}), "
+        f"steps an epoch: {plan.steps_per_epoch}"
+    )
+    yield f"steps: {plan.max_train_steps}, epochs: {plan.max_train_steps / plan.steps_per_epoch:.2f}"
+    yield f"caches in {recipe.cache.dir}: at most {plan.num_images} images and {plan.num_captions} captions to encode"
+    yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
+
+
+class _Weighing:
+    """The memory of the weights: remembered from an earlier check, or found by a child beside the scan."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._memory = recipe, Path(recipe.cache.dir) / "weights.json"
+        self._key = _weights_key(recipe)
+        self._found: dict[str, int] | None = _remembered(self._memory).get(self._key)
+        self._error: LoraRocmError | None = None
+        self._thread = threading.Thread(target=self._weigh, daemon=True)
+        if self._found is None:
+            self._thread.start()
+
+    def _weigh(self) -> None:
+        from lora_rocm.host import environ
+        from lora_rocm.run.process import run_for_json
+
+        with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+            file = Path(folder) / "recipe.json"
+            file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
+            env = environ.plan(self._recipe, os.environ).applied_to(os.environ)
+            try:
+                self._found = run_for_json(WEIGH_MODULE, [str(file)], env)
+            except LoraRocmError as error:
+                self._error = error
+
+    def result(self) -> dict[str, int]:
+        """Bytes by component; waits for the child."""
+        from lora_rocm.run.layout import write_json
+
+        if self._thread.ident is None:
+            return self._found or {}
+        while self._thread.is_alive():
+            self._thread.join(timeout=0.1)  # with a timeout Ctrl-C is heard on every system
+        if self._error is not None:
+            raise self._error
+        found = self._found or {}
+        kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
+        try:
+            write_json(self._memory, {**dict(kept), self._key: found})
+        except StorageError:
+            pass
+        return found
+
+
+def _weights_key(recipe: Recipe) -> str:
+    """Changes with what the weights depend on, and with size or time of any file of the model."""
+    model = recipe.model
+    names = [name for name in (model.name_or_path, model.config, model.vae) if name and not name.startswith(BUILTIN)]
+    stamps = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for name in names for file in _files(Path(name))
+    ]
+    parts = [__version__, model.model_dump(mode="json"), recipe.train.mixed_precision, recipe.runtime.device, stamps]
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
+
+
+def _remembered(path: Path) -> dict[str, dict[str, int]]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

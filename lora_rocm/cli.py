@@ -1,0 +1,224 @@
+"""The commands. Imports inside the handlers, so that ``--help`` is instant; no logic."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lora_rocm import __version__
+
+app = typer.Typer(
+    name="lora-rocm",
+    help="Train LoRAs that load everywhere, on AMD GPUs and elsewhere: one recipe, one command.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+cache_app = typer.Typer(
+    help="Look after the caches of encoded pictures and captions.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(cache_app, name="cache")
+
+
+class Format(StrEnum):
+    """Forms of a LoRA file."""
+
+    kohya = "kohya"
+    diffusers = "diffusers"
+    peft = "peft"
+
+
+class NumberFormat(StrEnum):
+    """Number formats of exported weights."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or one that ships (sdxl.yaml).")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example lora.rank=8.")
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
+
+
+def explained(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Run a handler: its return value is the exit code, errors are sentences, never tracebacks."""
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        from lora_rocm.run.failure import exit_code_of
+
+        raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs)))
+
+    return run
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    """Options of the program itself; the help text is that of ``app``."""
+    if version:
+        typer.echo(f"lora-rocm {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@explained
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the run goes (default: runs/<recipe>-<time>).")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="latest|DIR", help="Go on with a run: the newest, a run or a checkpoint.")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although recipe or pictures changed.")
+    ] = False,
+) -> int:
+    """Train a LoRA from a recipe."""
+    from lora_rocm.run import launch
+
+    return launch.train(recipe, overrides or (), run_dir=run_dir, resume=resume, accept_changes=accept_changes)
+
+
+@app.command()
+@explained
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the pictures.")] = False,
+) -> None:
+    """Check a recipe and its pictures, and say what training would do."""
+    from lora_rocm.check import check as check_recipe
+
+    check_recipe(recipe, overrides or (), schema_only=schema_only)
+
+
+@app.command()
+@explained
+def demo() -> int:
+    """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
+    from lora_rocm.run import launch
+
+    return launch.demo()
+
+
+@app.command()
+@explained
+def sample(
+    source: LoraPath,
+    prompt: Annotated[str, typer.Option(help="What to draw.")],
+    negative_prompt: Annotated[str, typer.Option(help="What to stay away from.")] = "",
+    width: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    guidance_scale: Annotated[float, typer.Option(min=1.0, help="Classifier-free guidance.")] = 6.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
+    strength: Annotated[float, typer.Option(help="Strength of the LoRA; 0 draws without it.")] = 1.0,
+    num: Annotated[int, typer.Option(min=1, help="How many pictures; the seed counts up.")] = 1,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the pictures.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers for a single-file base model.")
+    ] = None,
+) -> int:
+    """Draw pictures with a LoRA."""
+    from lora_rocm.run import tools
+
+    return tools.sample(
+        source,
+        prompt=prompt,
+        negative_prompt=negative_prompt,
+        width=width,
+        height=height,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        seed=seed,
+        strength=strength,
+        num=num,
+        output=output,
+        base=base,
+        config=config,
+    )
+
+
+@app.command()
+@explained
+def export(
+    source: LoraPath,
+    form: Annotated[Format, typer.Option("--format", help="Which form to write.")],
+    output: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to; default: beside the source.")] = None,
+    dtype: Annotated[NumberFormat | None, typer.Option(help="Number format; default: as it is.")] = None,
+) -> int:
+    """Write a LoRA in another form, load it back and compare."""
+    from lora_rocm.run import tools
+
+    return tools.export(source, form.value, output=output, dtype=dtype.value if dtype else None)
+
+
+@app.command()
+@explained
+def status(
+    run: RunPath,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say where a run stands."""
+    import json
+
+    from lora_rocm.run import status as run_status
+
+    found = run_status.status(run_status.open_run(run))
+    typer.echo(json.dumps(found, indent=1) if as_json else run_status.status_text(found))
+
+
+@app.command()
+@explained
+def report(run: RunPath) -> None:
+    """Write report.html of a run (also of one that still goes on)."""
+    from lora_rocm.run.report import write_report
+    from lora_rocm.run.status import open_run
+
+    typer.echo(write_report(open_run(run)))
+
+
+@app.command()
+@explained
+def schema() -> None:
+    """Write the JSON Schema of recipes, for editors."""
+    import json
+
+    from lora_rocm.recipe.reference import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@cache_app.command("stats")
+@explained
+def cache_stats(
+    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")] = Path("cache"),
+) -> None:
+    """Say what the caches hold."""
+    from lora_rocm.run.tools import cache_stats as stats
+
+    typer.echo(stats(folder))
+
+
+def main() -> None:
+    """Entry point of ``lora-rocm``. Odd letters in names never stop a message from being shown."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="lora-rocm")

@@ -1,0 +1,98 @@
+"""One training run as the parent sees it: recipe, directory, worker, report, and what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_rocm.errors import LoraRocmError, StoppedError, StorageError
+from lora_rocm.host import environ
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
+from lora_rocm.run import prepare, process
+from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.progress import make_progress
+from lora_rocm.run.report import write_report
+
+
+def train(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    accept_changes: bool = False,
+) -> int:
+    """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
+
+    Raises:
+        LoraRocmError: everything that went wrong, in words.
+    """
+    loaded = load_recipe(recipe_path, overrides)
+    for notice in loaded.notices:
+        _say(notice)
+    loaded.require_files()
+    chosen = prepare.choose(loaded, run_dir, resume)
+    run = chosen.run_dir.create()
+    with process.locked(run):
+        if not prepare.settle(chosen, loaded.recipe, accept_changes):
+            _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
+            return 0
+        return _train_in(run, loaded, chosen, recipe_path, overrides, accept_changes)
+
+
+def demo() -> int:
+    """``lora-rocm demo``: the recipe demo.yaml that ships with the program."""
+    return train(str(shipped_recipes()["demo.yaml"]))
+
+
+def _train_in(
+    run: RunDir,
+    loaded: LoadedRecipe,
+    chosen: prepare.Chosen,
+    recipe_path: str,
+    overrides: Sequence[str],
+    accept_changes: bool,
+) -> int:
+    env_plan = environ.plan(loaded.recipe, os.environ)
+    write_json(run.environment, environ.environment_json(env_plan))
+    _say(f"Run directory: {run.path}")
+    again = resume_command(recipe_path, overrides, run)
+    command = process.worker_command(run, chosen.checkpoint, accept_changes)
+    stopped: StoppedError | None = None
+    with make_progress() as progress:
+        try:
+            code = process.run_worker(run, env_plan.applied_to(os.environ), progress.on_event, command, progress.say)
+        except StoppedError as error:
+            code, stopped = error.exit_code, error
+        except LoraRocmError:
+            with contextlib.suppress(StorageError):  # the error itself is what the user has to see
+                write_report(run)
+            raise
+    report = write_report(run)
+    if stopped is not None:
+        _say(stopped.what)
+    if code == StoppedError.exit_code:
+        _say(f"Stopped. Go on with:\n  {again}")
+    elif code == 0:
+        _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
+    _say(f"Report: {report}")
+    return code
+
+
+def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:
+    """The exact command that goes on with a run, quoted for the shell of this system."""
+    words = ["lora-rocm", "train", recipe_path]
+    for override in overrides:
+        words += ["--set", override]
+    words += ["--run-dir", str(run.path), "--resume", "latest"]
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

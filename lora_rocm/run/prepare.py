@@ -1,0 +1,153 @@
+"""Which run directory, and whether what is asked fits what is in it. Everything but ``settle`` only looks."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.errors import RecipeError, ResumeError
+from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_atomic
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The directory of a run. resume: it may already hold a run. checkpoint: go on from this one, not the newest."""
+
+    run_dir: RunDir
+    resume: bool
+    checkpoint: Path | None = None
+
+
+def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Chosen:
+    """Find or name the run directory.
+
+    Args:
+        loaded: its name and ``output.dir`` make the default directory.
+        run_dir: what the user gave as --run-dir.
+        resume: None, "latest", a run directory, or a checkpoint folder in one.
+
+    Raises:
+        ResumeError: --resume points at nothing that can be resumed, or the two options disagree.
+    """
+    if resume is None:
+        return Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False)
+    if resume == LATEST:
+        found = run_dir.absolute() if run_dir else newest_run(Path(loaded.recipe.output.dir), loaded.name)
+        return Chosen(RunDir(found or _new_directory(loaded)), resume=True)
+    path = Path(resume).absolute()
+    checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
+    found = path.parent.parent if checkpoint else path
+    if not path.is_dir() or not holds_run(RunDir(found)):
+        raise ResumeError(
+            "nothing-to-resume",
+            "There is no run to resume here.",
+            where=f"--resume {resume}",
+            fix="Give a run directory, a checkpoint folder in one (checkpoints/step-...), or latest.",
+        )
+    if run_dir is not None and run_dir.absolute() != found:
+        raise ResumeError(
+            "two-run-dirs",
+            "--run-dir and --resume name different directories.",
+            where=f"--run-dir {run_dir} --resume {resume}",
+            fix="Leave --run-dir out.",
+        )
+    return Chosen(RunDir(found), resume=True, checkpoint=checkpoint)
+
+
+def _new_directory(loaded: LoadedRecipe) -> Path:
+    """``<output.dir>/<recipe>-<time>``, with a number behind it where that is taken."""
+    stem = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(loaded.recipe.output.dir) / stem
+    number = 2
+    while path.exists():
+        path = path.with_name(f"{stem}-{number}")
+        number += 1
+    return path
+
+
+def newest_run(folder: Path, name: str) -> Path | None:
+    """The run directory of the recipe ``name`` that was made last, by the time in its name."""
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    if not folder.is_dir():
+        return None
+    found = [
+        (match.group(1), int(match.group(2) or 1), path)
+        for path in folder.iterdir()
+        if path.is_dir()
+        if (match := pattern.fullmatch(path.name))
+    ]
+    return max(found)[2] if found else None
+
+
+def holds_run(run_dir: RunDir) -> bool:
+    """Whether a run was started in this directory."""
+    return run_dir.recipe.exists() or run_dir.events().exists() or bool(run_dir.list_checkpoints())
+
+
+def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
+    """Make the directory ready for the worker (the caller holds its lock): recipe.yaml is the recipe to train.
+
+    Returns False where there is nothing to do: the run is complete and the recipe asks for no more.
+
+    Raises:
+        ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
+    """
+    run_dir = chosen.run_dir
+    if holds_run(run_dir) and not chosen.resume:
+        raise ResumeError(
+            "run-dir-taken",
+            "This directory already holds a run.",
+            where=str(run_dir.path),
+            fix="Go on with it by --resume latest, or give another --run-dir.",
+        )
+    if run_dir.recipe.exists():
+        old = _old_recipe(run_dir)
+        _refuse_differences(run_dir, old, recipe, accept_changes)
+        if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
+            return False
+    run_dir.result.unlink(missing_ok=True)  # it says "complete", which from here on is not so
+    write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"))
+    return True
+
+
+def _old_recipe(run_dir: RunDir) -> Recipe:
+    try:
+        return load_recipe(run_dir.recipe).recipe
+    except RecipeError as error:
+        raise ResumeError(
+            "run-recipe-damaged",
+            f"The recipe saved in this run cannot be read: {error.problems[0].what}",
+            where=error.problems[0].where,
+            fix="Put the recipe of this run there, or start a new run.",
+        ) from None
+
+
+def _refuse_differences(run_dir: RunDir, old: Recipe, new: Recipe, accept_changes: bool) -> None:
+    differences = resume_differences(old, new)
+    if differences and not accept_changes:
+        lines = "".join(f"\n    {problem.where}: {problem.what}" for problem in differences)
+        raise ResumeError(
+            "resume-recipe-changed",
+            f"The recipe differs from that of the run in what may not change:{lines}",
+            where=str(run_dir.path),
+            fix="Undo the changes, start a new run, or go on all the same with --accept-changes.",
+        )
+
+
+def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
+    """Whether the finished run is all that the recipe asks for."""
+    same_length = (old.train.max_train_steps, old.train.epochs) == (new.train.max_train_steps, new.train.epochs)
+    if not same_length or resume_differences(old, new):
+        return False
+    try:
+        json.loads(run_dir.result.read_bytes())
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""Where a run stands, from its files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import UserError
+from lora_rocm.run.events import current_steps, read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.prepare import holds_run
+from lora_rocm.run.process import is_running
+from lora_rocm.run.smoothing import Smoothed
+from lora_rocm.run.wording import number_text, rate_text, time_text
+
+RATE_STEPS = 50
+
+
+def open_run(path: Path) -> RunDir:
+    """The run directory at ``path``.
+
+    Raises:
+        UserError: there is no run there.
+    """
+    run_dir = RunDir(path.absolute())
+    if not run_dir.path.is_dir() or not holds_run(run_dir):
+        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
+    return run_dir
+
+
+def status(run_dir: RunDir) -> dict[str, Any]:
+    """State and figures of a run, ready for JSON.
+
+    state: running, finished, stopped (on request), failed (with an error), died (without a word), or prepared.
+    rate_per_s and eta_s are None while nothing runs.
+    """
+    events = read_events(run_dir.events())
+    steps = current_steps(events)
+    last = {event["type"]: event for event in events}
+    state = _state(run_dir, events)
+    loss = Smoothed()
+    for step in steps:
+        if step["loss"] is not None:
+            loss.add(step["loss"])
+    updates = max(_updates_at_start(events), steps[-1]["updates"] if steps else 0)
+    total = last["data"]["max_train_steps"] if "data" in last else None
+    recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
+    step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
+    checkpoints = run_dir.list_checkpoints()
+    error = last.get("error")
+    return {
+        "path": str(run_dir.path),
+        "state": state,
+        "updates": updates,
+        "max_train_steps": total,
+        "loss": loss.value,
+        "rate_per_s": 1 / step_s if step_s else None,
+        "eta_s": step_s * (total - updates) if step_s and total else None,
+        "last_event_s_ago": round(time.time() - events[-1]["time"], 1) if events else None,
+        "incidents": sum(event["type"] == "incident" for event in events),
+        "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
+        "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
+        "files": [str(path) for path in result_files(run_dir)],
+    }
+
+
+def result_files(run_dir: RunDir) -> list[Path]:
+    """What a user may want from a run: LoRA files, newest step last, and the report."""
+    finals = [run_dir.lora, run_dir.diffusers_lora, run_dir.peft_dir]
+    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
+    return [path for path in (*steps, *finals, run_dir.report) if path.exists()]
+
+
+def status_text(found: dict[str, Any]) -> str:
+    """``status`` for people."""
+    total = found["max_train_steps"]
+    lines = [
+        f"{found['path']}: {found['state']}",
+        f"  step {found['updates']}" + (f" of {total}" if total else ""),
+        f"  loss {number_text(found['loss'])}",
+    ]
+    if found["rate_per_s"]:
+        left = f", {time_text(found['eta_s'])} left" if found["eta_s"] is not None else ""
+        lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
+    if found["last_event_s_ago"] is not None:
+        lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+    if found["incidents"]:
+        lines.append(f"  {found['incidents']} incidents, see the report")
+    if found["error"]:
+        lines.append(f"  error: {found['error']['what']}")
+    lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
+    lines += [f"  file: {path}" for path in found["files"]]
+    return "\n".join(lines)
+
+
+def _state(run_dir: RunDir, events: list[dict[str, Any]]) -> str:
+    if is_running(run_dir):
+        return "running"
+    if run_dir.result.exists():
+        return "finished"
+    for event in reversed(events):
+        if event["type"] == "end":
+            return "stopped"
+        if event["type"] == "error":
+            return "stopped" if event["exit_code"] == 130 else "failed"
+        if event["type"] == "start":
+            break
+    return "died" if events else "prepared"
+
+
+def _updates_at_start(events: list[dict[str, Any]]) -> int:
+    """Updates that the newest start found done."""
+    starts = [event for event in events if event["type"] == "start"]
+    return (starts[-1]["resumed_from"] or 0) if starts else 0
