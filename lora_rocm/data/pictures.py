@@ -95,8 +95,8 @@ def decode(content: bytes) -> Image.Image:
 def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     """Scale, mirror, crop: the pixels that a geometry means.
 
-    Mirrored before it is cropped, so that crop_top_left says the truth for both variants: kohya's trainer and diffusers'
-    SDXL LoRA example also give the crop as it lies in the mirrored picture.
+    Mirrored before it is cropped, so that crop_top_left is true of both variants: kohya's trainer too gives the crop as
+    it lies in the mirrored picture ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
     """
     from PIL import Image
 

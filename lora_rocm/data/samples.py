@@ -1,4 +1,4 @@
-"""Finding the pictures and their captions. Only headers are read; everything odd is set aside or said, never guessed."""
+"""Finding the pictures and their captions. Only headers are read; what is odd is set aside or said, never guessed."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class _Findings:
     samples: list[Sample] = field(default_factory=list)
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    uncaptioned: list[str] = field(default_factory=list)
+    uncaptioned: dict[str, str] = field(default_factory=dict)  # key -> what is used instead
     empty_captions: list[str] = field(default_factory=list)
 
     def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
         """The caption to use, remembering what has to be said about it."""
         if caption is None:
-            self.uncaptioned.append(key)
+            self.uncaptioned[key] = fallback
             return fallback
         if not caption:
             self.empty_captions.append(key)
@@ -202,7 +202,7 @@ def _scan_folder(found: _Findings) -> None:
 
 
 def _scan_dataset(found: _Findings) -> None:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
 
     options = found.options
     name = Path(options.dataset or "").name
@@ -237,7 +237,7 @@ def _say_captions(found: _Findings) -> None:
     Raises:
         DataError: the recipe wants a caption for each, or a trigger word that it does not name.
     """
-    options, missing = found.options, found.uncaptioned
+    options, missing = found.options, list(found.uncaptioned)
     where = f"{options.path or options.dataset}: {some(missing)}"
     if missing and options.caption_fallback == "error":
         raise DataError(
@@ -254,9 +254,8 @@ def _say_captions(found: _Findings) -> None:
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if missing:
-        used = {"filename": "the file name", "trigger": "the trigger word", "empty": "the empty caption"}
-        instead = used[options.caption_fallback]
-        found.notices.append(f"{_pictures(missing)} no caption; {instead} is used: {some(missing)}.")
+        instead = [f'{key} "{caption}"' for key, caption in found.uncaptioned.items()]
+        found.notices.append(f"{_pictures(missing)} no caption; used instead: {some(instead)}.")
     if found.empty_captions:
         found.notices.append(f"{_pictures(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
@@ -288,6 +287,9 @@ def _duplicates(samples: Sequence[Sample]) -> list[str]:
 
 def _num_bytes(sample: Sample) -> int:
     if isinstance(sample.location, Path):
-        return sample.location.stat().st_size
+        try:
+            return sample.location.stat().st_size
+        except OSError as error:
+            raise _unreadable(sample, error.strerror or str(error)) from error
     picture = picture_in(sample.location)
     return picture.nbytes if isinstance(picture, memoryview) else 0

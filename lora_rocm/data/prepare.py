@@ -1,0 +1,182 @@
+"""From a recipe to items whose every tensor is in the caches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_rocm.data import captions
+from lora_rocm.data.buckets import Geometry, Size
+from lora_rocm.data.cache import HashMemory, LatentCache
+from lora_rocm.data.fill import Caches, ImageJob, Progress, Report
+from lora_rocm.data.folders import shown
+from lora_rocm.data.plan import Item
+from lora_rocm.data.samples import Sample, geometries, image_bytes, nothing_left, scan
+from lora_rocm.data.seeds import fraction
+from lora_rocm.errors import Problem
+
+if TYPE_CHECKING:
+    from lora_rocm.families.base import ModelFamily, Tensors
+    from lora_rocm.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the metadata of the result says of the training pictures.
+
+    tag_frequency: folder -> tag -> in how many captions. bucket_counts: (height, width) -> pictures times repeats.
+    folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
+    """
+
+    tag_frequency: dict[str, dict[str, int]]
+    bucket_counts: dict[Size, int]
+    folders: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a run, ready.
+
+    items, held_out: to train on, and for the validation loss (neither mirrored, shuffled nor dropped).
+    samples: the samples of ``items``, in the same order.
+    text_lookup: cached tensors of a preview prompt or of the empty caption.
+    repair: encodes the entry (kind, key) again; for ``loader``.
+    """
+
+    items: tuple[Item, ...]
+    held_out: tuple[Item, ...]
+    samples: tuple[Sample, ...]
+    set_aside: tuple[Problem, ...]
+    notices: tuple[str, ...]
+    facts: Facts
+    text_lookup: Callable[[str], Tensors]
+    repair: Callable[[str, str], None]
+
+
+def prepare(recipe: Recipe, family: ModelFamily, cache: LatentCache, device: torch.device, emit: Report) -> Prepared:
+    """Find the pictures, cut them, hold some out, and fill the caches. ``emit`` gets the progress.
+
+    Raises:
+        DataError: the pictures cannot be used, or an encoder made values that are not finite.
+        StorageError: the cache cannot be written; what is in it stays.
+    """
+    data, found = recipe.data, scan(recipe.data)
+    cuts, too_small = geometries(found.samples, data)
+    hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
+    encoders = {encoder.kind: encoder for encoder in family.encoders()}
+    caches = Caches(cache, encoders["image"], encoders["text"], device, emit)
+    jobs = {
+        sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
+        for sample in found.samples
+        if sample.key in hashes
+    }
+    failed = caches.fill_images([job for of_sample in jobs.values() for job in of_sample])
+    set_aside = (*found.set_aside, *too_small, *gone, *failed.values())
+    usable = [sample for sample in found.samples if sample.key in jobs and sample.key not in failed]
+    if not usable:
+        raise nothing_left(set_aside)
+    held_keys = choose_held_out({sample.key: hashes[sample.key] for sample in usable}, data.validation_split)
+    training = tuple(sample for sample in usable if sample.key not in held_keys)
+    held = [sample for sample in usable if sample.key in held_keys]
+    texts = {sample.key: _texts(recipe, sample, sample.key in held_keys) for sample in usable}
+    wanted = [caption for sample in usable for caption in texts[sample.key]]
+    caches.fill_texts([*wanted, "", *_prompts(recipe)])
+    notices = found.notices
+    if data.validation_split:
+        notices += (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",)
+    return Prepared(
+        items=tuple(_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in training),
+        held_out=tuple(_held_out_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in held),
+        samples=training,
+        set_aside=set_aside,
+        notices=notices,
+        facts=_facts(training, cuts),
+        text_lookup=caches.text_lookup,
+        repair=caches.repair,
+    )
+
+
+def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
+    """Keys of the samples to hold out: those whose content hashes below ``share``.
+
+    It looks at nothing but a picture's content, so adding or renaming pictures moves none from one part to the other,
+    and copies stay together. Only where this would leave a part empty is one picture moved over.
+    """
+    if share == 0.0:
+        return set()
+    places = {key: fraction("held out", sha256) for key, sha256 in hashes.items()}
+    cut = min(max(share, min(places.values()) + 1e-12), max(places.values()))
+    return {key for key, place in places.items() if place < cut}
+
+
+def _hash(samples: Sequence[Sample], memory: HashMemory, emit: Report) -> tuple[dict[str, str], list[Problem]]:
+    """SHA-256 of each sample's file by key, and the samples that can no longer be read."""
+    hashes: dict[str, str] = {}
+    gone: list[Problem] = []
+    progress = Progress("hashes", len(samples), emit)
+    for sample in samples:
+        try:
+            if isinstance(sample.location, Path):
+                hashes[sample.key] = memory.sha256(sample.location)
+            else:
+                hashes[sample.key] = hashlib.sha256(image_bytes(sample)).hexdigest()
+        except OSError as error:
+            what = f"The picture cannot be read: {error.strerror}."
+            gone.append(Problem(shown(sample.location), what, "Restore the file or take it away."))
+        progress.step()
+    return hashes, gone
+
+
+def _jobs(caches: Caches, sample: Sample, sha256: str, geometry: Geometry) -> tuple[ImageJob, ...]:
+    """The picture as it is, and with flip_aug its mirror image."""
+    flips = (False, True) if sample.options.flip_aug else (False,)
+    return tuple(caches.image_job(sample, sha256, geometry, flip) for flip in flips)
+
+
+def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
+    if held_out:
+        return (captions.prepare(sample.caption, sample.options),)
+    return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+
+
+def _prompts(recipe: Recipe) -> tuple[str, ...]:
+    sample = recipe.sample
+    return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
+
+
+def _item(caches: Caches, sample: Sample, jobs: Sequence[ImageJob], texts: Sequence[str]) -> Item:
+    return Item(
+        key=sample.key,
+        geometry=jobs[0].geometry,
+        image_keys=tuple(job.key for job in jobs),
+        text_keys=tuple(caches.text_key(text) for text in texts),
+        dropout_key=caches.text_key(""),
+        dropout_rate=sample.options.caption_dropout_rate,
+        repeats=sample.repeats,
+    )
+
+
+def _held_out_item(caches: Caches, sample: Sample, jobs: Sequence[ImageJob], texts: Sequence[str]) -> Item:
+    item = _item(caches, sample, jobs[:1], texts)
+    return replace(item, dropout_rate=0.0, repeats=1)
+
+
+def _facts(samples: Sequence[Sample], cuts: dict[str, Geometry]) -> Facts:
+    tags: dict[str, Counter[str]] = {}
+    buckets: Counter[Size] = Counter()
+    folders: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        tags.setdefault(sample.folder, Counter()).update(
+            captions.tags_of(captions.prepare(sample.caption, sample.options))
+        )
+        buckets[cuts[sample.key].target_hw] += sample.repeats
+        counts = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
+        counts["img_count"] += 1
+    tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}
+    return Facts(tag_frequency, dict(sorted(buckets.items())), dict(sorted(folders.items())))
