@@ -20,14 +20,14 @@ test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, architecture
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: $(STAMP) ## format the code and sort its imports
-	$(BIN)/ruff check --select I --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --select I --fix .
+	$(BIN)/python -m ruff format .
 
 bench: $(STAMP) ## time the command line and the data check
 	$(BIN)/python benchmarks/light.py

@@ -7,7 +7,7 @@ Environment:
     LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.
     LORA_ROCM_TORCH_INDEX: address of the package index to take torch from.
 
-Exit codes: 0 ready, 3 something on this machine is missing (said in one sentence).
+Exit code 3 and one sentence: something on this machine is missing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -30,15 +29,18 @@ OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 VENDOR_INDEX = "https://download.pytorch.org/whl/"
+CPU_INDEX = VENDOR_INDEX + "cpu"
 PROBE = """
-import importlib.util, json, sys
-found = {"python": list(sys.version_info[:2])}
-if importlib.util.find_spec("torch"):
-    try:
-        import torch
-        found.update(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
-    except (ImportError, OSError, AttributeError) as error:
-        found["broken"] = str(error)
+import importlib.metadata, json, sys
+found = {"python": sys.version_info[:2]}
+try:
+    found["release"] = importlib.metadata.version("torch")  # as pip knows it; __version__ may have "+cu130" more
+    import torch
+    found.update(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
+except importlib.metadata.PackageNotFoundError:
+    pass
+except (ImportError, OSError, AttributeError) as error:
+    found["broken"] = str(error)
 print(json.dumps(found))
 """
 
@@ -47,14 +49,12 @@ class SetupError(Exception):
     """One sentence for the user."""
 
 
-@dataclass(frozen=True)
-class TorchChoice:
-    """What to install and why. ``index`` None is pip's own; ``fallback`` also tries that one."""
+class TorchChoice(NamedTuple):
+    """What to install, from where (None: pip's own index) and why."""
 
     requirement: str
-    index: str | None
+    index_url: str | None
     why: str
-    fallback: bool = False
 
 
 def say(text: str) -> None:
@@ -69,51 +69,40 @@ def venv_python() -> Path:
 
 def seen_gpu() -> str:
     """``amd``, ``nvidia`` or an empty string, without any vendor tool; AMD first where both are there."""
-    if os.name == "nt":
-        adapters = windows_adapters()
-        return "amd" if "VEN_1002" in adapters else "nvidia" if "VEN_10DE" in adapters else ""
-    if Path("/dev/kfd").exists():
-        return "amd"
-    return "nvidia" if any(Path("/dev").glob("nvidia[0-9]*")) else ""
-
-
-def windows_adapters() -> str:
-    """PCI names of the display adapters, upper case; empty when Windows does not say."""
+    if os.name != "nt":
+        return "amd" if Path("/dev/kfd").exists() else "nvidia" if any(Path("/dev").glob("nvidia[0-9]*")) else ""
     command = ["powershell", "-NoProfile", "-Command", "(Get-CimInstance Win32_VideoController).PNPDeviceID"]
     try:
-        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.upper()
+        adapters = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.upper()
     except OSError:
         return ""
+    return "amd" if "VEN_1002" in adapters else "nvidia" if "VEN_10DE" in adapters else ""
 
 
 def choose_torch(gpu: str, windows: bool, environ: dict[str, str]) -> TorchChoice:
-    """Which torch for this machine.
-
-    Raises:
-        SetupError: an AMD card under Windows, where the wheels differ from card to card.
-    """
+    """Which torch for this machine; an error for an AMD card under Windows, whose wheels differ from card to card."""
     requirement, index = environ.get("LORA_ROCM_TORCH"), environ.get("LORA_ROCM_TORCH_INDEX")
     if requirement or index:
         return TorchChoice(requirement or ANY_TORCH, index, "as the environment says")
     if gpu == "amd" and windows:
         raise SetupError(
-            "There is an AMD card. Set LORA_ROCM_TORCH_INDEX to the index with the ROCm torch for your card (see "
-            "docs/windows.md), then run this again. A torch without GPU support is not installed in its place; to "
-            f"have that all the same, set LORA_ROCM_TORCH={TORCH}."
+            "There is an AMD card. Set LORA_ROCM_TORCH_INDEX to the index with the ROCm torch for it (docs/windows.md) "
+            f"and run this again. For a torch without GPU support, set LORA_ROCM_TORCH={TORCH}."
         )
     if gpu == "amd":
         return TorchChoice(TORCH, VENDOR_INDEX + "rocm7.2", "AMD GPU seen (/dev/kfd)")
     if gpu == "nvidia":
         return TorchChoice(TORCH, VENDOR_INDEX + "cu130" if windows else None, "NVIDIA GPU seen")
-    return TorchChoice(TORCH, VENDOR_INDEX + "cpu", "no GPU seen, so for the CPU", fallback=True)
+    return TorchChoice(TORCH, CPU_INDEX, "no GPU seen, so for the CPU")
 
 
 def python(*arguments: str, hush_errors: bool = False) -> bool:
     """Run the venv's Python; True when it ended well."""
     # PIP_USER=0: a "user = true" in somebody's pip configuration would refuse every install into a venv.
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
+    command = [str(venv_python()), *arguments]
     stderr = subprocess.DEVNULL if hush_errors else None
-    return subprocess.run([str(venv_python()), *arguments], env=environ, cwd=ROOT, stderr=stderr).returncode == 0
+    return subprocess.run(command, env=environ, cwd=ROOT, stderr=stderr).returncode == 0
 
 
 def probe() -> dict[str, Any]:
@@ -137,39 +126,34 @@ def make_venv() -> None:
             raise SetupError(f"Could not make {VENV} (see above): is the disk full, or may you not write there?")
     if tuple(probe()["python"]) < OLDEST_PYTHON:
         raise SetupError(f"{VENV} was made by an old Python; delete it and run this again.")
-    if not python("-m", "pip", "--version", hush_errors=True) and not python("-m", "ensurepip"):
+    if not python("-c", "import pip", hush_errors=True) and not python("-m", "ensurepip"):
         raise SetupError(f"{VENV} has no pip and none could be added; delete it and run this again.")
 
 
 def install_torch(choice: TorchChoice) -> None:
     """Install the chosen torch, from the first index that answers."""
-    say(f"installing {choice.requirement} ({choice.why}) from {choice.index or 'the default package index'}")
+    say(f"installing {choice.requirement} ({choice.why}) from {choice.index_url or 'the default package index'}")
     install = ["-m", "pip", "install", choice.requirement]
-    index = ["--index-url", choice.index] if choice.index else []
-    if choice.fallback:
+    index = ["--index-url", choice.index_url] if choice.index_url else []
+    if choice.index_url == CPU_INDEX:
         if python(*install, *index, "--retries", "0", "--timeout", "10", hush_errors=True):
             return
-        say(
-            "that index does not answer; taking the default one (on Linux its torch is larger, and runs on the CPU too)"
-        )
+        say("no answer from there; taking the default index, whose torch for Linux is larger and runs on the CPU too")
         index = []
     if not python(*install, *index):
-        raise SetupError(
-            "torch could not be installed (pip says why above). Without network, or behind a proxy, name a reachable "
-            "index in LORA_ROCM_TORCH_INDEX."
-        )
+        raise SetupError("torch could not be installed (pip says why above). Is there a network, or a proxy to set?")
 
 
 def see_torch(gpu: str) -> str:
-    """Check the torch that is in the venv, say what it is, and return its version."""
+    """Check the torch that is in the venv, say what it is, and return its version as pip knows it."""
     found = probe()
-    if "torch" not in found:
-        raise SetupError(f"torch was installed but cannot be imported: {found.get('broken', 'it is not there')}")
+    if "broken" in found:
+        raise SetupError(f"The torch in {VENV} cannot be imported: {found['broken']} (delete {VENV} to start afresh)")
     kind = f"ROCm {found['hip']}" if found["hip"] else f"CUDA {found['cuda']}" if found["cuda"] else "CPU only"
     say(f"torch {found['torch']} ({kind})")
     if (gpu == "amd" and not found["hip"]) or (gpu == "nvidia" and not found["cuda"]):
         say(f"note: there is an {gpu.upper()} GPU that this torch cannot use")
-    return str(found["torch"])
+    return str(found["release"])
 
 
 def install_package(torch_version: str, dev: bool) -> None:
@@ -179,11 +163,16 @@ def install_package(torch_version: str, dev: bool) -> None:
     keep_torch.write_text(f"torch=={torch_version}\n", encoding="utf-8")
     constraints = ("-c", str(ROOT / "constraints.txt"), "-c", str(keep_torch))
     if not python("-m", "pip", "install", "-q", *constraints, "-e", f"{ROOT}[dev]" if dev else str(ROOT)):
-        raise SetupError("The packages could not be installed (pip says why above): is there a network?")
+        raise SetupError(
+            f"The packages could not be installed beside torch {torch_version} (pip says why above). Common: no "
+            f"network, a full disk, or a torch that is too old (needed: {ANY_TORCH}; delete {VENV} to start afresh)."
+        )
 
 
 def main() -> int:
     """Do what is not yet done."""
+    if sys.version_info < OLDEST_PYTHON:
+        raise SetupError(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]} ({sys.executable})")
     parser = argparse.ArgumentParser(description="Make .venv ready for lora-rocm.")
     parser.add_argument("--dev", action="store_true", help="also the tools for tests and checks")
     dev = parser.parse_args().dev
@@ -195,7 +184,7 @@ def main() -> int:
         return 0
     make_venv()
     gpu = seen_gpu()
-    if "torch" not in probe():
+    if "release" not in probe():
         install_torch(choose_torch(gpu, os.name == "nt", dict(os.environ)))
     install_package(see_torch(gpu), dev)
     STAMP.write_text(ready[0], encoding="utf-8")
@@ -204,8 +193,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.version_info < OLDEST_PYTHON:
-        sys.exit(f"setup: Python 3.11 or newer is needed; this is {sys.version.split()[0]} ({sys.executable})")
     try:
         sys.exit(main())
     except SetupError as error:
