@@ -7,7 +7,7 @@ import torch
 from lora_rocm.errors import MachineError
 
 NO_BF16_ARCHITECTURES = ("gfx10", "gfx900", "gfx906")
-"""RDNA 1 and 2, Vega: ``is_bf16_supported`` is always true on HIP, yet these have no native bf16 (torch/cuda/__init__.py)."""
+"""RDNA 1 and 2, Vega: no native bf16, although ``is_bf16_supported`` is always true on HIP (torch/cuda/__init__.py)."""
 
 
 def choose_device(wanted: str) -> torch.device:

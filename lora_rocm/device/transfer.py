@@ -41,7 +41,7 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
-    """Fingerprint of one tensor of any shape and size as a 0-d int64, in chunks (a weight matrix has millions of words)."""
+    """Fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
     words_N = _words(tensor.reshape(1, -1))[0]
     chunk = CHUNK_BYTES // words_N.element_size()
     full = words_N.numel() // chunk * chunk
@@ -134,11 +134,13 @@ class DeviceTransfer:
         """A batch failed and has not yet arrived well."""
         return self._rung != self._base_rung
 
-    def send(self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Clock]:
+    def send(
+        self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Clock]:
         """Copy a micro-batch to the device and compare there what arrived with what was meant.
 
-        The expected values travel the same road, so each is xor-ed with a number that changes with every send and reaches
-        the device as a kernel argument: a stale or zeroed pair of data and fingerprint does not agree by accident.
+        The expected values travel the same road, so each is xor-ed with a number that changes with every send and
+        reaches the device as a kernel argument: a stale or zeroed pair of data and fingerprint does not agree by accident.
 
         Args:
             tensors: CPU tensors, first dimension B.

@@ -1,9 +1,9 @@
-"""One number for "has it learned the concept": are the pictures after training nearer to the training pictures than before?
+"""One number for "has it learned the concept": are pictures drawn after training nearer to the training pictures?
 
-Each picture becomes a descriptor (where which colours are, which colours there are, which way edges run). Its distance is that to
-the nearest training picture. The score is the chance that a picture drawn after training is nearer than one drawn before
-(the area under the ROC curve: 0.5 says no change, 1.0 every one is nearer). The control is the same number for prompts without the
-concept: it should stay near 0.5, and a score is only worth what it is above its control.
+Each picture becomes a descriptor (which colours there are, which way edges run where). Its distance is that to the
+nearest training picture. The score is the chance that a picture drawn after training is nearer than one drawn before
+(the area under the ROC curve: 0.5 says no change, 1.0 every one is nearer). The control is the same number for prompts
+without the concept: it should stay near 0.5, and a score is only worth what it is above its control.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class ConceptScore:
 
 def descriptor(picture: Image.Image) -> Vector:
     """Unit vector: a histogram of colours and a grid of edge orientations, each half of the weight."""
-    pixels_HWC = np.asarray(picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
+    pixels_HWC = (
+        np.asarray(picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
+    )
     levels_HWC = np.minimum((pixels_HWC * COLOUR_LEVELS).astype(int), COLOUR_LEVELS - 1)
     codes = levels_HWC @ np.array([COLOUR_LEVELS**2, COLOUR_LEVELS, 1])
     colours = np.sqrt(np.bincount(codes.ravel(), minlength=COLOUR_LEVELS**3))
@@ -44,7 +46,9 @@ def descriptor(picture: Image.Image) -> Vector:
     cell = SIDE_PX // CELLS
     cells_HW = (np.arange(SIDE_PX)[:, None] // cell) * CELLS + np.arange(SIDE_PX)[None, :] // cell
     bins = np.bincount(
-        (cells_HW * ORIENTATIONS + orientation_HW).ravel(), weights=strength_HW.ravel(), minlength=CELLS**2 * ORIENTATIONS
+        (cells_HW * ORIENTATIONS + orientation_HW).ravel(),
+        weights=strength_HW.ravel(),
+        minlength=CELLS**2 * ORIENTATIONS,
     )
     return np.concatenate([_unit(colours), _unit(np.sqrt(bins))]) / np.sqrt(2)
 

@@ -87,6 +87,8 @@ class Work:
 
 
 class Outcome(Enum):
+    """What became of an update."""
+
     DONE = "done"  # the update counts
     SKIPPED = "skipped"  # not finite: the update was not made, the next batch comes
     RESEND = "resend"  # the data arrived changed: the same batch again, by another road
@@ -160,7 +162,9 @@ class Trainer:
             work.iteration = batch["iteration"]
             work.samples += batch["sample_keys"]
             where = (self.seed, self.position.attempt, batch["iteration"])
-            draws = self.family.draw(batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]).tensors
+            draws = self.family.draw(
+                batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]
+            ).tensors
             if self.dropout:  # PEFT's dropout draws from the global generator
                 torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
             tensors, clock = self.transfer.send(
@@ -244,7 +248,7 @@ class Trainer:
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise NonFiniteError(
                 "nonfinite",
-                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; none of these updates was made.",
+                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; no such update was made.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
                 fix="Lower optim.learning_rate, or set train.mixed_precision to no; the last checkpoint is kept.",
             )

@@ -8,8 +8,7 @@ and of the finite check goes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from lora_rocm.recipe.schema import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -63,7 +63,12 @@ class GatedAdamW:
         ema_decay: float,
         use_loss_scale: bool,
     ) -> None:
-        self.parameters, self.optim, self.max_train_steps, self.ema_decay = parameters, optim, max_train_steps, ema_decay
+        self.parameters, self.optim, self.max_train_steps, self.ema_decay = (
+            parameters,
+            optim,
+            max_train_steps,
+            ema_decay,
+        )
         self.peak_rates = [float(group["lr"]) for group in groups]  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(
             groups, betas=optim.betas, eps=optim.epsilon, weight_decay=optim.weight_decay, fused=True
@@ -114,32 +119,16 @@ class GatedAdamW:
         torch._foreach_add_(averages, steps)
 
     def _rescale(self, blocked: Tensor, nonfinite: Tensor) -> None:
-        """Dynamic loss scale (arXiv 1710.03740): halve on overflow, double after a long clean run; still when blocked."""
+        """Dynamic loss scale (arXiv 1710.03740): halved on overflow, doubled after a long clean run; held if blocked."""
         if not self.use_loss_scale:
             return
         growth = torch.where(nonfinite > 0, 0.0, self.growth + 1.0)
         grown = growth >= LOSS_SCALE_GROWTH_INTERVAL
-        scale = torch.where(nonfinite > 0, self.loss_scale * 0.5, torch.where(grown, self.loss_scale * 2, self.loss_scale))
+        scale = torch.where(
+            nonfinite > 0, self.loss_scale * 0.5, torch.where(grown, self.loss_scale * 2, self.loss_scale)
+        )
         self.growth = torch.where(blocked > 0, self.growth, torch.where(grown, 0.0, growth))
         self.loss_scale = torch.where(blocked > 0, self.loss_scale, scale)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside, the parameters hold their average (where there is one): for previews and files."""
-        if not self.ema:
-            yield
-            return
-        live = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self._set(self.ema)
-        try:
-            yield
-        finally:
-            self._set(live)
-
-    @torch.no_grad()
-    def _set(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -156,6 +145,8 @@ class GatedAdamW:
         """Take over what ``state`` gave; ``tensors`` are on the device already, checked."""
         self.loss_scale, self.growth = tensors["loss_scale"], tensors["growth"]
         for name, parameter in self.parameters.items():
-            found = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
+            found = {
+                key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors
+            }
             if found:
                 self.optimizer.state[parameter] = found

@@ -79,6 +79,7 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
 
 
 def png(picture: Image.Image) -> bytes:
+    """The bytes of a PNG file."""
     buffer = BytesIO()
     picture.save(buffer, format="PNG")
     return buffer.getvalue()

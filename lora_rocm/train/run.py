@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
@@ -96,7 +94,9 @@ def train(
         position = Position()
         if checkpoint is not None:
             position = _restore(session, recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
-    artifacts = Artifacts(session, recipe, family, model, adapter, optimizer, data.prepared, data.identity())
+    artifacts = Artifacts(
+        session, recipe, family, model, adapter, optimizer, data.prepared, data.identity(), data.plan.steps_per_epoch
+    )
     trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
     with session.phase("preview"):
         artifacts.preview_before(position.updates)
@@ -115,16 +115,12 @@ def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device:
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
-    buckets: dict[str, int] = {}
-    for item in prepared.items:
-        height, width = item.geometry.target_hw
-        buckets[f"{width}x{height}"] = buckets.get(f"{width}x{height}", 0) + item.repeats
     session.emit(
         "data",
         samples=len(prepared.items),
         set_aside=[problem.to_json() for problem in prepared.set_aside],
         notices=list(prepared.notices),
-        buckets=buckets,
+        buckets={f"{width}x{height}": count for (height, width), count in prepared.facts.bucket_counts.items()},
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
@@ -179,7 +175,9 @@ def _restore(
         session.notice(f"Using {facts['threads']} CPU threads, as the checkpoint did: sums depend on it.")
 
     def sent(part: str) -> dict[str, Tensor]:
-        return {name: transfer.send_checked(tensor, f"{part} {name}") for name, tensor in checkpoint.tensors(part).items()}
+        return {
+            name: transfer.send_checked(tensor, f"{part} {name}") for name, tensor in checkpoint.tensors(part).items()
+        }
 
     adapter.load(sent("adapter"))
     optimizer.ema.update(sent("ema") if optimizer.ema else {})
@@ -201,7 +199,8 @@ def _trainer(
     train = recipe.train
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
-        return loader(plan, data.cache, family, first, count, recipe.runtime)
+        pins, repair = _pins(recipe, model.device), data.prepared.repair
+        return loader(plan, data.cache, family, first, count, recipe.runtime, pin_memory=pins, repair=repair)
 
     def extras(now: Position) -> dict[str, Any]:
         epoch = 1 + now.iteration // data.plan.steps_per_epoch
@@ -212,7 +211,9 @@ def _trainer(
         held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
         hooks.append(
             Validation(
-                train.validation_every_n_steps, lambda: open_batches(held_out, 0, held_out.steps_per_epoch), session.emit
+                train.validation_every_n_steps,
+                lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
+                session.emit,
             )
         )
     hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))

@@ -52,11 +52,13 @@ class Session:
         self.emit("cache", what=what, done=done, total=total, per_second=round(per_second, 2))
         if self.stop_requested():
             raise StoppedError(
-                "stopped", "Stopped while encoding; what is encoded stays.", fix="Run again with --resume latest to go on."
+                "stopped",
+                "Stopped while encoding; what is encoded stays.",
+                fix="Run again with --resume latest to go on.",
             )
 
     def _watch_parent(self) -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit
             pass
         self._orphaned.set()
         time.sleep(ORPHAN_GRACE_S)

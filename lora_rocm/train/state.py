@@ -1,8 +1,8 @@
 """Checkpoints: all the state there is, in safetensors and JSON, whole or not there.
 
-A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors`` and
-``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to disk,
-read back, then renamed. Nothing is ever pickled.
+A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors``
+and ``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to
+disk, read back, then renamed. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Checkpoint:
         return safetensors.torch.load(file.read_bytes()) if file.exists() else {}
 
 
-def save(run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Path:
+def save(
+    run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
+) -> Path:
     """Write a checkpoint; one that is there for the same number of updates, and valid, stays as it is.
 
     Raises:

@@ -1,7 +1,7 @@
 """The training child: ``python -m lora_rocm.train.worker RUN_DIR``. Composes and runs, nothing else.
 
-Everything it needs is in the run directory, everything it says goes there. Standard input is a pipe from the parent: when it
-ends, the parent is gone, and the worker saves and leaves.
+Everything it needs is in the run directory, everything it says goes there. Standard input is a pipe from the parent:
+when it ends, the parent is gone, and the worker saves and leaves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ORPHAN_LOCK_WAIT_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Hold the directory, train, and turn every error into an event; returns the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
@@ -58,8 +59,8 @@ def _told(error: Exception, run_dir: RunDir) -> LoraRocmError:
             "out-of-memory",
             "The GPU has not enough memory for this recipe.",
             where=str(error).splitlines()[0],
-            fix="Set train.gradient_checkpointing: true, lower train.batch_size (raise gradient_accumulation_steps), or "
-            "lower data.resolution; then --resume latest.",
+            fix="Set train.gradient_checkpointing: true, lower train.batch_size (and raise "
+            "train.gradient_accumulation_steps), or lower data.resolution.",
         )
     if isinstance(error, OSError):
         return storage_error(error, error.filename or run_dir.path)

@@ -87,7 +87,9 @@ FAULTS = [
 class FaultyBus:
     """A copy that spoils chosen tensors; ``broken_methods`` are the rungs of the ladder that it spoils."""
 
-    def __init__(self, fault: Callable[[Tensor, Tensor], Tensor], broken_methods: tuple[str, ...], spoil_last: bool = False):
+    def __init__(
+        self, fault: Callable[[Tensor, Tensor], Tensor], broken_methods: tuple[str, ...], spoil_last: bool = False
+    ):
         self.fault, self.broken, self.spoil_last = fault, broken_methods, spoil_last
         self.previous: dict[tuple[object, ...], Tensor] = {}
         self.armed = True
@@ -226,7 +228,9 @@ def test_gpu_fingerprints_equal_the_host_ones(method: str, dtype: torch.dtype) -
     arrived = copy_to_device(tensor, torch.device("cuda", 0), method)
     assert fingerprint(arrived).tolist() == fingerprint(tensor).tolist()
     large = torch.randn(3 * 2**20 + 5).to(dtype)
-    assert int(whole_fingerprint(copy_to_device(large, torch.device("cuda", 0), method))) == int(whole_fingerprint(large))
+    assert int(whole_fingerprint(copy_to_device(large, torch.device("cuda", 0), method))) == int(
+        whole_fingerprint(large)
+    )
 
 
 @pytest.mark.gpu

@@ -147,9 +147,15 @@ def test_a_corrupted_batch_is_sent_again_and_the_result_is_that_of_a_clean_run(n
 def test_without_the_guard_the_same_fault_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the corruption of the test above does harm when nobody looks."""
     clean = Rig().fit(12)
-    monkeypatch.setattr("lora_rocm.device.transfer.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
-    monkeypatch.setattr("tests.train.test_loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
-    monkeypatch.setattr("lora_rocm.train.loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64))
+    monkeypatch.setattr(
+        "lora_rocm.device.transfer.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64)
+    )
+    monkeypatch.setattr(
+        "tests.train.test_loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64)
+    )
+    monkeypatch.setattr(
+        "lora_rocm.train.loop.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64)
+    )
     assert not same(clean, Rig(copy=Corruptor({9}, ("unpinned",))).fit(12))
 
 

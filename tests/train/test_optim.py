@@ -16,7 +16,9 @@ def make(optim: OptimSection | None = None, *, ema: float = 0.9, scale: bool = F
     generator = torch.Generator().manual_seed(3)
     parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
     groups = [{"params": list(parameters.values()), "lr": 1e-2}]
-    return GatedAdamW(parameters, groups, optim or OptimSection(), max_train_steps=10, ema_decay=ema, use_loss_scale=scale)
+    return GatedAdamW(
+        parameters, groups, optim or OptimSection(), max_train_steps=10, ema_decay=ema, use_loss_scale=scale
+    )
 
 
 def set_gradients(optimizer: GatedAdamW, seed: int, value: float | None = None) -> None:
@@ -35,6 +37,12 @@ def everything(optimizer: GatedAdamW) -> dict[str, torch.Tensor]:
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@torch.no_grad()
+def copy_weights(source: GatedAdamW, target: GatedAdamW) -> None:
+    for name, parameter in target.parameters.items():
+        parameter.copy_(source.parameters[name])
 
 
 def test_a_blocked_update_moves_nothing_and_a_free_one_everything() -> None:
@@ -112,27 +120,16 @@ def test_state_round_trip_continues_with_the_same_bytes() -> None:
             set_gradients(optimizer, seed)
             optimizer.step(seed, FREE)
     resumed = make(scale=True)
-    resumed._set({name: p.detach() for name, p in stopped.parameters.items()})
+    copy_weights(stopped, resumed)
     resumed.ema = {name: average.clone() for name, average in stopped.ema.items()}
     resumed.load(stopped.state())
     forgetful = make(scale=True)  # negative control: without the moments the next update differs
-    forgetful._set({name: p.detach() for name, p in stopped.parameters.items()})
+    copy_weights(stopped, forgetful)
     for optimizer in (straight, resumed, forgetful):
         set_gradients(optimizer, 3)
         optimizer.step(3, FREE)
     assert changed(everything(straight), everything(resumed)) == set()
     assert "live.a" in changed(everything(straight), everything(forgetful))
-
-
-def test_averaged_swaps_and_swaps_back() -> None:
-    optimizer = make()
-    set_gradients(optimizer, 0)
-    optimizer.step(0, FREE)
-    live = optimizer.parameters["a"].detach().clone()
-    with optimizer.averaged():
-        assert torch.equal(optimizer.parameters["a"], optimizer.ema["a"])
-        assert not torch.equal(optimizer.parameters["a"], live)
-    assert torch.equal(optimizer.parameters["a"], live)
 
 
 def test_schedules() -> None:

@@ -1,0 +1,155 @@
+"""What a run leaves behind: checkpoints with a LoRA file beside each, previews, the exported result."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from lora_rocm.data.batches import Prepared
+from lora_rocm.data.samples import load_image
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.train import concept, export, preview, state
+from lora_rocm.train.adapter import Adapter
+from lora_rocm.train.facts import Facts
+from lora_rocm.train.loop import Position
+from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.session import Session
+
+MAX_CONCEPT_PICTURES = 200
+
+
+@dataclass
+class Artifacts:
+    """Writes files from the state of a run; each is whole or not there, and written again after a kill."""
+
+    session: Session
+    recipe: Recipe
+    family: ModelFamily
+    model: LoadedModel
+    adapter: Adapter
+    optimizer: GatedAdamW
+    prepared: Prepared
+    data_identity: str
+    steps_per_epoch: int
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self.session.run_dir
+
+    def checkpoint(self, position: Position) -> None:
+        """A LoRA file that can be used, then the state to go on from; older states are rotated away."""
+        updates = position.updates
+        if state.read(self.run_dir.checkpoint(updates)) is not None:
+            return
+        with self.session.phase("checkpoint"):
+            lora = self.run_dir.checkpoint_lora(updates)
+            with self._shown_weights():
+                self._write("kohya", lora, position)
+            parts = {"adapter": self.adapter.state(), "ema": self._ema(), "optimizer": self.optimizer.state()}
+            facts = {
+                "recipe": fingerprint(self.recipe),
+                "data": self.data_identity,
+                "threads": torch.get_num_threads(),
+            }
+            path = state.save(self.run_dir, position, parts, facts)
+            state.rotate(self.run_dir, self.recipe.output.keep_last)
+        self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
+
+    def preview_before(self, updates: int) -> None:
+        """The pictures without the LoRA: drawn once, also where an earlier start was killed before it had them all."""
+        if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
+            return
+        with self.adapter.disabled():
+            self._draw(0)
+
+    def preview(self, updates: int) -> None:
+        """The pictures with the LoRA as it is (its average, where one is kept)."""
+        with self.session.phase("preview"), self._shown_weights():
+            self._draw(updates)
+
+    def finish(self, position: Position) -> None:
+        """Last pictures, all formats loaded back and compared, the concept score, and the word that it is done."""
+        with self._shown_weights():
+            exports = [self._export(form, position) for form in self.recipe.output.formats]
+        result: dict[str, Any] = {"updates": position.updates, "exports": exports}
+        if self.recipe.sample.prompts:
+            after = preview.existing(self.run_dir, position.updates, self.recipe)
+            if after is None:
+                self.preview(position.updates)
+                after = preview.existing(self.run_dir, position.updates, self.recipe)
+            before = preview.existing(self.run_dir, 0, self.recipe)
+            assert before is not None and after is not None
+            preview.before_after(self.run_dir, before, after, self.recipe)
+            result["concept"] = self._concept(before, after)
+        write_json(self.run_dir.result, result)
+
+    def _shown_weights(self) -> AbstractContextManager[None]:
+        """The weights that users get: the average, where one is kept."""
+        return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
+
+    def _draw(self, updates: int) -> None:
+        pictures = preview.draw(self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup)
+        self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in pictures])
+
+    def _export(self, form: str, position: Position) -> dict[str, Any]:
+        targets = {"kohya": self.run_dir.lora, "diffusers": self.run_dir.diffusers_lora, "peft": self.run_dir.peft_dir}
+        path = targets[form]
+        self._write(form, path, position)
+        found = export.verify(form, path, self.family, self.model, self.adapter)
+        told = {
+            "format": form,
+            "path": self._name(path),
+            "max_difference": found.max_difference,
+            "cannot_read": list(found.cannot_read),
+        }
+        self.session.emit("export", **told)
+        return told
+
+    def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
+        """Are the pictures nearer to the training pictures than before? See train/concept.py."""
+        training = [load_image(sample) for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]]
+        found = concept.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
+        self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
+        return asdict(found)
+
+    def _write(self, form: str, path: Path, position: Position) -> None:
+        found = self.prepared.facts
+        epochs = position.iteration // self.steps_per_epoch
+        facts = Facts(
+            steps=position.updates,
+            epochs=epochs,
+            num_epochs=self.recipe.train.epochs or epochs + 1,
+            num_images=sum(found.bucket_counts.values()),
+            tag_frequency=found.tag_frequency,
+            buckets={f"{width}x{height}": count for (height, width), count in found.bucket_counts.items()},
+            dataset_dirs=found.folders,
+            base_name=Path(self.recipe.model.name_or_path).name,
+            vae_name=Path(self.recipe.model.vae).name if self.recipe.model.vae else "",
+            finished_at_s=source_date_epoch(),
+        )
+        export.write(form, path, self.family, self.adapter, self.recipe, facts)
+
+    def _ema(self) -> dict[str, torch.Tensor]:
+        return {name: average.detach().cpu() for name, average in self.optimizer.ema.items()}
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.run_dir.path).as_posix()
+
+
+def source_date_epoch() -> int | None:
+    """SOURCE_DATE_EPOCH: the only time that a result file may carry (reproducible-builds.org)."""
+    value = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(value) if value.isdigit() else None
+
+
+def _open(paths: list[Path]) -> list[Image.Image]:
+    return [Image.open(path).convert("RGB") for path in paths]

@@ -1,0 +1,168 @@
+"""Pulling the plug: real processes killed at chosen moments, and the bytes of the run that nobody disturbed.
+
+``LORA_ROCM_KILLS`` sets how many kills the slow test makes (20 by default).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from tests.tiny_models import write_tiny_sdxl
+
+NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
+DEADLINE_S = 240.0
+MOMENTS = ("cache", "step", "checkpoint", "preview", "export", "anywhere")
+
+
+def write_recipe(folder: Path) -> Path:
+    """Nine pictures in several buckets, accumulation, EMA, text-encoder LoRA off, previews; 12 updates."""
+    write_tiny_sdxl(folder / "model")
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    generator = random.Random(5)
+    for number in range(9):
+        size = [(64, 64), (96, 48), (48, 96)][number % 3]
+        picture = Image.new("RGB", size)
+        picture.putdata([tuple(generator.randrange(256) for _ in range(3)) for _ in range(size[0] * size[1])])
+        picture.save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(f"zibu, red cat, number {number}", encoding="utf-8")
+    recipe = folder / "kill.yaml"
+    recipe.write_text(
+        f"""
+model: {{name_or_path: '{folder / "model"}'}}
+data: {{path: '{pictures}', resolution: 64, bucket_step: 16, shuffle_caption: true, caption_dropout_rate: 0.2, flip_aug: true}}
+lora: {{rank: 2, dropout: 0.1}}
+optim: {{learning_rate: 1.0e-3, lr_scheduler: cosine, lr_warmup_steps: 2}}
+train: {{max_train_steps: 12, batch_size: 2, gradient_accumulation_steps: 2, ema_decay: 0.9, seed: 3}}
+sample: {{every_n_steps: 6, prompts: [a zibu], steps: 2, width: 64, height: 64}}
+runtime: {{threads: 1, device: cpu}}
+output: {{save_every_n_steps: 3, formats: [kohya, peft]}}
+""",
+        encoding="utf-8",
+    )
+    return recipe
+
+
+class Command:
+    """``lora-rocm train`` in a process of its own, and the means to end it brutally."""
+
+    def __init__(self, recipe: Path, run_dir: Path, cache: Path) -> None:
+        arguments = [
+            "train",
+            str(recipe),
+            "--run-dir",
+            str(run_dir),
+            "--resume",
+            "latest",
+            "--set",
+            f"cache.dir={cache}",
+        ]
+        self.events = run_dir / "events.jsonl"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lora_rocm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait(self) -> int:
+        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode in (0, 3), output
+        return self.process.returncode
+
+    def wait_for(self, moment: str, generator: random.Random) -> bool:
+        """Wait until the moment has come (False: the run ended before)."""
+        seen, deadline = self._count(moment), time.monotonic() + DEADLINE_S
+        if moment == "anywhere":
+            time.sleep(generator.uniform(0.2, 15.0))
+            return self.process.poll() is None
+        while time.monotonic() < deadline:
+            if self._count(moment) > seen:
+                time.sleep(generator.uniform(0.0, 0.15))
+                return self.process.poll() is None
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.005)
+        raise AssertionError(f"waited too long for {moment}")
+
+    def _count(self, moment: str) -> int:
+        if not self.events.exists():
+            return 0
+        text = self.events.read_text(encoding="utf-8", errors="replace")
+        return (
+            text.count('"type": "step"') if moment == "step" else text.count(f'"phase": "{moment}", "state": "begin"')
+        )
+
+    def kill(self, parent_only: bool) -> None:
+        family = [psutil.Process(self.process.pid)]
+        if not parent_only:
+            family += family[0].children(recursive=True)
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.communicate()
+
+
+def results(run_dir: Path) -> dict[str, bytes]:
+    files = [
+        run_dir / "lora.safetensors",
+        *sorted((run_dir / "peft").rglob("*.*")),
+        *sorted(run_dir.glob("checkpoints/*.safetensors")),
+    ]
+    return {file.relative_to(run_dir).as_posix(): file.read_bytes() for file in files}
+
+
+def endure(tmp_path: Path, moments: list[tuple[str, bool]], seed: int) -> list[dict[str, Any]]:
+    """Run undisturbed, then run with kills at the given moments, and compare all results."""
+    recipe = write_recipe(tmp_path)
+    assert Command(recipe, tmp_path / "straight", tmp_path / "cache-a").wait() == 0
+    generator, log = random.Random(seed), []
+    for moment, parent_only in moments:
+        command = Command(recipe, tmp_path / "killed", tmp_path / "cache-b")
+        hit = command.wait_for(moment, generator)
+        command.kill(parent_only)
+        log.append({"moment": moment, "parent_only": parent_only, "hit": hit, "last": last_event(command.events)})
+    assert Command(recipe, tmp_path / "killed", tmp_path / "cache-b").wait() == 0
+    assert Command(recipe, tmp_path / "killed", tmp_path / "cache-b").wait() == 0  # after the end: says so, exits 0
+    expected, found = results(tmp_path / "straight"), results(tmp_path / "killed")
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if found[name] != expected[name]] == []
+    return log
+
+
+def last_event(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        return " ".join(str(event.get(key, "")) for key in ("type", "phase", "state", "updates"))
+    return "nothing"
+
+
+def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
+    log = endure(tmp_path, [("step", False), ("checkpoint", True)], seed=1)
+    assert all(entry["hit"] for entry in log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_kills_at_random_moments_and_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = random.Random(11)
+    moments = [(MOMENTS[number % len(MOMENTS)], generator.random() < 0.4) for number in range(NUM_KILLS)]
+    log = endure(tmp_path, moments, seed=12)
+    with capsys.disabled():
+        for number, entry in enumerate(log, start=1):
+            print(f"kill {number:2}: {entry}")  # noqa: T201 - the record of this test
+    assert sum(entry["hit"] for entry in log) >= 0.6 * len(log)
