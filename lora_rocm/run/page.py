@@ -37,6 +37,7 @@ img { max-width: 100%; border-radius: 4px; display: block; }
 .wide { overflow-x: auto; }
 .wide table { width: auto; }
 .wide td, .wide th { border: 0; padding: 3px; overflow-wrap: normal; min-width: 64px; }
+.wide th { max-width: 150px; }
 .wide img { max-width: none; width: 150px; }
 pre, code { font: 13px/1.45 ui-monospace, Consolas, monospace; }
 pre { overflow-x: auto; margin: 6px 0; }

@@ -212,9 +212,8 @@ def _guard(facts: Facts) -> str:
     if not facts.steps and not incidents:
         return ""
     checks, failures = _guard_counts(facts.events)
-    counts = paragraph(
-        f"{checks} transfers were checked, {failures} failed and were sent again.", "bad" if failures else "good"
-    )
+    sentence = f"{failures} failed and were sent again" if failures else "none failed"
+    counts = paragraph(f"{checks} transfers were checked, {sentence}.", "bad" if failures else "good")
     kinds = Counter(incident["kind"] for incident in incidents)
     summary = paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else ""
     rows = [

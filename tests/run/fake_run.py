@@ -103,10 +103,9 @@ def write_whole_run(run_dir: RunDir) -> None:
     write_json(run_dir.result, {"updates": 40, "exports": [told]})
     write_json(
         run_dir.environment,
-        {"python": "3.11", "packages": {"torch": "2.13", "peft": None}, "variables": [
-            {"variable": "A", "value": "<1>", "why": "because", "source": "here", "from_user": False}]},
+        {
+            "python": "3.11",
+            "packages": {"torch": "2.13", "peft": None},
+            "variables": [{"variable": "A", "value": "<1>", "why": "because", "source": "here", "from_user": False}],
+        },
     )
-
-
-
-

@@ -1,0 +1,23 @@
+"""A parent in a process of its own: ``python drive.py MODE RUN_DIR``. Shows what a user would see, leaves with the code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from lora_rocm.run.failure import exit_code_of
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.process import locked, run_worker
+from lora_rocm.run.progress import make_progress
+
+mode, run_dir = sys.argv[1], RunDir(Path(sys.argv[2]))
+
+
+def run() -> int:
+    command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
+    with locked(run_dir), make_progress() as progress:
+        return run_worker(run_dir, os.environ, progress.on_event, command, progress.say)
+
+
+sys.exit(exit_code_of(run))

@@ -1,0 +1,145 @@
+"""Which run directory, and whether it fits."""
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import ResumeError
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.run import prepare
+from lora_rocm.run.layout import RunDir, write_json
+from tests.run.fake_run import RECIPE
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRecipe:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(RECIPE, encoding="utf-8")
+    return load_recipe("my.yaml")
+
+
+def changed(*overrides: str) -> LoadedRecipe:
+    return load_recipe("my.yaml", overrides)
+
+
+def made(loaded: LoadedRecipe, path: Path) -> RunDir:
+    chosen = prepare.choose(loaded, path, None)
+    chosen.run_dir.create()
+    assert prepare.settle(chosen, loaded.recipe, accept_changes=False)
+    return chosen.run_dir
+
+
+def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
+    return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded.recipe, accept_changes)
+
+
+def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare.time, "strftime", lambda form: "20250102-030405")
+    names = []
+    for _ in range(3):
+        chosen = prepare.choose(loaded, None, None)
+        chosen.run_dir.create()
+        names.append(chosen.run_dir.path.name)
+    assert names == ["my-20250102-030405", "my-20250102-030405-2", "my-20250102-030405-3"]
+    assert chosen.run_dir.path.parent == Path("runs").absolute() and not chosen.resume
+
+
+def test_latest_is_the_newest_of_this_recipe(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    chosen = prepare.choose(loaded, None, "latest")
+    assert chosen.resume and chosen.run_dir.path.name.startswith("my-")  # none yet: afresh
+    for name in ("my-20250101-000000", "my-20250102-000000", "my-20250102-000000-2", "my-20250102-000000-10"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for name in ("my-lowvram-20260101-000000", "other-20260101-000000", "my-later"):
+        (tmp_path / "runs" / name).mkdir()
+    (tmp_path / "runs" / "my-20270101-000000").touch()
+    assert prepare.choose(loaded, None, "latest").run_dir.path.name == "my-20250102-000000-10"
+    assert prepare.choose(loaded, tmp_path / "x", "latest").run_dir.path == tmp_path / "x"
+
+
+def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    run_dir.checkpoint(5).mkdir(parents=True)
+    whole = prepare.choose(loaded, None, "run")
+    assert (whole.run_dir, whole.resume, whole.checkpoint) == (run_dir, True, None)
+    one = prepare.choose(loaded, None, "run/checkpoints/step-00000005")
+    assert (one.run_dir, one.checkpoint) == (run_dir, run_dir.checkpoint(5))
+
+
+@pytest.mark.parametrize("resume", ["nothing", ".", "run/checkpoints", "run/checkpoints/step-00000009", "my.yaml"])
+def test_nothing_to_resume(loaded: LoadedRecipe, tmp_path: Path, resume: str) -> None:
+    made(loaded, tmp_path / "run").checkpoint(5).mkdir(parents=True)
+    with pytest.raises(ResumeError) as caught:
+        prepare.choose(loaded, None, resume)
+    assert caught.value.code == "nothing-to-resume"
+
+
+def test_two_directories_disagree(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    made(loaded, tmp_path / "run")
+    with pytest.raises(ResumeError, match="different directories"):
+        prepare.choose(loaded, tmp_path / "other", "run")
+
+
+def test_a_taken_directory_needs_resume(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    with pytest.raises(ResumeError) as caught:
+        prepare.settle(prepare.choose(loaded, run_dir.path, None), loaded.recipe, accept_changes=False)
+    assert "--resume latest" in caught.value.fix and "--run-dir" in caught.value.fix
+    assert again(loaded, run_dir)
+
+
+def test_an_empty_or_foreign_directory_is_taken(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "note.txt").touch()
+    made(loaded, tmp_path / "run")
+
+
+def test_the_saved_recipe_is_the_resolved_one(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    assert load_recipe(made(loaded, tmp_path / "run").recipe).recipe == loaded.recipe
+
+
+def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    before = run_dir.recipe.read_bytes()
+    with pytest.raises(ResumeError) as caught:
+        again(changed("lora.rank=4", "train.seed=9", "train.max_train_steps=50"), run_dir)
+    assert "lora.rank: 16 -> 4" in caught.value.what and "train.seed: 0 -> 9" in caught.value.what
+    assert "max_train_steps" not in caught.value.what and "--accept-changes" in caught.value.fix
+    assert run_dir.recipe.read_bytes() == before
+    assert again(changed("train.max_train_steps=50"), run_dir)
+    assert load_recipe(run_dir.recipe).recipe.train.max_train_steps == 50
+    assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
+    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4
+
+
+def test_a_complete_run_has_nothing_to_do(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    write_json(run_dir.result, {"updates": 40})
+    assert not again(loaded, run_dir)
+    assert not again(changed("sample.seed=3"), run_dir)
+    assert run_dir.result.exists()
+    assert again(changed("train.max_train_steps=60"), run_dir)
+    assert not run_dir.result.exists()  # not complete any more: a kill from here on must not look like the end
+    assert again(changed("train.max_train_steps=60"), run_dir)
+
+
+@pytest.mark.parametrize("overrides", [("lora.rank=4",), ("train.epochs=2",)])
+def test_a_complete_run_with_other_wishes_goes_on(
+    loaded: LoadedRecipe, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    write_json(run_dir.result, {"updates": 40})
+    assert again(changed(*overrides), run_dir, accept_changes=True)
+
+
+def test_a_torn_result_is_no_result(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    run_dir.result.write_bytes(b'{"updates": 4')
+    assert again(loaded, run_dir)
+
+
+def test_a_damaged_saved_recipe_is_said(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    run_dir.recipe.write_bytes(b"\xff\xff")
+    with pytest.raises(ResumeError, match="cannot be read"):
+        again(loaded, run_dir)
+    assert run_dir.recipe.read_bytes() == b"\xff\xff"

@@ -1,0 +1,266 @@
+"""Real child processes that behave and misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, UserError, WorkerDiedError
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.process import (
+    describe_exit,
+    error_from_event,
+    is_running,
+    kill_tree,
+    locked,
+    run_for_json,
+    run_tool,
+    run_worker,
+    worker_command,
+)
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 30.0
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return RunDir(tmp_path / "a run ✓").create()
+
+
+def run(run_dir: RunDir, mode: str) -> tuple[int, list[dict[str, Any]], list[str]]:
+    events: list[dict[str, Any]] = []
+    said: list[str] = []
+    command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
+    code = run_worker(run_dir, os.environ, events.append, command, said.append)
+    return code, events, said
+
+
+def test_events_reach_the_parent_and_stale_things_are_ignored(run_dir: RunDir) -> None:
+    run_dir.stop.touch()
+    run(run_dir, "done")
+    code, events, said = run(run_dir, "done")
+    assert code == 0 and said == []
+    assert [event["type"] for event in events] == ["start", "step", "step", "step", "end"]  # not those of the first run
+    assert not run_dir.stop.exists()
+
+
+def test_an_error_event_is_raised_with_its_exit_code(run_dir: RunDir) -> None:
+    with pytest.raises(MachineError) as caught:
+        run(run_dir, "error")
+    assert (caught.value.code, caught.value.exit_code) == ("disk-full", 3)
+    assert "Traceback" not in str(caught.value) and "Traceback" in run_dir.worker_log.read_text(encoding="utf-8")
+
+
+def test_a_crash_after_the_end_takes_nothing_back(run_dir: RunDir) -> None:
+    assert run(run_dir, "crash-after-end")[0] == 0
+
+
+@posix
+@pytest.mark.parametrize("mode", ["killed", "late-orphan"])
+def test_a_killed_worker_is_explained(run_dir: RunDir, mode: str) -> None:
+    with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+        run(run_dir, mode)
+    assert caught.value.exit_code == 3 and "memory" in str(caught.value) and "--resume latest" in str(caught.value)
+
+
+def test_the_traceback_stays_in_the_log(run_dir: RunDir) -> None:
+    run_dir.worker_log.write_text("an older session\n", encoding="utf-8")
+    with pytest.raises(WorkerDiedError) as caught:
+        run(run_dir, "traceback")
+    text = str(caught.value)
+    assert "exit code 1" in text and "some words" in text and "ValueError: nobody caught me" in text
+    assert "Traceback" not in text and "older" not in text and str(run_dir.worker_log) in text
+
+
+def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        run(run_dir, "flood")
+    text = str(caught.value)
+    assert "line 19999" in text and "line 19970" not in text and "\x1b" not in text
+    assert len(text) < 8000
+
+
+# locks
+
+
+def test_a_second_parent_is_refused(run_dir: RunDir) -> None:
+    script = "import sys,time; from pathlib import Path; from lora_rocm.run.process import locked; "
+    script += (
+        "from lora_rocm.run.layout import RunDir\nwith locked(RunDir(Path(sys.argv[1]))): print('in', flush=True); "
+    )
+    script += "sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(run_dir.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline().strip() == b"in"
+        assert is_running(run_dir)
+        with pytest.raises(ResumeError, match="Another lora-rocm"), locked(run_dir):
+            pass
+    finally:
+        holder.communicate(timeout=WAIT_S)
+    assert not is_running(run_dir)
+    with locked(run_dir):
+        pass
+
+
+def test_nothing_runs_where_nothing_was_locked(tmp_path: Path) -> None:
+    assert not is_running(RunDir(tmp_path))
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for process in running:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        process.communicate()
+
+
+def drive(run_dir: RunDir, mode: str, started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.run.drive", mode, str(run_dir.path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    started.append(parent)
+    wait_until(lambda: run_dir.events().exists() and b'"updates": 3' in run_dir.events().read_bytes())
+    time.sleep(0.3)  # the parent reads at least once more
+    return parent
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@posix
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_gracefully(run_dir: RunDir, started: list[Any], signum: int) -> None:
+    parent = drive(run_dir, "until-stopped", started)
+    parent.send_signal(signum)
+    output, _ = parent.communicate(timeout=WAIT_S)
+    assert parent.returncode == 130, output
+    assert "Finishing the step and saving" in output and "Traceback" not in output
+
+
+@posix
+def test_the_second_signal_kills_the_tree(run_dir: RunDir, started: list[Any]) -> None:
+    parent = drive(run_dir, "deaf", started)
+    grandchild = psutil.Process(int((run_dir.path / "grandchild").read_text(encoding="utf-8")))
+    parent.send_signal(signal.SIGINT)
+    wait_until(run_dir.stop.exists)
+    time.sleep(0.3)
+    assert parent.poll() is None and grandchild.is_running()
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=WAIT_S)
+    assert parent.returncode == 130, output
+    assert "Ended at once. There is no checkpoint yet." in output
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+@posix
+def test_the_worker_leaves_when_the_parent_is_killed(run_dir: RunDir, started: list[Any]) -> None:
+    parent = drive(run_dir, "until-stopped", started)
+    (worker,) = [child for child in psutil.Process(parent.pid).children() if "fake_worker" in " ".join(child.cmdline())]
+    parent.kill()
+    gone, alive = psutil.wait_procs([worker], timeout=WAIT_S)
+    assert gone and not alive
+
+
+# other children
+
+
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> str:
+    (tmp_path / "child_module.py").write_text(source, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "child_module"
+
+
+def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, 'import sys\nprint(\'hello\')\nprint(\'{"type": "notice", "text": "ü"}\')')
+    events: list[dict[str, Any]] = []
+    assert run_tool(name, ["a"], {**os.environ, "PYTHONUTF8": "1"}, events.append) == 0
+    assert events == [{"type": "notice", "text": "ü"}]
+
+
+ERROR = '{"type": "error", "code": "c", "what": "no such LoRA", "where": "w", "fix": "f", "exit_code": 2}'
+
+
+def test_children_that_report_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, f"import sys\nprint('''{ERROR}''')\nsys.exit(2)")
+    with pytest.raises(UserError, match="no such LoRA"):
+        run_tool(name, [], os.environ, lambda event: None)
+    with pytest.raises(UserError, match="no such LoRA"):
+        run_for_json(name, [], os.environ)
+
+
+def test_children_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, "raise RuntimeError('broken')")
+    for run_it in (
+        lambda: run_tool(name, [], os.environ, lambda event: None),
+        lambda: run_for_json(name, [], os.environ),
+    ):
+        with pytest.raises(WorkerDiedError, match="RuntimeError: broken") as caught:
+            run_it()
+        assert "Traceback" not in str(caught.value) and name in str(caught.value)
+
+
+def test_run_for_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_for_json(module(tmp_path, monkeypatch, "print('x')\nprint('{\"unet\": 3}')"), [], os.environ) == {
+        "unet": 3
+    }
+    text = "import sys\nprint('wrong model', file=sys.stderr)\nsys.exit(2)"
+    with pytest.raises(UserError, match="wrong model"):
+        run_for_json(module(tmp_path, monkeypatch, text), [], os.environ)
+
+
+# words
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "exit code 1"),
+        (-9, "SIGKILL"),
+        (-250, "signal 250"),
+        (0xC0000005, "0xC0000005 (access violation)"),
+        (-1073741819 & 0xFFFFFFFF, "access violation"),
+        (0xC0001234, "crashed with code 0xC0001234"),
+    ],
+)
+def test_describe_exit(code: int, words: str) -> None:
+    assert words in describe_exit(code)
+
+
+def test_error_from_event_keeps_the_branch() -> None:
+    error = LoraRocmError("c", "what", where="w", fix="f")
+    for code, branch in ((2, UserError), (3, MachineError), (99, MachineError)):
+        again = error_from_event({**error.to_event(), "exit_code": code})
+        assert isinstance(again, branch) and str(again) == str(error)
+
+
+def test_worker_command(run_dir: RunDir) -> None:
+    assert worker_command(run_dir)[1:] == ["-m", "lora_rocm.train.worker", str(run_dir.path)]
+    assert worker_command(run_dir, Path("x"), True)[4:] == ["--checkpoint", "x", "--accept-changes"]

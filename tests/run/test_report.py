@@ -1,0 +1,150 @@
+"""report.html: whole, partial, escaped, bounded."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_rocm.run import report
+from lora_rocm.run.events import EventWriter
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.report import write_report
+from tests.run.fake_run import data_fields, save_recipe, start_fields, step_fields, write_whole_run
+
+VOID = {"meta", "img", "line", "circle", "polyline", "br"}
+
+
+class Checker(HTMLParser):
+    """Tags have to match; gathers titles, sources and tag names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.sources: list[str] = []
+        self.headings: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def checked(path: Path) -> tuple[str, Checker]:
+    html = path.read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert "script" not in checker.tags and "link" not in checker.tags
+    assert all(source.startswith("data:image/") for source in checker.sources)
+    return html, checker
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run").create()
+
+
+def test_a_whole_run(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    html, checker = checked(write_report(run_dir))
+    assert checker.headings == [
+        "Files and how to use them",
+        "Has it learned the concept?",
+        "Before and after",
+        "Curves",
+        "Previews over time",
+        "Guard",
+        "Exports, loaded back",
+        "Data",
+        "Timings",
+        "Recipe",
+        "Environment",
+    ]
+    assert html.count("<svg") == 3 and html.count("<img") == 1 + 9
+    for words in ("Finished: 40 steps", "0.97", "control 0.51", "200 transfers were checked, none failed", "1.5e-06",
+                  "reader &lt;x&gt;", "pics/&lt;bad&gt;.png", "96x160", "a &amp; b", "5.00 it/s", "trigger word",
+                  "&lt;latents&gt; differ", "not installed", "because"):  # fmt: skip
+        assert words in html, words
+    assert "<b>zibu" not in html and "alert(1)</script>" not in html.replace("&lt;/script&gt;", "")
+
+
+def test_an_empty_directory(run_dir: RunDir) -> None:
+    _, checker = checked(write_report(run_dir))
+    assert checker.headings == []
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["recipe.yaml", "environment.json", "result.json", "events.jsonl", "samples", "lora.safetensors", "checkpoints"],
+)
+def test_without_any_one_part(run_dir: RunDir, missing: str) -> None:
+    write_whole_run(run_dir)
+    path = run_dir.path / missing
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    checked(write_report(run_dir))
+
+
+def test_damaged_parts(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    for path in (run_dir.recipe, run_dir.environment, run_dir.result, run_dir.samples_at(20) / "01.png"):
+        path.write_bytes(b"\xff{")
+    with run_dir.events().open("ab") as file:
+        file.write(b'{"type": "step", "upda')
+    html, _ = checked(write_report(run_dir))
+    assert "Not finished: step 40 of 40" in html and html.count("<img") == 9
+
+
+def test_an_error_is_the_headline(run_dir: RunDir) -> None:
+    save_recipe(run_dir)
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("start", **start_fields())
+    writer.write("data", **data_fields(set_aside=[], notices=[]))
+    writer.write("step", **step_fields(1, loss=float("nan"), step_s=0.0))
+    writer.write("error", code="c", what="The disk is full.", where="/x", fix="Free it.", exit_code=3)
+    writer.close()
+    html, checker = checked(write_report(run_dir))
+    assert "Ended at step 1 of 40: The disk is full." in html and "Free it." in html
+    assert html.count("<svg") == 1  # the loss was never finite: no plot of it
+
+
+def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Image.effect_noise((700, 700), 90).convert("RGB")
+    for updates in range(0, 30):
+        run_dir.samples_at(updates).mkdir(parents=True)
+        noise.resize((64, 64)).save(run_dir.samples_at(updates) / "00.png")
+    noise.save(run_dir.samples_at(29) / "00.png")
+    for number in range(1, 12):
+        shutil.copy(run_dir.samples_at(29) / "00.png", run_dir.samples_at(29) / f"{number:02d}.png")
+    html, _ = checked(write_report(run_dir))
+    assert len(re.findall("<tr><td>(?:before|step)", html)) == report.MAX_ROUNDS
+    assert html.count("<img") == report.MAX_ROUNDS - 1 + report.MAX_PROMPTS
+    assert len(html) < 3_000_000
+
+
+def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
+    for session, (checks, failures) in enumerate([(10, 1), (4, 0)], start=1):
+        writer = EventWriter(run_dir.events(), session=session)
+        writer.write("start", **start_fields(resumed_from=session - 1))
+        writer.write("step", **step_fields(session, transfer_checks=checks, transfer_failures=failures))
+        writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "14 transfers were checked, 1 failed and were sent again." in html
+    assert "Started 2 times." in html
