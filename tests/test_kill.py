@@ -41,7 +41,13 @@ def write_recipe(folder: Path) -> Path:
     recipe.write_text(
         f"""
 model: {{name_or_path: '{folder / "model"}'}}
-data: {{path: '{pictures}', resolution: 64, bucket_step: 16, shuffle_caption: true, caption_dropout_rate: 0.2, flip_aug: true}}
+data:
+  path: '{pictures}'
+  resolution: 64
+  bucket_step: 16
+  shuffle_caption: true
+  caption_dropout_rate: 0.2
+  flip_aug: true
 lora: {{rank: 2, dropout: 0.1}}
 optim: {{learning_rate: 1.0e-3, lr_scheduler: cosine, lr_warmup_steps: 2}}
 train: {{max_train_steps: 12, batch_size: 2, gradient_accumulation_steps: 2, ema_decay: 0.9, seed: 3}}

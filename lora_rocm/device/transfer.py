@@ -140,7 +140,7 @@ class DeviceTransfer:
         """Copy a micro-batch to the device and compare there what arrived with what was meant.
 
         The expected values travel the same road, so each is xor-ed with a number that changes with every send and
-        reaches the device as a kernel argument: a stale or zeroed pair of data and fingerprint does not agree by accident.
+        reaches the device as a kernel argument: stale or zeroed data and fingerprints do not agree by accident.
 
         Args:
             tensors: CPU tensors, first dimension B.

@@ -119,7 +119,7 @@ class GatedAdamW:
         torch._foreach_add_(averages, steps)
 
     def _rescale(self, blocked: Tensor, nonfinite: Tensor) -> None:
-        """Dynamic loss scale (arXiv 1710.03740): halved on overflow, doubled after a long clean run; held if blocked."""
+        """Dynamic loss scale (arXiv 1710.03740): halved on overflow, doubled after a clean run; held if blocked."""
         if not self.use_loss_scale:
             return
         growth = torch.where(nonfinite > 0, 0.0, self.growth + 1.0)

@@ -185,8 +185,11 @@ def test_a_nonfinite_update_is_skipped_and_its_samples_named() -> None:
 
 def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    monkeypatch.setattr(rig.trainer.family, "loss", lambda model, batch, draws: LossTerms(batch["x"].sum(1) * float("nan")
-        * model.components["net"].weight.sum()))  # fmt: skip
+
+    def broken(model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+        return LossTerms(batch["x"].sum(1) * model.components["net"].weight.sum() * float("nan"))
+
+    monkeypatch.setattr(rig.trainer.family, "loss", broken)
     with pytest.raises(NonFiniteError, match="4 times in a row"):
         rig.fit(9)
     assert rig.trainer.position == Position(iteration=MAX_NONFINITE_IN_A_ROW, nonfinite_in_a_row=MAX_NONFINITE_IN_A_ROW)
