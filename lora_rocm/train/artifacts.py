@@ -59,6 +59,7 @@ class Artifacts:
                 "recipe": fingerprint(self.recipe),
                 "data": self.data_identity,
                 "threads": torch.get_num_threads(),
+                "metadata": asdict(self._facts(position)),
             }
             path = state.save(self.run_dir, position, parts, facts)
             state.rotate(self.run_dir, self.recipe.output.keep_last)
@@ -122,9 +123,13 @@ class Artifacts:
         return asdict(found)
 
     def _write(self, form: str, path: Path, position: Position) -> None:
+        export.write(form, path, self.family, self.adapter, self.recipe, self._facts(position))
+
+    def _facts(self, position: Position) -> Facts:
+        """What the metadata of a file says of the run so far."""
         found = self.prepared.facts
         epochs = position.iteration // self.steps_per_epoch
-        facts = Facts(
+        return Facts(
             steps=position.updates,
             epochs=epochs,
             num_epochs=self.recipe.train.epochs or epochs + 1,
@@ -136,7 +141,6 @@ class Artifacts:
             vae_name=Path(self.recipe.model.vae).name if self.recipe.model.vae else "",
             finished_at_s=source_date_epoch(),
         )
-        export.write(form, path, self.family, self.adapter, self.recipe, facts)
 
     def _ema(self) -> dict[str, torch.Tensor]:
         return {name: average.detach().cpu() for name, average in self.optimizer.ema.items()}

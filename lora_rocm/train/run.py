@@ -246,5 +246,5 @@ def autocast_of(model: LoadedModel) -> Callable[[], AbstractContextManager[Any]]
 def memory_bytes(device: torch.device) -> int:
     """Peak device memory held by tensors, or this process's resident memory on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return psutil.Process().memory_info().rss
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,185 @@
+"""The heavy child of ``lora-rocm sample`` and ``export``: ``python -m lora_rocm.train.tools TOOL JOB.json``.
+
+Says what happens as events, one JSON object a line of standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import AdapterError, LoraRocmError, MachineError
+from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.train import export, state
+from lora_rocm.train.adapter import attach_file, inject
+from lora_rocm.train.facts import Facts
+from lora_rocm.train.lora_file import components_of
+from lora_rocm.train.preview import png
+
+Job = dict[str, Any]
+
+
+def emit(event_type: str, **fields: Any) -> None:
+    """One event on standard output."""
+    print(json.dumps({"type": event_type, **fields}), flush=True)  # noqa: T201 - read by the parent
+
+
+def sample(job: Job) -> None:
+    """Draw pictures with a LoRA file, on a run's base model or on another."""
+    source = Path(job["source"])
+    lora = source if source.is_file() else _lora_of(RunDir(source))
+    recipe = _recipe_for(job, lora)
+    text_too = any(component != "unet" for component in components_of(lora))
+    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
+    family = family_for(recipe)
+    device = choose_device(recipe.runtime.device)
+    model = family.load(compute_dtype(recipe.train.mixed_precision, device), torch.device("cpu"))
+    adapter = attach_file(family, model, lora, job["strength"])
+    _send(model, device)
+    encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
+    encode = encoder.load(device)
+    width, height = (
+        job[side] or getattr(recipe.sample, side) or recipe.data.resolution for side in ("width", "height")
+    )
+    requests = [
+        PreviewRequest(
+            job["prompt"],
+            job["negative_prompt"],
+            width,
+            height,
+            job["steps"],
+            job["guidance_scale"],
+            job["seed"] + number,
+        )
+        for number in range(job["num"])
+    ]
+    if job["strength"] == 0.0:
+        with adapter.disabled():
+            pictures = family.preview(model, requests, encode)
+    else:
+        pictures = family.preview(model, requests, encode)
+    paths = []
+    for request, picture in zip(requests, pictures, strict=True):
+        path = _free_name(Path(job["output"]), f"seed{request.seed}")
+        write_atomic(path, png(picture))
+        paths.append(str(path))
+    emit("preview", updates=None, pictures=paths)
+
+
+def export_run(job: Job) -> None:
+    """Write the LoRA of a run's newest checkpoint in another form, load it back and compare."""
+    run_dir = RunDir(Path(job["source"]))
+    if not run_dir.recipe.exists():
+        raise AdapterError(
+            "export-needs-run",
+            "Only the LoRA of a run can be written in another form: its base model is needed to check the result.",
+            where=job["source"],
+            fix="Give the run directory.",
+        )
+    recipe = load_recipe(run_dir.recipe).recipe
+    if job["dtype"]:
+        recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
+    checkpoint, _ = state.latest_valid(run_dir)
+    if checkpoint is None:
+        raise AdapterError(
+            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
+        )
+    family = family_for(recipe)
+    cpu = torch.device("cpu")
+    model = family.load(compute_dtype(recipe.train.mixed_precision, choose_device("auto")), cpu)
+    adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    path = Path(job["output"] or default_output(run_dir, job["format"]))
+    export.write(job["format"], path, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+    found = export.verify(job["format"], path, family, model, adapter)
+    emit(
+        "export",
+        format=job["format"],
+        path=str(path),
+        max_difference=found.max_difference,
+        cannot_read=list(found.cannot_read),
+    )
+
+
+def default_output(run_dir: RunDir, form: str) -> Path:
+    """Where a run keeps each form."""
+    return {"kohya": run_dir.lora, "diffusers": run_dir.diffusers_lora, "peft": run_dir.peft_dir}[form]
+
+
+def _lora_of(run_dir: RunDir) -> Path:
+    """The finished LoRA, or that of the newest checkpoint."""
+    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
+    for path in [run_dir.lora, *reversed(found)]:
+        if path.exists():
+            return path
+    raise AdapterError(
+        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+    )
+
+
+def _recipe_for(job: Job, lora: Path) -> Recipe:
+    """The recipe of the run that the file lies in; with ``--base`` only its model counts."""
+    recipes = [folder / "recipe.yaml" for folder in (lora.parent, lora.parent.parent)]
+    found = next((path for path in recipes if path.exists()), None)
+    if found is None and job["base"] is None:
+        raise AdapterError(
+            "base-unknown",
+            "This LoRA does not lie in a run directory, so its base model is not known.",
+            where=str(lora),
+            fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
+        )
+    if found is None:
+        model = {"name_or_path": job["base"], "config": job["config"]}
+        return Recipe.model_validate({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
+    recipe = load_recipe(found).recipe
+    if job["base"] is None:
+        return recipe
+    update = {"name_or_path": job["base"], "config": job["config"]}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _send(model: LoadedModel, device: torch.device) -> None:
+    transfer = DeviceTransfer(device, pin=device.type == "cuda")
+    for component in model.components.values():
+        transfer.send_parameters(component)
+    model.device = device
+
+
+def _free_name(folder: Path, stem: str) -> Path:
+    """A name that is not taken."""
+    path, number = folder / f"{stem}.png", 2
+    while path.exists():
+        path, number = folder / f"{stem}-{number}.png", number + 1
+    return path
+
+
+TOOLS: dict[str, Callable[[Job], None]] = {"sample": sample, "export": export_run}
+
+
+def main() -> int:
+    """Do one job; every error becomes an event."""
+    try:
+        TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+        return 0
+    except LoraRocmError as error:
+        told: LoraRocmError = error
+    except Exception as error:  # the edge of the process: the traceback goes to standard error
+        traceback.print_exc()
+        told = MachineError("internal", f"Met an error that it does not know: {type(error).__name__}: {error}")
+    emit("error", **told.to_event())
+    return told.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
