@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -141,6 +142,14 @@ class ModelFamily(Protocol):
 
         ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
         """
+        ...
+
+    def skeleton(self, component: str) -> nn.Module:
+        """A component's structure from its config: weights have their shapes, are zero, and take no memory."""
+        ...
+
+    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+        """Load a LoRA file as a user of diffusers does, by diffusers' own code, into skeletons of ``components``."""
         ...
 
     def export_key(self, component: str, module: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import ConfigMixin
 from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 from safetensors import SafetensorError
@@ -144,6 +145,23 @@ class Source:
         if missing:
             raise _unfit(self.name, name, f"{len(missing)} tensors are missing, for example {missing[0]}")
         return module.to(device).requires_grad_(False).eval()
+
+    def skeleton(self, name: str) -> nn.Module:
+        """A component's structure from its config: its weights have their shapes, are zero, and take no memory.
+
+        They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
+        """
+        cls = self.layout.parts[name].cls
+        with init_empty_weights():
+            if issubclass(cls, ConfigMixin):
+                module: nn.Module = cls.from_config(self.config(name))
+            else:
+                module = cls(cls.config_class.from_dict(self.config(name)))
+        for owner in module.modules():
+            for key, parameter in list(owner.named_parameters(recurse=False)):
+                hollow = torch.zeros(()).expand(parameter.shape)
+                owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
+        return module
 
     def _load_single(self, name: str, header: Header, prefix: str, dtype: torch.dtype) -> nn.Module:
         checkpoint = read_tensors(header, lambda key: key.startswith(prefix))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -204,6 +204,21 @@ class Sdxl:
             return self._text(model, tensors)
 
         return draw_pictures(self.source, self.scheduler_config, model, requests, embeddings, self.latent_normalisation)
+
+    def skeleton(self, component: str) -> nn.Module:
+        return self.source.skeleton(component)
+
+    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+        loaded = {name: self.skeleton(name) for name in components}
+        loader, unet = StableDiffusionXLPipeline, loaded.get("unet") or self.skeleton("unet")
+        state, alphas, metadata = loader.lora_state_dict(str(path), unet_config=unet.config, return_lora_metadata=True)
+        how = {"network_alphas": alphas, "metadata": metadata, "adapter_name": "default", "low_cpu_mem_usage": True}
+        for name, module in loaded.items():
+            if name == "unet":
+                loader.load_lora_into_unet(state, unet=module, **how)
+            else:
+                loader.load_lora_into_text_encoder(state, text_encoder=module, prefix=name, **how)
+        return loaded
 
     def export_key(self, component: str, module: str) -> str:
         return sdxl_keys.kohya_key(component, module, self.source.config("unet"))

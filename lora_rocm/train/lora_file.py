@@ -204,7 +204,8 @@ def _peft_entries(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> d
         alphas = config.get("alpha_pattern") or {}
         alpha = alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", down.shape[0]))
         rank = down.shape[0]
-        magnitude = tensors.get(f"{module}.lora_magnitude_vector")
+        name = f"{module}.lora_magnitude_vector"
+        magnitude = tensors.get(name, tensors.get(f"{name}.weight"))
         entries[module] = LoraEntry(
             down,
             up,
@@ -227,7 +228,7 @@ def _checked(entries: dict[str, LoraEntry], shapes: Mapping[str, tuple[int, ...]
         text = [name for name in unknown if name.startswith(("lora_te", "text_encoder"))]
         raise _error(
             "lora-of-another-model",
-            f"{len(unknown)} of {len(entries)} modules of this LoRA do not exist in this model, for example {unknown[0]}.",
+            f"{len(unknown)} of {len(entries)} modules of this LoRA are not in this model, for example {unknown[0]}.",
             path,
             "It also adapts the text encoders: set lora.train_text_encoder to true."
             if len(text) == len(unknown)

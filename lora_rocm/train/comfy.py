@@ -1,0 +1,61 @@
+"""ComfyUI's rules for a kohya-form LoRA file, as an independent reader: used to check what we write.
+
+Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: scale is alpha / rank, or 1 without
+an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by ``dora_scale /
+norm``, the norm being taken per output row when the first sides of dora_scale and weight agree.
+
+Which weight's norm: DoRA (arXiv 2402.09353, eq. 5) and LyCORIS take the adapted weight's. ComfyUI and Forge take the
+base weight's on the output axis (ComfyUI pull request 15458 would change that), so their result is a little off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+SUFFIXES = ("lora_up.weight", "lora_down.weight", "alpha", "dora_scale")
+
+
+def apply_comfy(
+    tensors: Mapping[str, Tensor], base_weights: Mapping[str, Tensor], *, norm_of_base: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Patched weights, one after the other, in float32.
+
+    Args:
+        tensors: a kohya-form file.
+        base_weights: LoRA key ("lora_unet_input_blocks_4_1_proj_in") -> base weight; looked up one at a time.
+        norm_of_base: DoRA by ComfyUI's present rule instead of the definition.
+
+    Yields:
+        (LoRA key, weight with the file applied at strength 1).
+
+    Raises:
+        KeyError: a key of the file that no weight of the model has; ComfyUI would only log it.
+    """
+    known = {f"{key}.{suffix}" for key in base_weights for suffix in SUFFIXES}
+    strays = sorted(name for name in tensors if name not in known)
+    if strays:
+        raise KeyError(strays[0])
+    for key in base_weights:
+        if f"{key}.lora_up.weight" not in tensors:
+            continue
+        weight = base_weights[key].float()
+        up, down = (tensors[f"{key}.lora_{side}.weight"].float() for side in ("up", "down"))
+        alpha = tensors.get(f"{key}.alpha")
+        scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
+        patched = weight + scale * torch.mm(up.flatten(1), down.flatten(1)).reshape(weight.shape)
+        dora_scale = tensors.get(f"{key}.dora_scale")
+        if dora_scale is not None:
+            patched = _decompose(weight, patched, dora_scale.float(), norm_of_base)
+        yield key, patched
+
+
+def _decompose(weight: Tensor, patched: Tensor, dora_scale: Tensor, norm_of_base: bool) -> Tensor:
+    if dora_scale.shape[0] == weight.shape[0]:
+        measured = weight if norm_of_base else patched
+        norm = measured.flatten(1).norm(dim=1).reshape(-1, *[1] * (weight.ndim - 1))
+    else:
+        norm = patched.transpose(0, 1).flatten(1).norm(dim=1).reshape(1, -1, *[1] * (weight.ndim - 2))
+    return patched * (dora_scale / (norm + torch.finfo(weight.dtype).eps))
