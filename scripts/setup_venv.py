@@ -29,7 +29,7 @@ OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 VENDOR_INDEX = "https://download.pytorch.org/whl/"
-CPU_INDEX = VENDOR_INDEX + "cpu"
+NO_GPU = "no GPU seen, so for the CPU"
 PROBE = """
 import importlib.metadata, json, sys
 found = {"python": sys.version_info[:2]}
@@ -93,7 +93,7 @@ def choose_torch(gpu: str, windows: bool, environ: dict[str, str]) -> TorchChoic
         return TorchChoice(TORCH, VENDOR_INDEX + "rocm7.2", "AMD GPU seen (/dev/kfd)")
     if gpu == "nvidia":
         return TorchChoice(TORCH, VENDOR_INDEX + "cu130" if windows else None, "NVIDIA GPU seen")
-    return TorchChoice(TORCH, CPU_INDEX, "no GPU seen, so for the CPU")
+    return TorchChoice(TORCH, VENDOR_INDEX + "cpu", NO_GPU)
 
 
 def python(*arguments: str, hush_errors: bool = False) -> bool:
@@ -135,7 +135,7 @@ def install_torch(choice: TorchChoice) -> None:
     say(f"installing {choice.requirement} ({choice.why}) from {choice.index_url or 'the default package index'}")
     install = ["-m", "pip", "install", choice.requirement]
     index = ["--index-url", choice.index_url] if choice.index_url else []
-    if choice.index_url == CPU_INDEX:
+    if choice.why == NO_GPU:
         if python(*install, *index, "--retries", "0", "--timeout", "10", hush_errors=True):
             return
         say("no answer from there; taking the default index, whose torch for Linux is larger and runs on the CPU too")
@@ -187,7 +187,7 @@ def main() -> int:
     if "release" not in probe():
         install_torch(choose_torch(gpu, os.name == "nt", dict(os.environ)))
     install_package(see_torch(gpu), dev)
-    STAMP.write_text(ready[0], encoding="utf-8")
+    STAMP.write_text(ready[-1], encoding="utf-8")
     say("ready")
     return 0
 

@@ -1,8 +1,7 @@
-"""The project around the code: versions, package data, README, line endings, words that do not belong here, setup."""
+"""The project around the code: versions, package data, README, line endings, words that do not belong here."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import tomllib
 import zipfile
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -133,40 +131,3 @@ def test_names_are_legal_on_windows() -> None:
         for part in path.relative_to(ROOT).parts:
             assert not re.search(r'[<>:"|?*\\]|[. ]$', part), path
             assert part.split(".")[0].upper() not in {"CON", "PRN", "AUX", "NUL", "COM1", "LPT1"}, path
-
-
-@pytest.fixture(scope="module")
-def setup_venv() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_venv", ROOT / "scripts" / "setup_venv.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("gpu", "windows", "environ", "expected"),
-    [
-        ("", False, {}, ("torch==2.13.0", "https://download.pytorch.org/whl/cpu")),
-        ("", True, {}, ("torch==2.13.0", "https://download.pytorch.org/whl/cpu")),
-        ("amd", False, {}, ("torch==2.13.0", "https://download.pytorch.org/whl/rocm7.2")),
-        ("nvidia", False, {}, ("torch==2.13.0", None)),
-        ("nvidia", True, {}, ("torch==2.13.0", "https://download.pytorch.org/whl/cu130")),
-        ("amd", True, {"LORA_ROCM_TORCH_INDEX": "https://a/b"}, ("torch>=2.11", "https://a/b")),
-        ("amd", False, {"LORA_ROCM_TORCH": "torch==2.11.0"}, ("torch==2.11.0", None)),
-    ],
-)
-def test_torch_for_the_machine(
-    setup_venv: ModuleType, gpu: str, windows: bool, environ: dict[str, str], expected: tuple[str, str | None]
-) -> None:
-    assert setup_venv.choose_torch(gpu, windows, environ)[:2] == expected
-
-
-def test_amd_under_windows_never_gets_a_cpu_torch_unasked(setup_venv: ModuleType) -> None:
-    with pytest.raises(setup_venv.SetupError, match="LORA_ROCM_TORCH_INDEX"):
-        setup_venv.choose_torch("amd", True, {})
-
-
-def test_bounds_agree_with_the_setup(setup_venv: ModuleType) -> None:
-    assert setup_venv.ANY_TORCH in PYPROJECT["project"]["dependencies"]
-    assert PYPROJECT["project"]["requires-python"] == ">=" + ".".join(map(str, setup_venv.OLDEST_PYTHON))

@@ -1,0 +1,77 @@
+"""Times what a user waits for before anything is trained: the command line's help, and the check of 1,000 pictures.
+
+    python benchmarks/light.py [--pictures 1000] [--json FILE]
+
+Goals on 2 CPU cores: help under 0.3 s, check under 3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from PIL import Image
+
+SIZES = ((4000, 3000), (3000, 4000), (1920, 1080), (1024, 1024), (1500, 2000))
+RECIPE = """\
+model: {{name_or_path: "builtin:tiny-sdxl"}}
+data: {{path: {folder}}}
+train: {{max_train_steps: 100}}
+"""
+
+
+def make_pictures(folder: Path, count: int) -> None:
+    """``count`` distinct JPEG files of camera sizes, each with a caption."""
+    for number in range(count):
+        picture = Image.new("RGB", SIZES[number % len(SIZES)], (number % 256, number // 256, 99))
+        picture.save(folder / f"{number:05d}.jpg", quality=50)
+        (folder / f"{number:05d}.txt").write_text(f"picture {number}\n", encoding="utf-8")
+
+
+def seconds(arguments: list[str], repeats: int) -> float:
+    """Median wall time of a command, each time in a new process.
+
+    Raises:
+        SystemExit: the command failed.
+    """
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "lora_rocm", *arguments], capture_output=True, encoding="utf-8")
+        times.append(time.perf_counter() - begin)
+        if done.returncode:
+            sys.exit(f"lora-rocm {' '.join(arguments)} failed:\n{done.stderr}")
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Measure, print a line each, and write them as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-bench-") as name:
+        folder = Path(name)
+        (folder / "pictures").mkdir()
+        make_pictures(folder / "pictures", options.pictures)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(RECIPE.format(folder=json.dumps(str(folder / "pictures"))), encoding="utf-8")
+        measured = {
+            "help_s": seconds(["--help"], 7),
+            "check_recipe_s": seconds(["check", str(recipe), "--schema-only"], 5),
+            f"check_{options.pictures}_pictures_s": seconds(["check", str(recipe)], 3),
+        }
+    for what, value in measured.items():
+        print(f"{what:28} {value:6.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
