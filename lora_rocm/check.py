@@ -127,14 +127,17 @@ def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
     yield "buckets (width x height: pictures an epoch)"
     for (height, width), count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0])):
         yield f"  {width} x {height}: {count}"
-    if data.validation_split:
-        yield f"held out for the validation loss: {data.validation_split:.0%} of the pictures (counted above)"
+    limit = ""
+    if data.validation_split:  # which ones is decided by their content, which is not read here
+        limit = "at most "
+        yield f"held out for the validation loss: about {data.validation_split:.0%} of the pictures"
     effective = train.batch_size * train.gradient_accumulation_steps
+    epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
     yield (
         f"effective batch: {effective} ({train.batch_size} x {train.gradient_accumulation_steps}), "
-        f"steps an epoch: {plan.steps_per_epoch}"
+        f"steps an epoch: {limit}{plan.steps_per_epoch}"
     )
-    yield f"steps: {plan.max_train_steps}, epochs: {plan.max_train_steps / plan.steps_per_epoch:.2f}"
+    yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
     yield f"caches in {recipe.cache.dir}: at most {plan.num_images} images and {plan.num_captions} captions to encode"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 

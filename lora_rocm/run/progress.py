@@ -24,6 +24,8 @@ PHASES = {
     "export": "Writing and checking the LoRA",
 }
 
+CACHE_WORK = {"hashes": "Reading pictures", "images": "Caching images", "captions": "Caching captions"}
+
 Event = dict[str, Any]
 
 
@@ -84,7 +86,8 @@ class ProgressDisplay:
 
     def _on_cache(self, event: Event) -> None:
         rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
-        self.view.show(f"Caching {event['what']}", event["done"], event["total"], rate)
+        what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
+        self.view.show(what, event["done"], event["total"], rate)
 
     def _on_step(self, event: Event) -> None:
         loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value

@@ -1,4 +1,4 @@
-"""A parent in a process of its own: ``python drive.py MODE RUN_DIR``. Shows what a user would see, leaves with the code."""
+"""A parent in a process of its own: ``python -m tests.run.drive MODE RUN_DIR``, with what a user would see of it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from lora_rocm.recipe.load import dump_recipe, load_recipe

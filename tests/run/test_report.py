@@ -127,7 +127,7 @@ def test_an_error_is_the_headline(run_dir: RunDir) -> None:
 
 def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = Image.effect_noise((700, 700), 90).convert("RGB")
-    for updates in range(0, 30):
+    for updates in range(30):
         run_dir.samples_at(updates).mkdir(parents=True)
         noise.resize((64, 64)).save(run_dir.samples_at(updates) / "00.png")
     noise.save(run_dir.samples_at(29) / "00.png")

@@ -1,0 +1,79 @@
+"""The event stream."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.errors import StorageError
+from lora_rocm.run.events import EventReader, EventWriter, current_steps, read_events
+from tests.run.fake_run import start_fields, step_fields
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "events.jsonl"
+    writer = EventWriter(path, session=3)
+    written = [writer.write("notice", text="größe ✓"), writer.write("validation", updates=1, loss=0.5)]
+    writer.close()
+    assert read_events(path) == written
+    assert written[0]["session"] == 3 and written[0]["time"] > 0
+
+
+def test_unlisted_fields_are_a_mistake(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "events.jsonl")
+    with pytest.raises(AssertionError):
+        writer.write("notice", text="x", more=1)
+    writer.close()
+
+
+@given(st.integers(0, 200))
+def test_a_torn_line_costs_only_itself(cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        first = EventWriter(path, session=1)
+        first.write("notice", text="one")
+        first.write("notice", text="two")
+        first.close()
+        path.write_bytes(path.read_bytes()[:cut])
+        whole = [json.loads(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+        second = EventWriter(path, session=2)
+        second.write("notice", text="three")
+        second.close()
+        assert read_events(path)[:-1] == whole
+        assert read_events(path)[-1]["text"] == "three"
+
+
+def test_polling_sees_each_event_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    reader = EventReader(path)
+    assert reader.poll() == []
+    with path.open("ab") as file:
+        file.write(b'{"type": "notice", "text": "a"}\n{"type": "not')
+        file.flush()
+        assert [event["text"] for event in reader.poll()] == ["a"]
+        file.write(b'ice", "text": "b"}\nnonsense\n[1]\n')
+    assert [event["text"] for event in reader.poll()] == ["b"]
+    assert reader.poll() == []
+    assert [event["text"] for event in EventReader(path, offset=path.stat().st_size).poll()] == []
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        EventWriter(tmp_path / "file" / "events.jsonl")
+
+
+def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
+    def step(updates: int, loss: float) -> dict[str, object]:
+        return {"type": "step", **step_fields(updates, loss=loss)}
+
+    def start(resumed_from: int | None) -> dict[str, object]:
+        return {"type": "start", **start_fields(resumed_from=resumed_from)}
+
+    events = [start(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), start(1), step(2, 20.0)]
+    assert [(found["updates"], found["loss"]) for found in current_steps(events)] == [(1, 1.0), (2, 20.0)]
+    assert current_steps([*events, start(None)]) == []

@@ -1,0 +1,97 @@
+"""One training run as the parent sees it, with a stand-in for the worker."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import RecipeError, ResumeError, WorkerDiedError
+from lora_rocm.run import launch
+from lora_rocm.run.layout import RunDir
+from tests.run.fake_run import RECIPE
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("my recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    use(monkeypatch, "done")
+    return monkeypatch
+
+
+def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    def command(run_dir: RunDir, checkpoint: Path | None, accept_changes: bool) -> list[str]:
+        return [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
+
+    monkeypatch.setattr(launch.process, "worker_command", command)
+
+
+def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.train("my recipe.yaml", ["lora.rank=4"], run_dir=Path("run")) == 0
+    run_dir = RunDir(tmp_path / "run")
+    output = capsys.readouterr().out
+    assert "Done." in output and str(run_dir.report) in output
+    assert "rank: 4" in run_dir.recipe.read_text(encoding="utf-8")
+    saved = json.loads(run_dir.environment.read_bytes())
+    assert {row["variable"] for row in saved["variables"]} >= {"PYTHONUTF8", "TOKENIZERS_PARALLELISM"}
+    assert "größe" in run_dir.report.read_text(encoding="utf-8")
+
+
+def test_default_directory_and_resume_latest(tmp_path: Path) -> None:
+    assert launch.train("my recipe.yaml") == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    assert made.name.startswith("my recipe-")
+    assert launch.train("my recipe.yaml", resume="latest") == 0
+    assert list((tmp_path / "runs").iterdir()) == [made]
+
+
+def test_a_complete_run_starts_no_worker(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch.train("my recipe.yaml", run_dir=Path("run"))
+    (tmp_path / "run" / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    use(fake, "killed")
+    assert launch.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
+    assert "This run is complete" in capsys.readouterr().out
+
+
+def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(fake, "traceback")
+    with pytest.raises(WorkerDiedError):
+        launch.train("my recipe.yaml", run_dir=Path("run"))
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_stop_says_how_to_go_on(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(fake, "stop-while-caching")
+    assert launch.train("my recipe.yaml", ["lora.rank=4"], run_dir=Path("run dir")) == 130
+    output = capsys.readouterr().out
+    assert "Stopped while encoding" in output
+    assert "lora-rocm train 'my recipe.yaml' --set lora.rank=4 --run-dir" in output and "--resume latest" in output
+
+
+def test_bad_input_makes_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError):
+        launch.train("my recipe.yaml", ["data.path=nowhere"])
+    with pytest.raises(ResumeError):
+        launch.train("my recipe.yaml", resume="nowhere")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_demo_is_the_shipped_recipe(fake: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    fake.setattr(launch, "train", lambda path: asked.append(path) or 0)
+    assert launch.demo() == 0
+    assert Path(asked[0]).name == "demo.yaml" and Path(asked[0]).exists()
+
+
+def test_the_command_is_quoted_for_windows_too(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "a b")
+    fake.setattr(launch.sys, "platform", "win32")
+    assert f'--run-dir "{run_dir.path}"' in launch.resume_command("r.yaml", [], run_dir)

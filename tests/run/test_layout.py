@@ -1,0 +1,55 @@
+"""Names in a run directory, and atomic writing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import StorageError
+from lora_rocm.run.layout import RunDir, write_atomic, write_json
+
+
+def test_checkpoints_and_samples_are_listed_in_order(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "größe x").create()
+    assert run_dir.list_checkpoints() == [] and run_dir.list_samples() == []
+    for updates in (1000, 20, 300):
+        run_dir.checkpoint(updates).mkdir(parents=True)
+        run_dir.samples_at(updates).mkdir(parents=True)
+    (run_dir.checkpoints / "step-00000007.tmp").mkdir()
+    (run_dir.checkpoints / "step-00000008").touch()
+    run_dir.checkpoint_lora(20).touch()
+    assert [updates for updates, _ in run_dir.list_checkpoints()] == [20, 300, 1000]
+    assert [updates for updates, _ in run_dir.list_samples()] == [20, 300, 1000]
+
+
+def test_event_files() -> None:
+    run_dir = RunDir(Path("x"))
+    assert run_dir.events().name == "events.jsonl"
+    assert run_dir.events("supervisor").name == "events.supervisor.jsonl"
+
+
+def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "a.json"
+    write_json(path, {"ü": 1})
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new" and os.listdir(path.parent) == ["a.json"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    write_atomic(path, b"old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lora_rocm.run.layout.os.fsync", full)
+    with pytest.raises(StorageError) as caught:
+        write_atomic(path, b"new")
+    assert caught.value.code == "disk-full"
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_create_over_a_file_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        RunDir(tmp_path / "file").create()

@@ -1,0 +1,92 @@
+"""Commands that start another heavy child."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.errors import UserError
+from lora_rocm.run import tools
+from lora_rocm.run.layout import RunDir
+from tests.run.fake_run import write_whole_run
+
+EVENTS = [
+    {"type": "notice", "text": "a note"},
+    {"type": "phase", "phase": "load", "state": "begin", "seconds": 0},
+    {"type": "preview", "updates": 0, "pictures": ["/x/00.png", "/x/01.png"]},
+    {"type": "export", "format": "kohya", "path": "/x.safetensors", "max_difference": 1e-6, "cannot_read": ["A", "B"]},
+]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.chdir(tmp_path)
+    found: list[dict[str, Any]] = []
+
+    def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
+        assert module == "lora_rocm.train.tools" and env["PYTHONUTF8"] == "1"
+        found.append({"tool": arguments[0], **json.loads(Path(arguments[1]).read_bytes())})
+        for event in EVENTS:
+            on_event(event)
+        return 0
+
+    monkeypatch.setattr(tools, "run_tool", run_tool)
+    return found
+
+
+def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert tools.sample(Path("run"), output=None, base=None, config=None, prompt="ü", seed=3) == 0
+    assert jobs == [
+        {
+            "tool": "sample",
+            "source": str(run_dir.path),
+            "output": str(run_dir.samples / "asked"),
+            "base": None,
+            "config": None,
+            "prompt": "ü",
+            "seed": 3,
+        }
+    ]
+    output = capsys.readouterr().out
+    assert "Drew /x/00.png\nDrew /x/01.png" in output and "a note" in output
+    assert "largest difference 1e-06\nCannot be read by A, B" in output
+
+
+def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    Path("lora.safetensors").touch()
+    Path("base").mkdir()
+    tools.sample(Path("lora.safetensors"), output=Path("out"), base="base", config=Path("c"), prompt="x")
+    assert jobs[0]["source"] == str(tmp_path / "lora.safetensors") and jobs[0]["output"] == str(tmp_path / "out")
+    assert jobs[0]["base"] == str(tmp_path / "base") and jobs[0]["config"] == str(tmp_path / "c")
+    tools.sample(Path("lora.safetensors"), output=None, base="some/hub-id", config=None, prompt="x")
+    assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
+
+
+def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    Path("lora.safetensors").touch()
+    tools.export(Path("lora.safetensors"), "peft", output=None, dtype="bf16")
+    source = str(tmp_path / "lora.safetensors")
+    assert jobs == [{"tool": "export", "source": source, "format": "peft", "output": None, "dtype": "bf16"}]
+
+
+@pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
+def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
+    with pytest.raises(UserError, match="no run and no LoRA"):
+        tools.export(Path(source), "peft", output=None, dtype=None)
+    assert jobs == []
+
+
+def test_cache_stats(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no cache folder"):
+        tools.cache_stats(tmp_path / "none")
+    (tmp_path / "latents" / "ab").mkdir(parents=True)
+    (tmp_path / "latents" / "ab" / "x.safetensors").write_bytes(b"x" * 2048)
+    (tmp_path / "weights.json").write_bytes(b"{}")
+    text = tools.cache_stats(tmp_path)
+    assert "latents: 1 files, 2.0 KiB" in text and "(top): 1 files, 2 B" in text

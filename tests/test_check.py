@@ -1,0 +1,148 @@
+"""``lora-rocm check``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lora_rocm import check as module
+from lora_rocm.check import check, plan_data
+from lora_rocm.data.plan import BatchPlan, Item
+from lora_rocm.data.samples import geometries, scan
+from lora_rocm.errors import DataError, ModelError, RecipeError
+from lora_rocm.recipe.load import load_recipe
+
+RECIPE = """\
+model: {name_or_path: model}
+data: {path: pics, resolution: 128, bucket_step: 32, flip_aug: true, shuffle_caption: true, caption_variants: 3}
+train: {epochs: 3, batch_size: 2, gradient_accumulation_steps: 2}
+sample: {prompts: [a cat]}
+"""
+
+
+class Weigh:
+    """Stands in for the child that weighs the model."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = None
+
+    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, int]:
+        self.calls += 1
+        assert Path(arguments[0]).exists()
+        if self.error is not None:
+            raise self.error
+        return {"unet": 3 * 2**30, "vae": 2**20}
+
+
+@pytest.fixture
+def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
+    monkeypatch.chdir(tmp_path)
+    pictures = tmp_path / "pics" / "sub dir ü"
+    pictures.mkdir(parents=True)
+    for number, size in enumerate([(128, 128), (128, 128), (256, 128), (128, 256), (300, 300)]):
+        Image.new("RGB", size, (number, 0, 0)).save(pictures / f"cat {number}.png")
+        (pictures / f"cat {number}.txt").write_text("a, b, c, d" if number else "cat", encoding="utf-8")
+    (pictures / "broken.png").write_bytes(b"no picture")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
+    stand_in = Weigh()
+    monkeypatch.setattr("lora_rocm.run.process.run_for_json", stand_in)
+    return stand_in
+
+
+def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check("my.yaml")
+    lines = capsys.readouterr().out.splitlines()
+    text = "\n".join(lines)
+    assert "pictures: 5 usable, 1 set aside" in lines
+    assert "broken.png" in text
+    assert "  128 x 128: 3" in lines
+    assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
+    assert "steps: 9, epochs: 3.00" in lines
+    assert f"caches in {tmp_path / 'cache'}: at most 10 images and 6 captions to encode" in lines
+    assert "  unet: 3.0 GiB" in lines and any(line.startswith("  together: 3.0 GiB") for line in lines)
+    assert f"run directory: {tmp_path / 'runs'}" in text
+
+
+def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
+    recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
+    samples = scan(recipe.data).samples
+    cuts, _ = geometries(samples, recipe.data)
+    plan = plan_data(recipe, samples, {key: cut.target_hw for key, cut in cuts.items()})
+    items = [Item(s.key, cuts[s.key], ("a", "b"), ("c",), "d", 0.0, s.repeats) for s in samples]
+    assert plan.steps_per_epoch == BatchPlan(items, 2, 2, seed=0).steps_per_epoch
+    assert plan.max_train_steps == plan.steps_per_epoch * 3
+
+
+def test_held_out_pictures_are_said(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    check("my.yaml", ["data.validation_split=0.2"])
+    text = capsys.readouterr().out
+    assert "about 20% of the pictures" in text and "steps an epoch: at most 3" in text
+
+
+def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Path) -> None:
+    check("my.yaml")
+    check("my.yaml", ["data.repeats=2"])
+    assert weigh.calls == 1
+    check("my.yaml", ["model.vae=other"])
+    assert weigh.calls == 2
+    (tmp_path / "model" / "config.json").write_text("{ }", encoding="utf-8")
+    check("my.yaml")
+    assert weigh.calls == 3
+    (tmp_path / "cache" / "weights.json").write_bytes(b"\xfftorn")
+    check("my.yaml")
+    assert weigh.calls == 4
+
+
+def test_schema_only_looks_at_nothing_else(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    check("my.yaml", ["data.path=nowhere"], schema_only=True)
+    assert capsys.readouterr().out == "my.yaml: valid\n" and weigh.calls == 0
+    with pytest.raises(RecipeError):
+        check("my.yaml", ["lora.rank=x"], schema_only=True)
+
+
+def test_missing_folder_has_its_line(weigh: Weigh) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check("my.yaml", ["data.path=nowhere"])
+    assert caught.value.problems[0].where == "--set data.path"
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_errors_of_data_and_model(weigh: Weigh, tmp_path: Path, both: bool) -> None:
+    for path in (tmp_path / "pics").rglob("*.*"):
+        path.unlink()
+    if both:
+        weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where="model", fix="Another one.")
+    expected: Any = RecipeError if both else DataError
+    with pytest.raises(expected) as caught:
+        check("my.yaml")
+    assert caught.value.exit_code == 2
+    if both:
+        assert "no SDXL model" in str(caught.value) and len(caught.value.problems) == 2
+
+
+def test_error_of_the_model_alone(weigh: Weigh) -> None:
+    weigh.error = ModelError("not-sdxl", "This is no SDXL model.")
+    with pytest.raises(ModelError):
+        check("my.yaml")
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lora_rocm.run.layout.os.fsync", full)
+    check("my.yaml")
+    check("my.yaml")
+    assert weigh.calls == 2
+
+
+def test_the_module_name_of_the_child() -> None:
+    assert module.WEIGH_MODULE == "lora_rocm.families.weigh"

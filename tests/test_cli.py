@@ -1,0 +1,175 @@
+"""The command line as a contract: names, exit codes, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lora_rocm import __version__, cli
+from lora_rocm.run.layout import RunDir
+from tests.run.fake_run import write_whole_run
+
+ROOT = Path(__file__).parents[1]
+# Users, scripts and documents rely on these names.
+COMMANDS: dict[str, set[str]] = {
+    "": {"--version"},
+    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes"},
+    "check": {"RECIPE", "--set", "--schema-only"},
+    "demo": set(),
+    "sample": {
+        "RUN_OR_LORA",
+        "--prompt",
+        "--negative-prompt",
+        "--width",
+        "--height",
+        "--steps",
+        "--guidance-scale",
+        "--seed",
+        "--strength",
+        "--num",
+        "--output",
+        "--base",
+        "--config",
+    },
+    "export": {"RUN_OR_LORA", "--format", "--output", "--dtype"},
+    "status": {"RUN", "--json"},
+    "report": {"RUN"},
+    "schema": set(),
+    "cache stats": {"--dir"},
+}
+
+
+def names(command: Any) -> set[str]:
+    found = set()
+    for parameter in command.params:
+        found |= {parameter.metavar} if parameter.param_type_name == "argument" else set(parameter.opts)
+    return found - {"--help"}
+
+
+def all_commands(command: Any, prefix: str = "") -> dict[str, set[str]]:
+    found = {prefix: names(command)} if names(command) or not hasattr(command, "commands") else {}
+    for name, child in getattr(command, "commands", {}).items():
+        found |= all_commands(child, f"{prefix} {name}".strip())
+    return found
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_commands_and_options_are_frozen() -> None:
+    assert all_commands(typer.main.get_command(cli.app)) == COMMANDS
+
+
+def test_version_and_help() -> None:
+    assert run("--version")[:2] == (0, f"lora-rocm {__version__}\n")
+    code, output, _ = run("--help")
+    assert code == 0 and all(f"  {name.split()[0]} " in output for name in COMMANDS if name)
+    for name in COMMANDS:
+        if name:
+            assert run(*name.split(), "--help")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["train"],
+        ["train", "x.yaml", "--foo"],
+        ["train", "no such recipe.yaml"],
+        ["check", "no such recipe.yaml"],
+        ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only", "--set", "lora.rank=x"],
+        ["sample", "x"],
+        ["sample", "no such run", "--prompt", "x"],
+        ["sample", "x", "--prompt", "x", "--steps", "0"],
+        ["export", "no such run", "--format", "kohya"],
+        ["export", "x", "--format", "pickle"],
+        ["status", "no such run"],
+        ["report", "no such run"],
+        ["cache", "stats", "--dir", "no such folder"],
+        ["check", "\udcff.yaml"],
+    ],
+)
+def test_wrong_input_is_exit_2_without_a_traceback(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output and result.output
+    assert isinstance(result.exception, SystemExit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def train(*args: Any, **kwargs: Any) -> int:
+        seen.append((*args, kwargs))
+        return 130
+
+    monkeypatch.setattr("lora_rocm.run.launch.train", train)
+    code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
+    assert code == 130
+    assert seen == [("r.yaml", ["a.b=1", "c.d=2"], {"run_dir": Path("x"), "resume": "latest", "accept_changes": False})]
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lora_rocm.run.launch.demo", interrupted)
+    assert run("demo") == (130, "", "Stopped.\n")
+
+
+def test_schema_status_and_report(tmp_path: Path) -> None:
+    assert json.loads(run("schema")[1])["properties"]["lora"]
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert "finished" in run("status", str(run_dir.path))[1]
+    assert json.loads(run("status", str(run_dir.path), "--json")[1])["updates"] == 40
+    assert run("report", str(run_dir.path))[1].strip() == str(run_dir.report) and run_dir.report.exists()
+
+
+LIBRARIES = ("torch", "transformers", "diffusers", "peft", "datasets", "numpy", "PIL")
+SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "never"),
+    [
+        (["--help"], HEAVY),
+        (
+            ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only"],
+            HEAVY[:3] + ("transformers", "diffusers", "peft"),
+        ),
+    ],
+)
+def test_light_commands_stay_light(arguments: list[str], never: tuple[str, ...]) -> None:
+    script = "import sys; from lora_rocm.cli import main; sys.argv[0] = 'lora-rocm'\n"
+    script += "try: main()\nexcept SystemExit as end: assert not end.code\n"
+    script += f"print('\\nloaded:', [name for name in {never!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    command = [sys.executable, "-m", "lora_rocm", "schema"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read()
+    process.stderr.close()
+    process.wait()
+    assert told == b""
