@@ -2,8 +2,8 @@
 
 python benchmarks/startup.py [--pictures 1000] [--rounds 5]
 
-Prints medians of wall-clock seconds of whole processes. The first check also weighs the base model in a child; later ones
-remember that.
+Prints medians of wall-clock seconds of whole processes. The first check also weighs the base model in a child; later
+ones remember that.
 """
 
 from __future__ import annotations

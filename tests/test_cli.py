@@ -147,10 +147,10 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
 @pytest.mark.parametrize(
     ("arguments", "never"),
     [
-        (["--help"], HEAVY),
+        (["--help"], LIBRARIES + SLOW_TO_IMPORT),
         (
             ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only"],
-            HEAVY[:3] + ("transformers", "diffusers", "peft"),
+            LIBRARIES,
         ),
     ],
 )
