@@ -92,12 +92,14 @@ class ModelFamily(Protocol):
     meta_spec: tensors of one sample that are computed, not encoded (SDXL: time_ids), from ``sample_meta``.
     lora_targets: preset name -> component name -> regular expression (fullmatch) of module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
+    all_components: names of all components that a run loads at one time or another.
     base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
     """
 
     name: str
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
+    all_components: tuple[str, ...]
     base_version: str
     architecture: str
     implementation: str
@@ -142,6 +144,10 @@ class ModelFamily(Protocol):
 
         ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
         """
+        ...
+
+    def base_facts(self) -> Mapping[str, str]:
+        """What is known of the base model, for metadata: "hash" (short, of a one-file checkpoint), "prediction_type"."""
         ...
 
     def skeleton(self, component: str) -> nn.Module:

@@ -20,6 +20,7 @@ from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, Prev
 from lora_rocm.families.loading import Layout, Part, Source, resolve
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
+from lora_rocm.families.weightfiles import legacy_model_hash
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -46,6 +47,7 @@ class Sdxl:
 
     name = "sdxl"
     text_components = TEXT_COMPONENTS
+    all_components = tuple(LAYOUT.parts)
     lora_targets: Mapping[str, Mapping[str, str]] = {
         preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, sdxl_keys.TEXT)}
         for preset, pattern in sdxl_keys.UNET_TARGETS.items()
@@ -82,7 +84,7 @@ class Sdxl:
         """
         config = self.source.config("scheduler")
         marks = set() if self.source.single_header is None else set(self.source.single_header.tensors)
-        prediction = self.recipe.model.prediction_type
+        prediction: str = self.recipe.model.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else config.get("prediction_type", "epsilon")
         zero_snr = self.recipe.train.zero_terminal_snr or "ztsnr" in marks or bool(config.get("rescale_betas_zero_snr"))
@@ -119,9 +121,9 @@ class Sdxl:
         names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
         components = {name: self.source.load(name, dtype, device) for name in names}
         if self.recipe.train.gradient_checkpointing:
-            components["unet"].enable_gradient_checkpointing()  # type: ignore[operator]
+            components["unet"].enable_gradient_checkpointing()
             for name in names[1:]:
-                components[name].gradient_checkpointing_enable()  # type: ignore[operator]
+                components[name].gradient_checkpointing_enable()
         return LoadedModel(components, dtype, device)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
@@ -204,6 +206,13 @@ class Sdxl:
             return self._text(model, tensors)
 
         return draw_pictures(self.source, self.scheduler_config, model, requests, embeddings, self.latent_normalisation)
+
+    def base_facts(self) -> Mapping[str, str]:
+        file = self.source.single_file
+        return {
+            "hash": "" if file is None else legacy_model_hash(file),
+            "prediction_type": self.scheduler_config["prediction_type"],
+        }
 
     def skeleton(self, component: str) -> nn.Module:
         return self.source.skeleton(component)

@@ -37,11 +37,8 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
 def truncated_part(tokenizer: CLIPTokenizer, caption: str) -> str:
     """The end of a caption that the text encoder will never see; "" when all of it fits."""
     ids = tokenizer(caption, truncation=False, verbose=False).input_ids
-    return str(tokenizer.decode(ids[tokenizer.model_max_length - 1 : -1]).strip()) if _too_long(tokenizer, ids) else ""
-
-
-def _too_long(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> bool:
-    return len(ids) > tokenizer.model_max_length
+    lost = ids[tokenizer.model_max_length - 1 : -1]  # the last place is the end token's
+    return str(tokenizer.decode(lost)).strip() if len(ids) > tokenizer.model_max_length else ""
 
 
 def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

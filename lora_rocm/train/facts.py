@@ -24,7 +24,7 @@ class Facts:
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: pictures of an epoch, repeats included.
     tag_frequency: folder -> tag -> count; buckets: "WxH" -> pictures; dataset_dirs: folder -> {n_repeats, img_count}.
-    base_name, base_hash: of the base model; vae_name of a separate VAE.
+    base_name: of the base model; vae_name: of a separate VAE.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
     """
 
@@ -36,9 +36,7 @@ class Facts:
     buckets: Mapping[str, int] = field(default_factory=dict)
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     base_name: str = ""
-    base_hash: str = ""
     vae_name: str = ""
-    prediction_type: str = ""
     finished_at_s: int | None = None
 
 
@@ -47,7 +45,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
     Args:
         recipe: what was asked for.
-        family: gives ss_base_model_version.
+        family: knows the base model.
         facts: what happened.
         network: ss_network_dim, ss_network_alpha and ss_network_args of the tensors that are written.
     """
@@ -95,7 +93,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_dataset_dirs": _json(facts.dataset_dirs),
         "ss_bucket_info": _json(_bucket_info(facts.buckets)),
         "ss_sd_model_name": facts.base_name,
-        "ss_sd_model_hash": facts.base_hash or None,
+        "ss_sd_model_hash": family.base_facts()["hash"] or None,
         "ss_vae_name": facts.vae_name or None,
         "ss_training_finished_at": facts.finished_at_s,
     }
@@ -104,7 +102,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
     """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
-    side = recipe.data.resolution
+    side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
         "architecture": family.architecture,
@@ -115,7 +113,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
         "author": recipe.output.author,
         "license": recipe.output.license,
         "trigger_phrase": recipe.data.trigger_word,
-        "prediction_type": {"v_prediction": "v"}.get(facts.prediction_type, facts.prediction_type),
+        "prediction_type": {"v_prediction": "v"}.get(prediction, prediction),
         "hash_sha256": f"0x{model_hash}",
         "date": _date(facts.finished_at_s),
     }
