@@ -7,7 +7,7 @@ weight 0, so shapes never change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_rocm.data.buckets import Geometry, Size
@@ -54,11 +54,6 @@ class Row:
         return self.item.dropout_key if self.dropout else self.item.text_keys[self.variant]
 
 
-def num_steps(bucket_counts: Mapping[Size, int], effective_batch: int) -> int:
-    """Updates in an epoch. ``bucket_counts``: pictures, times their repeats, of each bucket."""
-    return sum(-(-count // effective_batch) for count in bucket_counts.values())
-
-
 class BatchPlan:
     """The order of training.
 
@@ -88,13 +83,8 @@ class BatchPlan:
         return self.batch_size * self.accumulation * self.world
 
     @property
-    def bucket_counts(self) -> dict[Size, int]:
-        """Pictures, times their repeats, of each bucket."""
-        return {bucket: len(places) for bucket, places in sorted(self._places.items())}
-
-    @property
     def steps_per_epoch(self) -> int:
-        return num_steps(self.bucket_counts, self.effective_batch)
+        return sum(-(-len(places) // self.effective_batch) for places in self._places.values())
 
     def rows(self, iteration: int) -> list[Row]:
         """Every row of one effective batch, on all ranks. The weights of its real samples are equal and sum to 1."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +78,36 @@ def picture_in(row: DatasetRow) -> Path | memoryview | None:
             where=str(row),
             fix="Name a column of pictures, of their bytes, or of paths in image_column.",
         )
-    return memoryview(value.as_buffer())
+    return memoryview(value.as_buffer()).cast("B")
+
+
+class _View(io.RawIOBase):
+    """Reads from a memoryview without copying the whole of it."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._position = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
+
+
+def as_file(content: memoryview) -> io.BufferedReader:
+    """A file object over bytes mapped from disk: of a large picture only the header is read."""
+    return io.BufferedReader(_View(content))
 
 
 def _resolved(path: Path, dataset: str) -> Path:
@@ -115,7 +146,7 @@ def _open(dataset: str, split: str) -> Any:
             opened = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=str(path), split=split)
         else:
             opened = datasets.load_dataset(str(path) if path.exists() else dataset, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             "dataset-unreadable",
             f"The dataset cannot be read: {error}",

@@ -20,7 +20,7 @@ from lora_rocm.data.folders import (
     walk,
 )
 from lora_rocm.data.pictures import UnreadablePicture, decode, read_size
-from lora_rocm.data.rows import DatasetRow, picture_in, rows_of
+from lora_rocm.data.rows import DatasetRow, as_file, picture_in, rows_of
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 
@@ -202,8 +202,6 @@ def _scan_folder(found: _Findings) -> None:
 
 
 def _scan_dataset(found: _Findings) -> None:
-    import pyarrow  # type: ignore[import-untyped]
-
     options = found.options
     name = Path(options.dataset or "").name
     for row, text in rows_of(options):
@@ -212,7 +210,7 @@ def _scan_dataset(found: _Findings) -> None:
             picture = picture_in(row)
             if picture is None:
                 raise UnreadablePicture("the cell is empty")
-            width, height = read_size(picture if isinstance(picture, Path) else pyarrow.BufferReader(picture))
+            width, height = read_size(picture if isinstance(picture, Path) else as_file(picture))
         except UnreadablePicture as error:
             found.set_aside.append(Problem(shown(row), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
             continue

@@ -1,0 +1,119 @@
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from lora_rocm.data.pictures import read_size
+from lora_rocm.data.rows import as_file, picture_in, rows_of
+from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
+
+
+@pytest.fixture(autouse=True)
+def quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def content(tmp_path: Path, make: SimpleNamespace) -> bytes:
+    return make.picture(tmp_path / "files" / "a.png").read_bytes()
+
+
+def source(dataset: Path | str, **keys: Any) -> ResolvedSource:
+    return DataSection(sources=(DataSource(dataset=str(dataset), **keys),)).resolved_sources()[0]
+
+
+def write(path: Path, **columns: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_parquet_file_of_bytes_paths_and_gaps(tmp_path: Path, content: bytes) -> None:
+    images = [{"bytes": content, "path": None}, {"bytes": None, "path": "a.png"}, None, {"bytes": None, "path": None}]
+    file = write(tmp_path / "files" / "x.parquet", image=images, text=["one", None, "three", "four"])
+    found = [(picture_in(row), caption) for row, caption in rows_of(source(file))]
+    assert bytes(found[0][0]) == content
+    assert found[1:] == [(tmp_path / "files" / "a.png", None), (None, "three"), (None, "four")]
+
+
+def test_a_folder_of_parquet_files_with_splits(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / "ds" / "train-00000-of-00001.parquet", picture=[content, content], text=["a", "b"])
+    write(tmp_path / "ds" / "test-00000-of-00001.parquet", picture=[content], text=["c"])
+    rows = list(rows_of(source(tmp_path / "ds", image_column="picture", split="test")))
+    assert [caption for _, caption in rows] == ["c"] and bytes(picture_in(rows[0][0])) == content
+
+
+def test_a_saved_dataset(tmp_path: Path, content: bytes) -> None:
+    table = datasets.Dataset.from_dict({"image": [str(tmp_path / "files" / "a.png")] * 3, "text": ["a", "b", "c"]})
+    table = table.cast_column("image", datasets.Image()).select([2, 0])
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table, "more": table}).save_to_disk(str(tmp_path / "dict"))
+    for path in ("saved", "dict"):
+        rows = list(rows_of(source(tmp_path / path)))
+        assert [caption for _, caption in rows] == ["c", "a"] and bytes(picture_in(rows[1][0])) == content
+    with pytest.raises(DataError) as caught:
+        list(rows_of(source(tmp_path / "dict", split="val")))
+    assert caught.value.fix == "Splits: more, train."
+
+
+def test_a_jsonl_file_of_paths(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "files" / "x.jsonl").write_text('{"image": "a.png", "text": "hi"}\n', encoding="utf-8")
+    ((row, caption),) = rows_of(source(tmp_path / "files" / "x.jsonl"))
+    assert caption == "hi" and picture_in(row) == tmp_path / "files" / "a.png"
+
+
+def test_no_caption_column(tmp_path: Path, content: bytes) -> None:
+    file = write(tmp_path / "x.parquet", image=[content])
+    assert [caption for _, caption in rows_of(source(file, caption_column=None))] == [None]
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "said"),
+    [
+        ({"image_column": "foto"}, "dataset-column", "image, number, text"),
+        ({"caption_column": "label"}, "dataset-column", "image, number, text"),
+        ({"caption_column": "number"}, "caption-not-text", "int"),
+        ({"image_column": "number"}, "image-column", "int64"),
+        ({"split": "val"}, "dataset-unreadable", "val"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path: Path, content: bytes, keys: dict[str, Any], code: str, said: str) -> None:
+    file = write(tmp_path / "x.parquet", image=[content], number=[1], text=["a"])
+    with pytest.raises(DataError) as caught:
+        for row, _ in rows_of(source(file, **keys)):
+            picture_in(row)
+    assert caught.value.code == code and said in str(caught.value) and str(file) in caught.value.where
+
+
+def test_what_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
+    for name, code in (
+        ("a.csv", "dataset-kind"),
+        ("bad.parquet", "dataset-unreadable"),
+        ("nowhere", "dataset-unreadable"),
+    ):
+        with pytest.raises(DataError) as caught:
+            list(rows_of(source(tmp_path / name)))
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP", "GIF", "AVIF"])
+def test_bytes_read_as_a_file(kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.effect_noise((300, 200), 50).convert("RGB").save(buffer, kind)
+    content = memoryview(pyarrow.py_buffer(buffer.getvalue())).cast("B")
+    assert read_size(as_file(content)) == (300, 200)
+    file = as_file(content)
+    assert file.read() == content and file.seek(-4, 2) == len(content) - 4 and file.read() == content[-4:]
