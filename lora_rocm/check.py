@@ -193,7 +193,8 @@ def _weights_key(recipe: Recipe) -> str:
     stamps = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns) for name in names for file in _files(Path(name))
     ]
-    parts = [__version__, model.model_dump(mode="json"), recipe.train.mixed_precision, recipe.runtime.device, stamps]
+    precision = [recipe.train.mixed_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
+    parts = [__version__, model.model_dump(mode="json"), precision, stamps]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

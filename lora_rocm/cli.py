@@ -158,15 +158,15 @@ def sample(
 @app.command()
 @explained
 def export(
-    source: LoraPath,
+    run: RunPath,
     form: Annotated[Format, typer.Option("--format", help="Which form to write.")],
-    output: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to; default: beside the source.")] = None,
-    dtype: Annotated[NumberFormat | None, typer.Option(help="Number format; default: as it is.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to; default: into the run.")] = None,
+    dtype: Annotated[NumberFormat | None, typer.Option(help="Number format; default: as in the recipe.")] = None,
 ) -> int:
-    """Write a LoRA in another form, load it back and compare."""
+    """Write the LoRA of a run in another form, load it back and compare."""
     from lora_rocm.run import tools
 
-    return tools.export(source, form.value, output=output, dtype=dtype.value if dtype else None)
+    return tools.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
 
 
 @app.command()

@@ -38,7 +38,7 @@ COMMANDS: dict[str, set[str]] = {
         "--base",
         "--config",
     },
-    "export": {"RUN_OR_LORA", "--format", "--output", "--dtype"},
+    "export": {"RUN", "--format", "--output", "--dtype"},
     "status": {"RUN", "--json"},
     "report": {"RUN"},
     "schema": set(),

@@ -13,6 +13,7 @@ from lora_rocm.host import environ
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.process import run_tool
+from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text, size_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
@@ -38,13 +39,13 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
 
 
 def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:
-    """Write a LoRA in another form.
+    """Write the LoRA of a run in another form.
 
     Raises:
         LoraRocmError: what the child met.
     """
     job = {
-        "source": str(_existing(source)),
+        "source": str(open_run(source).path),
         "format": form,
         "output": str(output.absolute()) if output else None,
         "dtype": dtype,

@@ -69,15 +69,17 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
 
 
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
-    Path("lora.safetensors").touch()
-    tools.export(Path("lora.safetensors"), "peft", output=None, dtype="bf16")
-    source = str(tmp_path / "lora.safetensors")
+    write_whole_run(RunDir(tmp_path / "run"))
+    assert tools.export(Path("run"), "peft", output=None, dtype="bf16") == 0
+    source = str(tmp_path / "run")
     assert jobs == [{"tool": "export", "source": source, "format": "peft", "output": None, "dtype": "bf16"}]
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
 def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
     with pytest.raises(UserError, match="no run and no LoRA"):
+        tools.sample(Path(source), output=None, base=None, config=None)
+    with pytest.raises(UserError, match="no run here"):
         tools.export(Path(source), "peft", output=None, dtype=None)
     assert jobs == []
 
