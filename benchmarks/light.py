@@ -65,6 +65,7 @@ def main() -> None:
         measured = {
             "help_s": seconds(["--help"], 7),
             "check_recipe_s": seconds(["check", str(recipe), "--schema-only"], 5),
+            "check_first_time_s": seconds(["check", str(recipe)], 1),  # weighs the model; then remembered
             f"check_{options.pictures}_pictures_s": seconds(["check", str(recipe)], 3),
         }
     for what, value in measured.items():
