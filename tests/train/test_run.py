@@ -1,0 +1,215 @@
+"""Whole runs in this process: any number of stops gives the bytes of the undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
+from lora_rocm.errors import ResumeError, TransferError
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import run, state
+from lora_rocm.train.loop import Position
+from lora_rocm.train.session import Session
+from tests.tiny_models import write_tiny_sdxl
+
+CPU = torch.device("cpu")
+STEPS = 6
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, five pictures in two buckets, and a place for caches that all tests share."""
+    folder = tmp_path_factory.mktemp("Bilder und Modell")
+    write_tiny_sdxl(folder / "model")
+    generator = random.Random(5)
+    for number in range(5):
+        size = [(64, 64), (96, 48)][number % 2]
+        picture = Image.frombytes("RGB", size, generator.randbytes(3 * size[0] * size[1]))
+        (folder / "pictures").mkdir(exist_ok=True)
+        picture.save(folder / "pictures" / f"bild {number}.png")
+        (folder / "pictures" / f"bild {number}.txt").write_text(f"zibu, cat, number {number}", encoding="utf-8")
+    return folder
+
+
+def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"name_or_path": str(material / "model")},
+        "data": {"path": str(material / "pictures"), "resolution": 64, "bucket_step": 16},
+        "lora": {"rank": 2},
+        "optim": {"learning_rate": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
+        "train": {"max_train_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "mixed_precision": "no"},
+        "cache": {"dir": str(material / "cache")},
+        "output": {"save_every_n_steps": 2},
+    }
+    return Recipe.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+
+
+def start(recipe: Recipe, run_dir: Path, stop_at: int | None = None, accept_changes: bool = False) -> bool:
+    """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
+    directory = RunDir(run_dir).create()
+    directory.stop.unlink(missing_ok=True)
+    directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    session = Session(directory, watch_parent=False)
+    session.readers.append(
+        lambda event: (
+            directory.stop.touch() if event["type"] == "step" and event["updates"] >= (stop_at or STEPS + 9) else None
+        )
+    )
+    try:
+        checkpoint = run.find_checkpoint(session, None)
+        dtype = DTYPES[recipe.train.mixed_precision]
+        finished, _ = run.train(session, recipe, CPU, dtype, checkpoint, accept_changes=accept_changes)
+        return finished
+    finally:
+        session.events.close()
+
+
+def bytes_of(run_dir: Path) -> bytes:
+    return RunDir(run_dir).lora.read_bytes()
+
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "accumulation, two buckets": {},
+    "average": {"train": {"ema_decay": 0.9, "gradient_accumulation_steps": 1}},
+    "text encoders": {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
+    "dropout, DoRA": {"lora": {"dropout": 0.2, "use_dora": True}},
+    "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
+    "shuffled, dropped, mirrored": {
+        "data": {"shuffle_caption": True, "caption_dropout_rate": 0.3, "flip_aug": True, "validation_split": 0.2},
+        "train": {"validation_every_n_steps": 2, "noise_offset": 0.05, "min_snr_gamma": 5.0},
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=list(VARIANTS))
+def test_any_number_of_stops_gives_the_same_bytes(material: Path, tmp_path: Path, variant: str) -> None:
+    recipe = make_recipe(material, **VARIANTS[variant])
+    assert start(recipe, tmp_path / "straight")
+    generator = random.Random(variant)
+    for stop in (generator.choice((1, 2)), generator.choice((3, 4))):
+        assert not start(recipe, tmp_path / "stopped", stop_at=stop)
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("forgotten", ["adapter", "optimizer", "position"])
+def test_a_resume_that_forgets_something_gives_other_bytes(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """Negative control of the test above."""
+    recipe = make_recipe(material)
+    assert start(recipe, tmp_path / "straight")
+    assert not start(recipe, tmp_path / "stopped", stop_at=3)
+    original = state.Checkpoint.tensors
+    empty = {"loss_scale": torch.tensor(1.0), "growth": torch.tensor(0.0)}
+    if forgotten == "position":
+        restore = run._restore
+        monkeypatch.setattr(run, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
+    elif forgotten == "optimizer":
+        monkeypatch.setattr(
+            state.Checkpoint, "tensors", lambda self, part: empty if part == forgotten else original(self, part)
+        )
+    else:
+        monkeypatch.setattr("lora_rocm.train.adapter.Adapter.load", lambda self, tensors: None)
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") != bytes_of(tmp_path / "straight")
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(material: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(material)
+    assert start(recipe, tmp_path / "straight")
+    assert not start(recipe, tmp_path / "stopped", stop_at=4)
+    last = RunDir(tmp_path / "stopped").list_checkpoints()[-1][1]
+    newest = last / "adapter.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-8])
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "straight")
+    notices = [
+        event["text"] for event in read_events(RunDir(tmp_path / "stopped").events()) if event["type"] == "notice"
+    ]
+    assert any(f"{last.name} is damaged" in text for text in notices)
+
+
+def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -> None:
+    constant = {"optim": {"lr_scheduler": "constant"}}
+    short = make_recipe(material, **constant)
+    long = make_recipe(material, **constant, train={"max_train_steps": STEPS + 3})
+    assert start(long, tmp_path / "long")
+    assert start(short, tmp_path / "short")
+    assert start(long, tmp_path / "short")
+    assert bytes_of(tmp_path / "short") == bytes_of(tmp_path / "long")
+
+
+def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    with pytest.raises(ResumeError, match="recipe differs"):
+        start(make_recipe(material, optim={"learning_rate": 2e-3}), tmp_path / "run")
+    extra = material / "pictures" / "new.png"
+    Image.new("RGB", (64, 64), "red").save(extra)
+    try:
+        with pytest.raises(ResumeError, match="pictures are not those"):
+            start(recipe, tmp_path / "run")
+        assert start(recipe, tmp_path / "run", accept_changes=True)
+    finally:
+        extra.unlink()
+
+
+class Bus:
+    """Zeroes latents on their way now and then, for some methods of the ladder."""
+
+    def __init__(self, methods: tuple[str, ...], every: int) -> None:
+        self.methods, self.every, self.seen = methods, every, 0
+
+    def __call__(self, tensor: torch.Tensor, device: torch.device, method: str) -> torch.Tensor:
+        if tensor.ndim == 4 and tensor.dtype is torch.float32 and tensor.shape[1] == 4:
+            self.seen += 1
+            if method in self.methods and self.seen % self.every == 0:
+                return torch.zeros_like(tensor)
+        return copy_to_device(tensor, device, method)
+
+
+def test_a_bus_that_zeroes_latents_changes_nothing_in_the_file(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(material)
+    assert start(recipe, tmp_path / "sound")
+    bus = Bus(("unpinned",), every=7)
+    monkeypatch.setattr(run, "DeviceTransfer", lambda device, pin: DeviceTransfer(device, pin, copy=bus))
+    assert start(recipe, tmp_path / "faulty")
+    assert bytes_of(tmp_path / "faulty") == bytes_of(tmp_path / "sound")
+    events = read_events(RunDir(tmp_path / "faulty").events())
+    incidents = [event for event in events if event["type"] == "incident"]
+    assert incidents and all(event["kind"] == "transfer" for event in incidents)
+    assert [event for event in events if event["type"] == "step"][-1]["transfer_failures"] == len(incidents)
+
+
+def test_a_bus_that_never_works_ends_the_run_with_all_kept(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    last = RunDir(tmp_path / "run").list_checkpoints()[-1][1]
+    before = {path.name: path.read_bytes() for path in last.iterdir()}
+    bus = Bus(("unpinned", "clone", "chunked"), every=1)
+    monkeypatch.setattr(run, "DeviceTransfer", lambda device, pin: DeviceTransfer(device, pin, copy=bus))
+    with pytest.raises(TransferError, match="Nothing was trained on it"):
+        start(recipe, tmp_path / "run")
+    assert {path.name: path.read_bytes() for path in last.iterdir()} == before
+
+
+def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material: Path, tmp_path: Path) -> None:
+    assert start(make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 1}), tmp_path / "run")
+    directory = RunDir(tmp_path / "run")
+    assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
+    assert [directory.checkpoint_lora(updates).exists() for updates in (2, 4, 6)] == [True, True, True]
