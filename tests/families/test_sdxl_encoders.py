@@ -1,0 +1,102 @@
+"""What is cached is what diffusers would compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+
+from lora_rocm.families import sdxl_encoders
+from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.text import load_tokenizer, truncated_part
+from tests.tiny_models import tiny_recipe, write_tiny_sdxl
+
+CPU = torch.device("cpu")
+CAPTIONS = ("a photo of a red cat", "", "cat, " * 60)
+
+
+@pytest.mark.parametrize("caption", CAPTIONS)
+def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> None:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
+    with torch.no_grad():
+        prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
+    encoder = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[1]
+    encoded = encoder.load(CPU)(caption)
+    torch.testing.assert_close(encoded["prompt_embeds"], prompt[0])
+    torch.testing.assert_close(encoded["pooled_embeds"], pooled[0])
+    assert encoded.keys() == encoder.outputs.keys()
+
+
+def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
+    encode = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True})).encoders()[1].load(CPU)
+    for caption in CAPTIONS:
+        encoded = encode(caption)
+        for name, tokenizer in (("input_ids_1", pipeline.tokenizer), ("input_ids_2", pipeline.tokenizer_2)):
+            expected = tokenizer(caption, padding="max_length", max_length=77, truncation=True).input_ids
+            assert encoded[name].tolist() == expected
+
+
+def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
+    vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
+    pixels = torch.rand(3, 64, 48) * 2 - 1
+    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)(pixels)
+    with torch.no_grad():
+        expected = vae.encode(pixels[None]).latent_dist
+    torch.testing.assert_close(encoded["latent_mean"], expected.mean[0])
+    torch.testing.assert_close(encoded["latent_std"], expected.std[0])
+    assert encoded["latent_mean"].shape == (4, 8, 6)
+
+
+def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)
+    pixels = torch.rand(3, 128, 128) * 2 - 1
+    whole = encode(pixels)["latent_mean"]
+    monkeypatch.setattr(sdxl_encoders, "TILING_PIXELS", 128 * 128 - 1)
+    tiled = encode(pixels)["latent_mean"]
+    vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
+    vae.enable_tiling()
+    with torch.no_grad():
+        torch.testing.assert_close(tiled, vae.encode(pixels[None]).latent_dist.mean[0])
+    assert not torch.allclose(tiled, whole)
+
+
+@pytest.mark.parametrize("train_text", [False, True])
+def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Path, train_text: bool) -> None:
+    lora = {"train_text_encoder": train_text}
+
+    def fingerprints(folder: Path, **model: str) -> list[str]:
+        return [encoder.fingerprint for encoder in Sdxl(tiny_recipe(folder, lora=lora, model=model)).encoders()]
+
+    same = write_tiny_sdxl(tmp_path / "same")
+    other = write_tiny_sdxl(tmp_path / "other", seed=1)
+    assert fingerprints(tiny_sdxl) == fingerprints(same)
+    vae, text = fingerprints(same)
+    assert fingerprints(same, vae=str(other / "vae")) == [fingerprints(other)[0], text]
+    assert fingerprints(other)[0] != vae
+    assert (fingerprints(other)[1] != text) is not train_text  # token ids come from the tokenizers alone
+    tokenizer = same / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert fingerprints(same)[0] == vae
+    assert fingerprints(same)[1] != text
+
+
+def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
+    assert Sdxl(tiny_recipe(tiny_sdxl)).cache_spec.keys() == {
+        "latent_mean",
+        "latent_std",
+        "prompt_embeds",
+        "pooled_embeds",
+    }
+
+
+def test_truncation_is_noticed(tiny_sdxl: Path) -> None:
+    tokenizer = load_tokenizer(tiny_sdxl / "tokenizer")
+    fits = "cat " * 75  # and the two end tokens
+    assert truncated_part(tokenizer, fits) == ""
+    assert truncated_part(tokenizer, fits + "dog") == "dog"
+    truncated = Sdxl(tiny_recipe(tiny_sdxl)).truncated()
+    assert truncated(fits + "dog circle") == "dog circle"
+    assert truncated("a cat") == ""
