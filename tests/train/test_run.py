@@ -54,7 +54,9 @@ def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
 
 
-def start(recipe: Recipe, run_dir: Path, stop_at: int | None = None, accept_changes: bool = False) -> bool:
+def start(
+    recipe: Recipe, run_dir: Path, stop_at: int | None = None, accept_changes: bool = False, device: torch.device = CPU
+) -> bool:
     """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
     directory = RunDir(run_dir).create()
     directory.stop.unlink(missing_ok=True)
@@ -68,7 +70,7 @@ def start(recipe: Recipe, run_dir: Path, stop_at: int | None = None, accept_chan
     try:
         checkpoint = run.find_checkpoint(session, None)
         dtype = DTYPES[recipe.train.mixed_precision]
-        finished, _ = run.train(session, recipe, CPU, dtype, checkpoint, accept_changes=accept_changes)
+        finished, _ = run.train(session, recipe, device, dtype, checkpoint, accept_changes=accept_changes)
         return finished
     finally:
         session.events.close()
@@ -213,3 +215,34 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material:
     directory = RunDir(tmp_path / "run")
     assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
     assert [directory.checkpoint_lora(updates).exists() for updates in (2, 4, 6)] == [True, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_gpu_stops_give_the_same_bytes_with_deterministic_kernels(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    recipe = make_recipe(material, train={"mixed_precision": precision, "ema_decay": 0.9})
+    device = torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert start(recipe, tmp_path / "straight", device=device)
+        for stop in (1, 3):
+            assert not start(recipe, tmp_path / "stopped", stop_at=stop, device=device)
+        assert start(recipe, tmp_path / "stopped", device=device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "straight")
+
+
+@pytest.mark.gpu
+def test_gpu_losses_follow_the_cpu_ones(material: Path, tmp_path: Path) -> None:
+    """Noise and timesteps are drawn on the CPU: the same recipe sees the same losses on every device, to rounding."""
+    recipe = make_recipe(material)
+    losses = {}
+    for device in (CPU, torch.device("cuda", 0)):
+        assert start(recipe, tmp_path / device.type, device=device)
+        events = read_events(RunDir(tmp_path / device.type).events())
+        losses[device.type] = [event["loss"] for event in events if event["type"] == "step"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-3)
