@@ -7,11 +7,12 @@ out, whatever tags a file carries, and every problem of a file is found in one p
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lora_rocm.errors import Problem
@@ -59,7 +60,9 @@ def parse_yaml(text: str) -> YamlTree:
         YamlSyntaxError: no YAML, more than one document, or nested without end.
     """
     try:
-        node = YAML(typ="rt", pure=True).compose(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReusedAnchorWarning)  # legal YAML: the newest counts
+            node = YAML(typ="rt", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)

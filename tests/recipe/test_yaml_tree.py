@@ -48,6 +48,7 @@ def test_lines_of_keys_and_items() -> None:
 
 def test_aliases_are_followed() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x").value == {"a": {"b": 1}, "c": {"b": 1}}
+    assert parse_yaml("a: &x 1\nb: &x 2\nc: *x").value == {"a": 1, "b": 2, "c": 2}
 
 
 @pytest.mark.parametrize(

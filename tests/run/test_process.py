@@ -141,6 +141,7 @@ def drive(run_dir: RunDir, mode: str, started: list[subprocess.Popen[str]]) -> s
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
+        start_new_session=True,
     )
     started.append(parent)
     wait_until(lambda: run_dir.events().exists() and b'"updates": 3' in run_dir.events().read_bytes())
@@ -163,6 +164,15 @@ def test_the_first_signal_stops_gracefully(run_dir: RunDir, started: list[Any], 
     output, _ = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == 130, output
     assert "Finishing the step and saving" in output and "Traceback" not in output
+
+
+@posix
+def test_ctrl_c_in_a_terminal_hits_the_parent_alone(run_dir: RunDir, started: list[Any]) -> None:
+    parent = drive(run_dir, "until-stopped", started)
+    os.killpg(parent.pid, signal.SIGINT)  # a terminal signals the whole foreground group
+    output, _ = parent.communicate(timeout=WAIT_S)
+    assert parent.returncode == 130, output
+    assert b'"reason": "stopped"' in run_dir.events().read_bytes()
 
 
 @posix
