@@ -79,8 +79,8 @@ class Caches:
     text_encoder: Encoder
     device: torch.device
     report: Report
-    _jobs: dict[str, ImageJob] = field(default_factory=dict)
-    _captions: dict[str, str] = field(default_factory=dict)
+    _jobs: dict[str, ImageJob] = field(default_factory=dict, init=False)
+    _captions: dict[str, str] = field(default_factory=dict, init=False)
 
     def image_job(self, sample: Sample, sha256: str, geometry: Geometry, flip: bool) -> ImageJob:
         """The job whose key these determine."""

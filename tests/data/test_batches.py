@@ -1,0 +1,248 @@
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.device.transfer import fingerprint
+from lora_rocm.errors import DataError, MachineError, StorageError
+from lora_rocm.recipe.schema import RuntimeSection
+
+CPU = torch.device("cpu")
+RUNTIME = RuntimeSection()
+
+
+@pytest.fixture
+def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> SimpleNamespace:
+    for index in range(7):
+        size = (96, 64) if index < 4 else (64, 96)
+        make.picture(tmp_path / "data" / f"{index}.png", *size, seed=index, caption=f"{index}, a, b, c")
+    data = make.data(
+        path=str(tmp_path / "data"), flip_aug=True, shuffle_caption=True, caption_dropout_rate=0.3, repeats=2
+    )
+    cache = LatentCache(tmp_path / "cache")
+    prepared: Prepared = prepare(make.recipe(data), family, cache, CPU, lambda *progress: None)
+    plan = BatchPlan(prepared.items, 2, 2, 0)
+
+    def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
+        runtime = keys.pop("runtime", RUNTIME)
+        return loader(plan, cache, family, start, count, runtime, **{"repair": prepared.repair, **keys})
+
+    return SimpleNamespace(cache=cache, prepared=prepared, plan=plan, family=family, load=load)
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    """Whether two lists of batches are equal to the bit."""
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        plain = ("sample_keys", "positions", "bucket", "iteration", "micro")
+        if any(a[name] != b[name] for name in plain) or a["tensors"].keys() != b["tensors"].keys():
+            return False
+        if not all(
+            torch.equal(a[part][name], b[part][name]) for part in ("tensors", "fingerprints") for name in a[part]
+        ):
+            return False
+    return True
+
+
+def entry_of(ready: SimpleNamespace, kind: str, key: str) -> Path:
+    (path,) = ready.cache.root.glob(f"{kind}/*/{key}.safetensors")
+    return path
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 16
+    path.write_bytes(content)
+
+
+def test_a_batch(ready: SimpleNamespace) -> None:
+    batches = list(ready.load(0, ready.plan.steps_per_epoch))
+    assert [(b["iteration"], b["micro"]) for b in batches] == list(
+        itertools.product(range(ready.plan.steps_per_epoch), (0, 1))
+    )
+    for batch in batches:
+        rows = ready.plan.micro(batch["iteration"], batch["micro"])
+        tensors = batch["tensors"]
+        assert set(tensors) == {"latent_mean", "latent_std", "embeds", "token_ids", "time_ids", "weight"}
+        assert set(batch["fingerprints"]) == set(tensors)
+        for name, tensor in tensors.items():
+            assert tensor.shape[0] == 2 and tensor.is_contiguous()
+            assert torch.equal(batch["fingerprints"][name], fingerprint(tensor))
+        assert tensors["weight"].dtype == torch.float32 and tensors["weight"].tolist() == pytest.approx(
+            [row.weight for row in rows]
+        )
+        geometry = rows[0].item.geometry
+        assert batch["bucket"] == geometry.target_hw == tuple(tensors["time_ids"][0, 4:].tolist())
+        assert tensors["time_ids"][0].tolist() == [*geometry.original_hw, *geometry.crop_top_left, *geometry.target_hw]
+        assert batch["sample_keys"] == [row.item.key for row in rows]
+        assert batch["positions"] == [row.position for row in rows]
+
+
+def test_the_tensors_are_those_of_the_rows(ready: SimpleNamespace) -> None:
+    for batch in ready.load(0, 4):
+        for place, row in enumerate(ready.plan.micro(batch["iteration"], batch["micro"])):
+            image = ready.cache.get("image", row.image_key, ready.family.image_encoder.outputs)
+            text = ready.cache.get("text", row.text_key, ready.family.text_encoder.outputs)
+            for name, tensor in (image.tensors | text.tensors).items():
+                assert torch.equal(batch["tensors"][name][place], tensor)
+
+
+def test_starting_anywhere_gives_the_same_batches(ready: SimpleNamespace) -> None:
+    whole = list(ready.load(0, 9))
+    assert same(whole[8:], list(ready.load(4, 5)))
+    assert same(whole[8:14], list(itertools.islice(ready.load(4, None), 6)))
+    assert not same(whole[:2], list(ready.load(1, 1)))
+
+
+def test_ranks_and_splits_read_the_same_samples(ready: SimpleNamespace) -> None:
+    items = ready.plan.items
+
+    def samples(batch_size: int, accumulation: int, world: int) -> list[tuple[int, int, str, float]]:
+        found = []
+        for rank in range(world):
+            for batch in ready.load(0, 4, BatchPlan(items, batch_size, accumulation, 0, world, rank)):
+                weights = batch["tensors"]["weight"].tolist()
+                found += zip(
+                    [batch["iteration"]] * batch_size, batch["positions"], batch["sample_keys"], weights, strict=True
+                )
+        return sorted(found)
+
+    assert samples(4, 1, 1) == samples(2, 2, 1) == samples(1, 4, 1) == samples(2, 1, 2) == samples(1, 1, 4)
+
+
+def test_the_global_generator_is_left_alone(ready: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(ready.load(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_damaged_entry_is_made_again_and_the_batches_are_the_same(ready: SimpleNamespace) -> None:
+    whole = list(ready.load(0, 4))
+    row = ready.plan.micro(1, 1)[0]
+    damage(entry_of(ready, "image", row.image_key))
+    damage(entry_of(ready, "text", row.text_key))
+    loads = ready.family.image_encoder.loads
+    assert same(list(ready.load(0, 4)), whole)
+    assert ready.family.image_encoder.loads == loads + 1
+    assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 2
+
+
+def test_a_missing_entry_is_made_again(ready: SimpleNamespace) -> None:
+    whole = list(ready.load(0, 2))
+    entry_of(ready, "image", ready.plan.micro(0, 1)[0].image_key).unlink()
+    assert same(list(ready.load(0, 2)), whole)
+
+
+def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -> None:
+    damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key))
+    asked = []
+    with pytest.raises(StorageError) as caught:
+        list(ready.load(0, 1, repair=lambda kind, key: asked.append((kind, key))))
+    assert caught.value.code == "cache-entry-damaged" and len(asked) == 1
+
+
+def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None:
+    path = entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key)
+    damage(path)
+    with pytest.raises(DataError) as caught:
+        list(ready.load(0, 1, repair=None))
+    assert str(path) in caught.value.where and "Delete" in caught.value.fix
+
+
+def test_a_worker_gives_the_same_batches_and_repairs(ready: SimpleNamespace) -> None:
+    whole = list(ready.load(0, 4))
+    damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].image_key))
+    runtime = RuntimeSection(workers=1, worker_timeout_s=60)
+    assert same(list(ready.load(0, 4, runtime=runtime)), whole)
+    assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 1
+
+
+SILENT_WORKER = """
+import pathlib, sys, time
+from lora_rocm.data.batches import BatchPlan, Reader, loader
+from lora_rocm.data.buckets import fit
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.plan import Item
+from lora_rocm.errors import MachineError
+from lora_rocm.recipe.schema import RuntimeSection
+
+class SlowCache(LatentCache):
+    def get(self, *entry):
+        time.sleep(600)
+
+class Encoder:
+    outputs, kind = {}, "image"
+
+class Family:
+    def encoders(self):
+        return [Encoder()]
+
+if __name__ == "__main__":
+    item = Item("a.png", fit(64, 64, 64, 16, 2.0, True, False), ("a",), ("b",), "c", 0.0, 1)
+    runtime = RuntimeSection(workers=1, worker_timeout_s=3)
+    try:
+        next(loader(BatchPlan([item], 1, 1, 0), SlowCache(pathlib.Path(".")), Family(), 0, 1, runtime))
+    except MachineError as error:
+        print(error)
+"""
+
+
+def test_a_worker_that_is_silent_too_long(tmp_path: Path) -> None:
+    script = tmp_path / "silent.py"
+    script.write_text(SILENT_WORKER, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], capture_output=True, encoding="utf-8", env=environment, timeout=120)
+    assert "timed out after 3" in done.stdout and "Set runtime.workers: 0" in done.stdout, done.stderr
+
+
+def test_a_worker_that_dies(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+        yield
+
+    monkeypatch.setattr("lora_rocm.data.batches.DataLoader", dead)
+    with pytest.raises(MachineError, match="exited unexpectedly"):
+        list(ready.load(0, 1, runtime=RuntimeSection(workers=1)))
+    with pytest.raises(RuntimeError):  # without workers it is something else, and not hidden
+        list(ready.load(0, 1))
+
+
+def test_what_the_data_loader_is_asked_for(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that are refused without workers come with workers only; never fork, never wait for ever."""
+    asked: list[dict[str, Any]] = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lora_rocm.data.batches.DataLoader", recorded)
+    for workers in (0, 2):
+        with pytest.raises(KeyboardInterrupt):
+            list(ready.load(0, 1, runtime=RuntimeSection(workers=workers, worker_timeout_s=77)))
+    assert asked[0]["num_workers"] == 0 and not {"timeout", "multiprocessing_context"} & asked[0].keys()
+    assert asked[1]["num_workers"] == 2 and asked[1]["timeout"] == 77
+    assert asked[1]["multiprocessing_context"] == "spawn"
+
+
+def test_pinning(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, ...]] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    list(ready.load(0, 1))
+    assert pinned == []
+    list(ready.load(0, 1, pin_memory=True))
+    assert len(pinned) == 12

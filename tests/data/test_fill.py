@@ -1,0 +1,194 @@
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.fill import Caches, Progress, pixels_of
+from lora_rocm.data.samples import geometries, scan
+from lora_rocm.errors import DataError, StorageError
+
+CPU = torch.device("cpu")
+
+
+def ignore(*progress: object) -> None:
+    pass
+
+
+@pytest.fixture
+def caches(tmp_path: Path, family: Any) -> Caches:
+    return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore)
+
+
+def jobs_for(caches: Caches, make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Any]:
+    data = make.data(path=str(folder))
+    found = scan(data).samples
+    cuts, _ = geometries(found, data)
+    flips = (False, True) if flip else (False,)
+    return [caches.image_job(sample, sample.key, cuts[sample.key], flip) for sample in found for flip in flips]
+
+
+def test_pixels() -> None:
+    image = Image.new("RGB", (3, 2), (0, 255, 51))
+    pixels_CHW = pixels_of(image)
+    assert pixels_CHW.shape == (3, 2, 3) and pixels_CHW.dtype == torch.float32 and pixels_CHW.is_contiguous()
+    assert pixels_CHW[:, 0, 0].tolist() == pytest.approx([-1.0, 1.0, 51 / 127.5 - 1], abs=1e-7)
+
+
+def test_only_what_is_missing_is_encoded(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    jobs = jobs_for(caches, make, tmp_path / "data")
+    assert caches.fill_images(jobs[:1]) == {} and caches.fill_images(jobs) == {}
+    assert len(family.image_encoder.encoded) == 3
+    caches.fill_texts(["a", "b"])
+    caches.fill_texts(["b", "c", "c"])
+    assert family.text_encoder.encoded == ["a", "b", "c"]
+
+
+def test_a_complete_cache_loads_nothing(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
+    make.picture(tmp_path / "data" / "a.png", caption="x")
+    jobs = jobs_for(caches, make, tmp_path / "data")
+    for _ in range(2):
+        caches.fill_images(jobs)
+        caches.fill_texts(["x"])
+    assert family.image_encoder.loads == family.text_encoder.loads == 1
+
+
+def test_a_mirror_image_is_of_the_mirrored_pixels(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
+) -> None:
+    make.picture(tmp_path / "data" / "a.png", 64, 64, caption="x")
+    caches.fill_images(jobs_for(caches, make, tmp_path / "data", flip=True))
+    plain, mirrored = family.image_encoder.encoded
+    assert torch.equal(mirrored, plain.flip(2)) and not torch.equal(mirrored, plain)
+
+
+def test_a_picture_that_cannot_be_decoded_is_set_aside(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
+) -> None:
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    broken = tmp_path / "data" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:3000])  # the header is whole
+    aside = caches.fill_images(jobs_for(caches, make, tmp_path / "data", flip=True))
+    assert list(aside) == ["1.png"] and aside["1.png"].where == str(broken)
+    assert len(family.image_encoder.encoded) == 4
+
+
+def test_the_weights_leave_memory(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make.picture(tmp_path / "data" / "a.png", caption="x")
+    weights: list[weakref.ref[torch.nn.Module]] = []
+
+    def load(device: torch.device) -> Callable[[Any], Any]:
+        module = torch.nn.Linear(2, 2)
+        weights.append(weakref.ref(module))
+        return lambda item: family.image_encoder.tensors_of(item) if module else {}
+
+    monkeypatch.setattr(family.image_encoder, "load", load)
+    caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+    gc.collect()
+    assert [reference() for reference in weights] == [None]
+
+
+def test_stopping_in_the_middle_loses_nothing(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, new_family: Any
+) -> None:
+    for index in range(4):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+
+    def stop(what: str, done: int, total: int, per_second: float) -> None:
+        raise KeyboardInterrupt
+
+    caches.report = stop
+    with pytest.raises(KeyboardInterrupt):
+        caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+    assert len(family.image_encoder.encoded) == 1
+    caches.report = ignore
+    caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+    assert len(family.image_encoder.encoded) == 4
+    assert caches.cache.root != (other := LatentCache(tmp_path / "other")).root
+    fresh = new_family()
+    Caches(other, fresh.image_encoder, fresh.text_encoder, CPU, ignore).fill_images(
+        jobs_for(caches, make, tmp_path / "data")
+    )
+    files = {path.name: path.read_bytes() for path in caches.cache.root.rglob("*.safetensors")}
+    assert files == {path.name: path.read_bytes() for path in other.root.rglob("*.safetensors")} and len(files) == 4
+
+
+def test_a_full_disk_in_the_middle(caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    replace = os.replace
+
+    def fill_up(source: Path, target: Path) -> None:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", fill_up)
+    with pytest.raises(StorageError) as caught:
+        caches.fill_texts(["a", "b", "c", "d"])
+    assert caught.value.code == "disk-full" and len(list(caches.cache.root.rglob("*.*"))) == 2
+    monkeypatch.undo()
+    caches.fill_texts(["a", "b", "c", "d"])
+    assert family.text_encoder.encoded == ["a", "b", "c", "c", "d"]
+
+
+def test_values_that_are_not_finite_stop_the_run(caches: Caches, family: Any) -> None:
+    whole = family.text_encoder.tensors_of
+    family.text_encoder.tensors_of = lambda caption: {**whole(caption), "embeds": torch.full((8, 4), float("nan"))}
+    with pytest.raises(DataError) as caught:
+        caches.fill_texts(["a house"])
+    assert caught.value.code == "encoder-nonfinite" and "a house" in caught.value.where
+
+
+def test_looking_up_a_prompt(caches: Caches, family: Any) -> None:
+    caches.fill_texts(["a house", ""])
+    expected = family.text_encoder.tensors_of("a house")
+    assert all(torch.equal(caches.text_lookup("a house")[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(DataError) as caught:
+        caches.text_lookup("a tree")
+    assert caught.value.code == "prompt-not-cached" and "a tree" in caught.value.where
+
+
+def test_a_damaged_prompt_is_encoded_again(caches: Caches, family: Any) -> None:
+    caches.fill_texts(["a house"])
+    (file,) = caches.cache.root.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    assert torch.equal(caches.text_lookup("a house")["embeds"], family.text_encoder.tensors_of("a house")["embeds"])
+    assert family.text_encoder.encoded == ["a house", "a house"]
+
+
+def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleNamespace, caches: Caches) -> None:
+    path = make.picture(tmp_path / "data" / "a.png", caption="x")
+    jobs = jobs_for(caches, make, tmp_path / "data")
+    caches.fill_images(jobs)
+    caches.repair("image", jobs[0].key)
+    assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
+    path.unlink()
+    with pytest.raises(DataError) as caught:
+        caches.repair("image", jobs[0].key)
+    assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
+
+
+def test_progress_is_passed_on_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = Progress("images", 100, lambda *facts: said.append(facts), done=20)
+    for _ in range(80):
+        now[0] += 0.05
+        progress.step()
+    assert said[0] == ("images", 21, 100, pytest.approx(20.0))
+    assert said[-1] == ("images", 100, 100, pytest.approx(20.0))
+    assert len(said) < 20

@@ -1,0 +1,115 @@
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.data.buckets import fit
+from lora_rocm.data.plan import BatchPlan, Item, Row
+
+
+def item(
+    index: int, wide: bool = False, repeats: int = 1, flip: bool = False, texts: int = 1, dropout: float = 0.0
+) -> Item:
+    geometry = fit(200 if wide else 100, 100, 64, 16, 2.0, True, False)
+    images = (f"image{index}", f"mirrored{index}") if flip else (f"image{index}",)
+    return Item(
+        f"{index}.png", geometry, images, tuple(f"text{index}.{n}" for n in range(texts)), "empty", dropout, repeats
+    )
+
+
+items = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=12).map(
+    lambda drawn: [item(index, wide, repeats, True, 3, 0.3) for index, (wide, repeats) in enumerate(drawn)]
+)
+splits = st.sampled_from([(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)])
+
+
+def epoch_of(plan: BatchPlan, epoch: int = 0) -> list[list[Row]]:
+    first = epoch * plan.steps_per_epoch
+    return [plan.rows(iteration) for iteration in range(first, first + plan.steps_per_epoch)]
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2))
+def test_every_picture_is_seen_as_often_as_asked(
+    found: list[Item], batch: int, acc: int, seed: int, epoch: int
+) -> None:
+    batches = epoch_of(BatchPlan(found, batch, acc, seed), epoch)
+    seen = Counter(row.item.key for rows in batches for row in rows if row.weight > 0)
+    assert seen == {one.key: one.repeats for one in found}
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3))
+def test_a_batch_has_one_bucket_and_its_weights_are_a_mean(found: list[Item], batch: int, acc: int) -> None:
+    for rows in epoch_of(BatchPlan(found, batch, acc, 0)):
+        assert len(rows) == batch * acc and [row.position for row in rows] == list(range(batch * acc))
+        assert len({row.item.geometry.target_hw for row in rows}) == 1
+        weights = {row.weight for row in rows if row.weight > 0}
+        assert len(weights) == 1 and abs(sum(row.weight for row in rows) - 1.0) < 1e-12
+
+
+@given(items, splits, splits, st.integers(0, 3))
+def test_the_split_does_not_change_the_order(
+    found: list[Item], one: tuple[int, int, int], other: tuple[int, int, int], seed: int
+) -> None:
+    plans = [BatchPlan(found, batch, acc, seed, world) for batch, acc, world in (one, other)]
+    assert epoch_of(plans[0]) == epoch_of(plans[1])
+
+
+@given(items, splits)
+def test_ranks_and_micro_batches_partition_the_batch(found: list[Item], split: tuple[int, int, int]) -> None:
+    batch, acc, world = split
+    ranks = [BatchPlan(found, batch, acc, 0, world, rank) for rank in range(world)]
+    slices = [plan.micro(1, index) for plan in ranks for index in range(acc)]
+    assert all(len(rows) == batch for rows in slices)
+    together = sorted((row for rows in slices for row in rows), key=lambda row: row.position)
+    assert together == ranks[0].rows(1)
+
+
+def test_order_follows_seed_and_epoch() -> None:
+    found = [item(index, wide=index % 2 == 0) for index in range(20)]
+    assert epoch_of(BatchPlan(found, 2, 1, 0)) == epoch_of(BatchPlan(found, 2, 1, 0))
+    assert epoch_of(BatchPlan(found, 2, 1, 0)) != epoch_of(BatchPlan(found, 2, 1, 1))
+    orders = [[row.item.key for rows in epoch_of(BatchPlan(found, 2, 1, 0), epoch) for row in rows] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_going_back_gives_the_same_rows() -> None:
+    plan = BatchPlan([item(index) for index in range(5)], 2, 1, 0)
+    forward = [plan.rows(iteration) for iteration in range(12)]
+    assert [plan.rows(iteration) for iteration in reversed(range(12))] == forward[::-1]
+    assert BatchPlan(plan.items, 2, 1, 0).rows(11) == forward[11]
+
+
+def test_buckets_come_mixed() -> None:
+    plan = BatchPlan([item(index, wide=index < 20) for index in range(40)], 2, 1, 0)
+    sizes = [rows[0].item.geometry.target_hw for rows in epoch_of(plan)]
+    changes = sum(a != b for a, b in zip(sizes, sizes[1:], strict=False))
+    assert changes > 4
+
+
+def test_a_tail_is_filled_with_real_samples_of_no_weight() -> None:
+    rows = BatchPlan([item(0), item(1)], 5, 1, 0).rows(0)
+    assert [row.weight for row in rows] == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert [row.item for row in rows[2:]] == [rows[0].item, rows[1].item, rows[0].item]
+
+
+def test_choices_are_drawn_in_their_shares() -> None:
+    plan = BatchPlan([item(index, flip=True, texts=4, dropout=0.25) for index in range(200)], 1, 1, 0)
+    rows = [rows[0] for epoch in range(5) for rows in epoch_of(plan, epoch)]
+    assert 0.45 < sum(row.flip for row in rows) / len(rows) < 0.55
+    assert 0.20 < sum(row.dropout for row in rows) / len(rows) < 0.30
+    assert all(200 < count < 300 for count in Counter(row.variant for row in rows).values())
+    first = {row.item.key: row.variant for row in rows[:200]}
+    assert any(first[row.item.key] != row.variant for row in rows[200:400])
+
+
+def test_what_is_not_asked_for_is_not_drawn() -> None:
+    rows = [rows[0] for rows in epoch_of(BatchPlan([item(index) for index in range(50)], 1, 1, 0))]
+    assert not any(row.flip or row.dropout or row.variant for row in rows)
+    assert {row.text_key for row in rows} == {f"text{index}.0" for index in range(50)}
+
+
+def test_rows_name_their_cache_entries() -> None:
+    one = item(0, flip=True, texts=2)
+    assert Row(one, 0, 1.0, True, 1, False).image_key == "mirrored0"
+    assert Row(one, 0, 1.0, False, 1, False).text_key == "text0.1"
+    assert Row(one, 0, 1.0, False, 1, True).text_key == "empty"
