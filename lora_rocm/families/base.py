@@ -113,7 +113,9 @@ class ModelFamily(Protocol):
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
         ...
 
-    def sample_meta(self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]) -> Tensors:
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
         """Conditioning computed from the geometry of one sample (pixels)."""
         ...
 
@@ -174,7 +176,9 @@ def family_for(recipe: Recipe) -> ModelFamily:
 
     name = recipe.model.family
     if name not in FAMILIES:
-        raise ModelError("family-unknown", f"There is no model family {name!r}.", fix=f"Known: {', '.join(sorted(FAMILIES))}.")
+        raise ModelError(
+            "family-unknown", f"There is no model family {name!r}.", fix=f"Known: {', '.join(sorted(FAMILIES))}."
+        )
     module, _, attribute = FAMILIES[name].partition(":")
     family: ModelFamily = getattr(importlib.import_module(module), attribute)(recipe)
     return family

@@ -31,7 +31,7 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     """The snapshot folder of a diffusers model: configs, tokenizers and safetensors weights, half precision preferred.
 
     Raises:
-        ModelError: hub-unreachable, hub-unknown, hub-gated.
+        ModelError: hub-unreachable, hub-unknown, hub-gated, hub-incomplete.
     """
 
     def has_weights(folder: Path) -> bool:
@@ -39,14 +39,21 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
 
     configs = ["model_index.json", "scheduler/*.json", *(f"{part}/*.json" for part in parts)]
     configs += [f"{tokenizer}/*" for tokenizer in tokenizers]
-    folder = download(repo, revision, [*configs, *(f"{part}/*.fp16.safetensors" for part in parts)], has_weights)
-    if has_weights(folder):
-        return folder
-    return download(repo, revision, [*configs, *(f"{part}/*.safetensors" for part in parts)], has_weights)
+    half = [*configs, *(f"{part}/*.fp16.safetensors" for part in parts)]
+    full = [*configs, *(f"{part}/*.safetensors" for part in parts)]
+    folder = download(repo, revision, half, has_weights) or download(repo, revision, full, has_weights)
+    if folder is None:
+        what = "Not all parts of this model are here as safetensors weights."
+        fix = "Connect to the network to finish the download, or choose a model that has safetensors weights."
+        raise _error("hub-incomplete", what, repo, fix)
+    return folder
 
 
-def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path:
-    """The snapshot folder with the files of ``patterns``: from the cache if that is ``complete``, else by network."""
+def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path | None:
+    """The snapshot folder with the files of ``patterns``: from the cache if that is ``complete``, else by network.
+
+    None when it is not complete even then (the repository lacks files, or the network went away).
+    """
     try:
         cached = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
         if complete(cached):
@@ -54,7 +61,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
     except LocalEntryNotFoundError:
         pass
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         fix = "Accept its terms there, then log in with the hub's own command."
         raise _error("hub-gated", "This model asks for your consent on its hub page.", repo, fix) from error
@@ -65,6 +72,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         what = "The model is neither a local folder nor cached, and the hub cannot be reached."
         fix = "Connect to the network once, or download the model elsewhere and give its folder."
         raise _error("hub-unreachable", what, repo, fix) from error
+    return folder if complete(folder) else None
 
 
 def _error(code: str, what: str, repo: str, fix: str) -> ModelError:

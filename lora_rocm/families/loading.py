@@ -182,19 +182,18 @@ class Source:
         Raises:
             ModelError: tokenizer-missing.
         """
-        if self.tokenizer_folder is not None and (self.tokenizer_folder / name).is_dir():
-            return self.tokenizer_folder / name
-        try:
-            if self.tokenizer_folder is None:
-                patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
-                return hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir()) / name
-        except ModelError as error:
-            reason = error.what
-        else:
-            reason = f"{self.tokenizer_folder} has no folder {name}."
+        folder, reason = self.tokenizer_folder, ""
+        if folder is None:
+            patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
+            try:
+                folder = hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir())
+            except ModelError as error:
+                reason = f" {error.what}"
+        if folder is not None and (folder / name).is_dir():
+            return folder / name
         raise ModelError(
             "tokenizer-missing",
-            f"A one-file checkpoint holds no tokenizers, and none were found. {reason}",
+            f"The model comes without {name}, and none was found elsewhere.{reason}",
             where=f"model.name_or_path: {self.name}",
             fix=f"Set model.config to a folder with {' and '.join(self.layout.tokenizers)} "
             f"(as in {self.layout.tokenizers_repo}).",

@@ -120,10 +120,8 @@ class Sdxl:
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
         components = {name: self.source.load(name, dtype, device) for name in names}
-        if self.recipe.train.gradient_checkpointing:
+        if self.recipe.train.gradient_checkpointing:  # of the UNet: the text encoders' activations are small
             components["unet"].enable_gradient_checkpointing()
-            for name in names[1:]:
-                components[name].gradient_checkpointing_enable()
         return LoadedModel(components, dtype, device)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.loading import Source, read_config
+from lora_rocm.families.loading import PICKLE_SUFFIXES, Source, read_config
 from lora_rocm.families.weightfiles import Header
 
 UNET_PREFIX = "model.diffusion_model."
@@ -124,7 +124,7 @@ def _not_a_model(source: Source) -> ModelError:
     if files:
         fix = f"Give the file itself: model.name_or_path: {source.folder / files[0]}"
     else:
-        pickles = [path.name for suffix in ("ckpt", "bin", "pt") for path in source.folder.glob(f"*.{suffix}")]
+        pickles = [path.name for suffix in PICKLE_SUFFIXES for path in source.folder.glob(f"*{suffix}")]
         if pickles:
             return ModelError(
                 "pickle-refused",

@@ -190,7 +190,9 @@ def test_every_weight_of_the_unet_has_its_original_name() -> None:
     from tests.tiny_models import _sgm_unet
 
     unet = tiny_pipeline().unet
-    original = _sgm_unet({f"{name}.weight": torch.zeros(()) for name, m in unet.named_modules() if hasattr(m, "weight")})
+    original = _sgm_unet(
+        {f"{name}.weight": torch.zeros(()) for name, m in unet.named_modules() if hasattr(m, "weight")}
+    )
     linear = [name for name, module in unet.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     assert {sdxl_keys.sgm_name(name, unet.config) + ".weight" for name in linear} <= original.keys()
     assert len(linear) > 200

@@ -1,0 +1,220 @@
+"""Folders, one-file checkpoints, the package's own model, a separate VAE: all read alike, and refused with a reason."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from safetensors.torch import load_file, save_file
+
+from lora_rocm.errors import ModelError
+from lora_rocm.families import loading
+from lora_rocm.families.sdxl import LAYOUT, Sdxl
+from tests.tiny_models import (
+    tiny_pipeline,
+    tiny_recipe,
+    write_config_folder,
+    write_single_file,
+    write_tiny_sdxl,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> StableDiffusionXLPipeline:
+    return tiny_pipeline()
+
+
+@pytest.fixture
+def single(pipeline: StableDiffusionXLPipeline, tmp_path: Path) -> tuple[Path, Path]:
+    """(one-file checkpoint, folder with its configs and tokenizers)."""
+    file = write_single_file(pipeline, tmp_path / "a checkpoint.safetensors")
+    return file, write_config_folder(pipeline, tmp_path / "config")
+
+
+def family(path: Path, **model: Any) -> Sdxl:
+    return Sdxl(tiny_recipe(path, model=model))
+
+
+def refused(path: Path, **model: Any) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        _ = family(path, **model).source
+    return caught.value
+
+
+def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+    a, b = ours.state_dict(), theirs.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("component", list(LAYOUT.parts))
+def test_a_one_file_checkpoint_gives_the_same_weights(
+    single: tuple[Path, Path], pipeline: StableDiffusionXLPipeline, component: str
+) -> None:
+    source = family(single[0], config=str(single[1])).source
+    loaded = source.load(component, torch.float32, CPU)
+    assert same_weights(loaded, getattr(pipeline, component))
+    assert not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("component", list(LAYOUT.parts))
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_folder_gives_the_same_weights(tmp_path: Path, component: str, variant: str | None) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m", variant=variant)
+    loaded = family(folder).source.load(component, torch.float32, CPU)
+    assert same_weights(loaded, getattr(tiny_pipeline(), component))
+
+
+def test_loaded_weights_are_no_mapping(tmp_path: Path) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    source = family(folder).source
+    loaded = [source.load(component, torch.float32, CPU) for component in ("unet", "text_encoder")]
+    before = [p.clone() for module in loaded for p in module.parameters()]
+    for path in folder.glob("*/*.safetensors"):
+        with path.open("r+b") as handle:
+            handle.write(b"\0" * path.stat().st_size)
+    after = [p for module in loaded for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    unet = tiny_pipeline().unet
+    shutil.rmtree(folder / "unet")
+    unet.save_pretrained(folder / "unet", max_shard_size="1MB")
+    assert len(list((folder / "unet").glob("*.safetensors"))) > 2
+    source = family(folder).source
+    assert same_weights(source.load("unet", torch.float32, CPU), unet)
+    assert source.fingerprint("unet")
+
+
+def test_the_same_loss_from_folder_and_file(single: tuple[Path, Path], tiny_sdxl: Path) -> None:
+    def loss(chosen: Sdxl) -> list[float]:
+        batch = {"latent_mean": torch.ones(1, 4, 8, 8), "latent_std": torch.ones(1, 4, 8, 8)}
+        batch |= {name: tensor[None] for name, tensor in chosen.encoders()[1].load(CPU)("a red cat").items()}
+        batch |= {"time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]])}
+        model = chosen.load(torch.float32, CPU)
+        return chosen.loss(model, batch, chosen.draw(batch, [5]).tensors).loss_B.tolist()
+
+    assert loss(family(single[0], config=str(single[1]))) == pytest.approx(loss(family(tiny_sdxl)), rel=1e-5)
+
+
+def test_a_one_file_checkpoint_says_how_it_predicts(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:
+    marks = {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
+    file = write_single_file(pipeline, tmp_path / "v.safetensors", marks)
+    chosen = family(file, config=str(write_config_folder(pipeline, tmp_path / "c")))
+    assert chosen.schedule.prediction_type == "v_prediction"
+    assert chosen.schedule.alphas_cumprod_T[-1] == 0
+
+
+def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError) as caught:
+        _ = family(single[0]).encoders()[1].fingerprint
+    assert caught.value.code == "tokenizer-missing"
+    assert "model.config" in caught.value.fix
+    shutil.rmtree(single[1] / "tokenizer_2")
+    with pytest.raises(ModelError) as caught:
+        family(single[0], config=str(single[1])).encoders()[1].load(CPU)
+    assert caught.value.code == "tokenizer-missing"
+
+
+@pytest.mark.parametrize("form", ["folder", "model folder", "file", "original file"])
+def test_a_separate_vae(tmp_path: Path, tiny_sdxl: Path, form: str) -> None:
+    other = write_tiny_sdxl(tmp_path / "other", seed=1)
+    vae: Path = {"folder": other / "vae", "model folder": other}.get(form, tmp_path / "vae.safetensors")
+    expected = load_file(other / "vae" / "diffusion_pytorch_model.safetensors")
+    if form == "file":
+        save_file(expected, vae)
+    if form == "original file":
+        whole = load_file(write_single_file(tiny_pipeline(1), tmp_path / "all.safetensors"))
+        save_file({k: v for k, v in whole.items() if k.startswith("first_stage_model.")}, vae)
+    loaded = family(tiny_sdxl, vae=str(vae)).source.load("vae", torch.float32, CPU).state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_a_vae_of_another_family_is_refused(tmp_path: Path, tiny_sdxl: Path) -> None:
+    for number, changes in enumerate(({"latent_channels": 16}, {"scaling_factor": 0.18215})):
+        other = write_tiny_sdxl(tmp_path / str(number), vae=changes)
+        assert refused(tiny_sdxl, vae=str(other / "vae")).code == "wrong-family"
+    assert refused(tiny_sdxl, vae=str(tmp_path / "none")).code == "model-missing"
+
+
+def test_the_model_that_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_tiny_sdxl(tmp_path / "tiny_sdxl")
+    monkeypatch.setattr(loading.resources, "files", lambda package: tmp_path)
+    assert family(Path("builtin:tiny-sdxl")).source.folder == tmp_path / "tiny_sdxl"
+    assert refused(Path("builtin:other")).code == "model-missing"
+
+
+def test_damage_is_noticed_before_loading(tmp_path: Path, single: tuple[Path, Path]) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    for path in (folder / "unet" / "diffusion_pytorch_model.safetensors", single[0]):
+        path.write_bytes(path.read_bytes()[:-10])
+    assert refused(folder).code == "weights-damaged"
+    assert refused(single[0], config=str(single[1])).code == "weights-damaged"
+
+
+def test_weights_of_another_shape_are_an_error_with_a_remedy(tmp_path: Path) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    for component, key in (("unet", "conv_in.weight"), ("vae", "quant_conv.weight"), ("text_encoder", None)):
+        path = next((folder / component).glob("*.safetensors"))
+        tensors = load_file(path)
+        tensors.pop(key or min(tensors))
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(ModelError) as caught:
+            family(folder).source.load(component, torch.float32, CPU)
+        assert caught.value.code == "weights-unfit"
+        assert "missing" in caught.value.what
+
+
+def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path, single: tuple[Path, Path]) -> None:
+    tensors = load_file(single[0])
+    del tensors["model.diffusion_model.middle_block.1.proj_in.weight"]
+    save_file(tensors, single[0])
+    with pytest.raises(ModelError) as caught:
+        family(single[0], config=str(single[1])).source.load("unet", torch.float32, CPU)
+    assert caught.value.code == "weights-unfit"
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".bin", ".pt", ".pth"])
+def test_pickles_are_refused_and_never_opened(tmp_path: Path, tiny_sdxl: Path, suffix: str) -> None:
+    pickle = tmp_path / f"model{suffix}"
+    torch.save({"a": torch.zeros(1)}, pickle)
+    for error in (refused(pickle), refused(tiny_sdxl, vae=str(pickle)), refused(tmp_path)):
+        assert error.code == "pickle-refused"
+        assert "any program" in error.what
+
+
+def test_a_folder_with_pickles_only_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    assert family(folder).source
+    weights.unlink()
+    assert refused(folder).code == "pickle-refused"
+
+
+def test_what_is_not_there(tmp_path: Path, tiny_sdxl: Path) -> None:
+    assert refused(tmp_path / "none").code == "model-missing"
+    assert refused(tmp_path).code == "not-a-model"
+    text = tmp_path / "notes.txt"
+    text.write_text("x", encoding="utf-8")
+    assert refused(text).code == "not-a-model"
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_sdxl, folder)
+    (folder / "unet" / "config.json").write_text("{", encoding="utf-8")
+    assert refused(folder).code == "config-unreadable"
+    (folder / "unet" / "config.json").unlink()
+    assert refused(folder).code == "config-missing"
+
+
+def test_a_folder_around_a_checkpoint_is_pointed_into(single: tuple[Path, Path]) -> None:
+    error = refused(single[0].parent)
+    assert error.code == "not-a-model"
+    assert single[0].name in error.fix
