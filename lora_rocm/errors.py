@@ -146,6 +146,9 @@ def storage_error(error: OSError, path: object) -> StorageError:
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StorageError(
-            "no-permission", f"Cannot write here: {error.strerror}.", where=str(path), fix="Choose a folder you may write to."
+            "no-permission",
+            f"Cannot write here: {error.strerror}.",
+            where=str(path),
+            fix="Choose a folder you may write to.",
         )
     return StorageError("storage", f"Reading or writing failed: {error.strerror or error}.", where=str(path))

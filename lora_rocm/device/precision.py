@@ -32,8 +32,7 @@ def describe(device: torch.device) -> str:
     if device.type != "cuda":
         return "CPU"
     properties = torch.cuda.get_device_properties(device)
-    arch = getattr(properties, "gcnArchName", "")
-    return f"{properties.name} {arch}".strip()
+    return f"{properties.name} ({properties.gcnArchName})" if torch.version.hip else str(properties.name)
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:

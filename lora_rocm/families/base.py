@@ -44,7 +44,7 @@ class Encoder(Protocol):
     outputs: Mapping[str, TensorSpec]
 
     def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
-        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping the callable frees the memory."""
+        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping it frees the memory."""
         ...
 
 
@@ -149,7 +149,7 @@ class ModelFamily(Protocol):
         ...
 
     def base_facts(self) -> Mapping[str, str]:
-        """What is known of the base model, for metadata: "hash" (short, of a one-file checkpoint), "prediction_type"."""
+        """What metadata says of the base model: "hash" (short, of a one-file checkpoint), "prediction_type"."""
         ...
 
     def skeleton(self, component: str) -> nn.Module:
@@ -161,7 +161,7 @@ class ModelFamily(Protocol):
         ...
 
     def export_key(self, component: str, module: str) -> str:
-        """kohya's name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
+        """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
         ...
 
 

@@ -53,7 +53,8 @@ class SourceOptions(Section):
     repeats: Positive = Field(1, description="How often each picture is seen in an epoch.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the pictures.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
-        "filename", description="Caption of a picture without a caption file: its file name, the trigger word, or nothing."
+        "filename",
+        description="Caption of a picture without a caption file: its file name, the trigger word, or nothing.",
     )
     trigger_word: str | None = Field(None, description="Put in front of every caption that does not contain it.")
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
@@ -162,9 +163,9 @@ class OptimSection(Section):
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Decay of the two moments.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(0, ge=0, description="Linear warm-up from zero.")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the total gradient norm; 0 switches it off.")

@@ -61,7 +61,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 class EventWriter:
-    """Appends events to one file. A line torn by a crash is closed off first, so the new writer starts on a fresh line."""
+    """Appends events to one file; a line torn by a crash is closed off first."""
 
     def __init__(self, path: Path, session: int = 0) -> None:
         self.path, self.session = path, session
@@ -79,7 +79,7 @@ class EventWriter:
         assert set(fields) == set(expected), f"event {event_type}: {sorted(fields)} is not {sorted(expected)}"
         event = {"type": event_type, "time": round(time.time(), 3), "session": self.session, **fields}
         try:
-            self._file.write(json.dumps(event, ensure_ascii=False).encode("utf-8") + b"\n")
+            self._file.write(json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:
             raise storage_error(error, self.path) from error

@@ -6,6 +6,7 @@ mutable state. One writer per file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -140,7 +141,8 @@ def write_atomic(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise storage_error(error, path) from error
 
 

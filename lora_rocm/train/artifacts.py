@@ -65,11 +65,11 @@ class Artifacts:
             state.rotate(self.run_dir, self.recipe.output.keep_last)
         self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
 
-    def preview_before(self, updates: int) -> None:
+    def preview_before(self) -> None:
         """The pictures without the LoRA: drawn once, also where an earlier start was killed before it had them all."""
         if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
             return
-        with self.adapter.disabled():
+        with self.session.phase("preview"), self.adapter.disabled():
             self._draw(0)
 
     def preview(self, updates: int) -> None:

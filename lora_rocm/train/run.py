@@ -40,7 +40,7 @@ class Data:
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
-        parts = repr([(item.key, item.repeats) for item in self.prepared.items])
+        parts = repr([(item.key, item.repeats, item.image_keys, item.text_keys) for item in self.prepared.items])
         return hashlib.sha256(parts.encode("utf-8")).hexdigest()
 
 
@@ -98,8 +98,7 @@ def train(
         session, recipe, family, model, adapter, optimizer, data.prepared, data.identity(), data.plan.steps_per_epoch
     )
     trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
-    with session.phase("preview"):
-        artifacts.preview_before(position.updates)
+    artifacts.preview_before()
     with session.phase("step"):
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
