@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +124,24 @@ def save(parts: Parts, folder: Path) -> None:
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
     )
+    for tokenizer in parts.tokenizers:
+        # Encoding leaves its padding and cutting switched on, and saving would make that everybody's default.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     pipe.save_pretrained(folder, safe_serialization=True)
+    for config in (folder / "unet" / "config.json", folder / "vae" / "config.json"):
+        # Where the weights were read from concerns nobody else.
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        fields.pop("_name_or_path", None)
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     restore_prefix(folder / "text_encoder" / "model.safetensors")
 
 
 def restore_prefix(path: Path) -> None:
-    """Name the first encoder's weights `text_model.*` as SDXL's own files do: newer transformers leave that out
-    when saving, which older ones cannot read, while every version reads the long names."""
+    """Name the first encoder's weights `text_model.*`, as SDXL's own files do.
+
+    Newer transformers leave that out when saving, which older ones cannot read; every version reads the long names.
+    """
     weights = load_file(path)
     named = {k if k.startswith("text_model.") else f"text_model.{k}": v for k, v in weights.items()}
     save_file(named, path, metadata={"format": "pt"})

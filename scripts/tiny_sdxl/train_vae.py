@@ -29,7 +29,8 @@ def vae_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reconstruction (pixels and edges) plus KL; also the plain L1 for the log.
 
-    Encoder and decoder are the VAE's own or compiled twins that share their weights."""
+    Encoder and decoder are the VAE's own or compiled twins that share their weights.
+    """
     with torch.autocast(x.device.type, torch.bfloat16):
         moments = vae.quant_conv(encoder(x))
         mean, log_var = moments.float().chunk(2, dim=1)
