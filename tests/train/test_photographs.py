@@ -1,0 +1,41 @@
+"""Photographs of many shapes, broken files among them, through buckets to a LoRA file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from tests.tiny_models import write_tiny_sdxl
+from tests.train.test_run import make_recipe, start
+
+skimage_data = pytest.importorskip("skimage.data", reason="scikit-image ships the photographs")
+
+
+def test_photographs_train_through_buckets_and_broken_files_are_set_aside(tmp_path: Path) -> None:
+    write_tiny_sdxl(tmp_path / "model")
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    installed = Path(skimage_data.__file__).parent
+    names = [path for path in sorted(installed.iterdir()) if path.suffix in (".png", ".jpg")]
+    shapes = set()
+    for path in names:
+        with Image.open(path) as picture:
+            shapes.add(picture.size)
+        (folder / path.name).write_bytes(path.read_bytes())
+    assert len(names) >= 6 and len(shapes) >= 4
+    whole = (folder / names[0].name).read_bytes()
+    (folder / "cut off.png").write_bytes(whole[: len(whole) // 3])
+    (folder / "no picture.jpg").write_text("not a picture", encoding="utf-8")
+    train = {"max_train_steps": 4, "gradient_accumulation_steps": 1}
+    recipe = make_recipe(tmp_path, data={"bucket_step": 8}, train=train)
+    assert start(recipe, tmp_path / "run", device=torch.device("cpu"))
+    (event,) = [event for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "data"]
+    assert sorted(Path(problem["where"]).name for problem in event["set_aside"]) == ["cut off.png", "no picture.jpg"]
+    assert event["samples"] == len(names) and sum(event["buckets"].values()) == len(names)
+    assert len(event["buckets"]) >= 3
+    assert RunDir(tmp_path / "run").lora.exists()
