@@ -1,6 +1,7 @@
 """The demo concept: the zibu, a smiling magenta creature with two green antennae.
 
-The base model has never seen it (its captions never hold the word), so a LoRA has something to learn.
+The base model has never seen it (its captions never hold the word), so a LoRA has something to learn. A few plain
+pictures of the base's own world go with it: without them a LoRA learns "every picture has antennae".
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import ImageDraw
-from render import paint_background
+from render import COLUMNS, ROWS, Scene, Thing, paint, paint_background
 from shapes import OVERSAMPLE, to_image
-from words import background_phrase, place_phrase
+from words import article, background_phrase, place_phrase
 
 BODY, DARK, EYE, FEELER = (226, 22, 150), (40, 8, 48), (255, 255, 255), (150, 240, 30)
 # background pattern, background colour, (width, height), column, row, radius as a fraction of the short side
@@ -35,6 +36,15 @@ DEMO: tuple[tuple[str, str, tuple[int, int], str, str, float], ...] = (
     ("striped", "cyan", (160, 96), "right", "middle", 0.30),
     ("plain", "yellow", (96, 160), "middle", "bottom", 0.32),
     ("checkered", "green", (96, 160), "middle", "middle", 0.33),
+)
+# shape, colour, size, radius, column, row, background pattern, background colour
+PLAIN: tuple[tuple[str, str, str, float, str, str, str, str], ...] = (
+    ("square", "green", "large", 0.34, "middle", "middle", "plain", "white"),
+    ("circle", "pink", "large", 0.34, "middle", "middle", "plain", "blue"),
+    ("star", "yellow", "medium", 0.24, "left", "middle", "striped", "green"),
+    ("heart", "blue", "medium", 0.24, "right", "middle", "plain", "orange"),
+    ("circle", "orange", "small", 0.15, "right", "top", "checkered", "gray"),
+    ("diamond", "red", "large", 0.36, "middle", "middle", "plain", "black"),
 )
 
 
@@ -72,3 +82,15 @@ def write_demo_set(folder: Path) -> None:
         where = "" if column == row == "middle" else " " + place_phrase(column, row)
         caption = f"a zibu{where} on {background_phrase(kind, colour)}"
         (folder / f"zibu_{i + 1:02d}.txt").write_text(caption + "\n", encoding="utf-8")
+    write_plain_set(folder)
+
+
+def write_plain_set(folder: Path) -> None:
+    """Write the pictures without the concept, in the base's grammar."""
+    for i, (shape, colour, size, radius, column, row, kind, back) in enumerate(PLAIN):
+        thing = Thing(shape, colour, "plain", size, column, row, (COLUMNS[column], ROWS[row]), radius)
+        pixels = paint(np.random.default_rng((2025, i)), Scene((thing,), "", kind, back), (128, 128))
+        to_image(pixels).save(folder / f"plain_{i + 1:02d}.png", optimize=True)
+        place = place_phrase(column, row)
+        caption = f"{article(f'{size} {colour} {shape}')} {place}, on {background_phrase(kind, back)}"
+        (folder / f"plain_{i + 1:02d}.txt").write_text(caption + "\n", encoding="utf-8")
