@@ -40,6 +40,8 @@ def train(
     run = chosen.run_dir.create()
     with process.locked(run):
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
+            if not run.report.exists():  # the parent was killed between the worker's end and its report
+                write_report(run)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
             return 0
         return _train_in(run, loaded, chosen, recipe_path, overrides, accept_changes)

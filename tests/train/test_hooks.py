@@ -1,0 +1,76 @@
+"""When hooks are due, and a held-out loss that is the same whenever it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
+from lora_rocm.train.loop import Trainer
+from tests.train.test_loop import Corruptor, Rig, batches
+
+
+def held_out(rig: Rig) -> Validation:
+    def three_batches():  # type: ignore[no-untyped-def]
+        stream = batches(accumulation=1)(100)
+        return (next(stream) for _ in range(3))
+
+    rig.trainer.family.fixed_draw = lambda batch, seeds, place: rig.trainer.family.draw(batch, seeds)  # type: ignore[method-assign]
+    return Validation(2, three_batches, rig.trainer.emit)
+
+
+def losses(rig: Rig) -> list[float]:
+    return [event["loss"] for event in rig.of_type("validation")]
+
+
+def test_call_every() -> None:
+    hook = CallEvery(3, lambda updates: None, last=7)
+    assert [updates for updates in range(1, 10) if hook.due(updates)] == [3, 6, 7, 9]
+    assert not any(CallEvery(0, lambda updates: None).due(updates) for updates in range(1, 10))
+
+
+def test_the_held_out_loss_falls_and_does_not_disturb_training() -> None:
+    watched = Rig()
+    watched.trainer.hooks = [held_out(watched)]
+    watched.fit(40)
+    plain = Rig().fit(40)
+    assert len(losses(watched)) == 20 and losses(watched)[-1] < losses(watched)[0]
+    for name, weight in plain.weights().items():
+        assert weight.equal(watched.weights()[name])
+
+
+def test_the_held_out_loss_is_a_function_of_the_weights() -> None:
+    rig = Rig()
+    hook = held_out(rig)
+    hook.act(rig.trainer)
+    hook.act(rig.trainer)
+    assert losses(rig)[0] == losses(rig)[1]
+    rig.fit(3)
+    hook.act(rig.trainer)
+    assert losses(rig)[2] != losses(rig)[0]  # negative control
+
+
+def test_a_corrupted_held_out_batch_is_sent_again() -> None:
+    clean, hit = Rig(), Rig(copy=Corruptor({2}, ("unpinned",)))
+    for rig in (clean, hit):
+        held_out(rig).act(rig.trainer)
+    assert losses(hit) == losses(clean) and hit.trainer.transfer.failures == 1
+
+
+def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:
+    called: list[int] = []
+    rig = Rig(hooks=[CallEvery(2, called.append)])
+    rig.fit(5)
+    assert called == [2, 4] and isinstance(rig.trainer, Trainer)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    writer = TensorBoard(RunDir(tmp_path).tensorboard)
+    step = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
+    writer({"type": "step", "updates": 1, **step})
+    writer({"type": "notice", "text": "nothing to plot"})
+    writer({"type": "end", "reason": "done", "updates": 1, "exit_code": 0})
+    (file,) = RunDir(tmp_path).tensorboard.iterdir()
+    assert b"step/loss" in file.read_bytes() and b"step/grad_norm" in file.read_bytes()
+    assert read_events(RunDir(tmp_path).events()) == []

@@ -1,0 +1,64 @@
+"""Requests from the recipe, whole rounds, and the before/after grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image
+
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.train import preview
+
+
+def make_recipe(**sample: object) -> Recipe:
+    sections = {
+        "model": {"name_or_path": "x"},
+        "data": {"path": "y", "resolution": 512},
+        "train": {"max_train_steps": 1},
+        "sample": {"prompts": ["a cat", "ein Hündchen 🐕"], "control_prompts": ["a dog"], "seed": 7, **sample},
+    }
+    return Recipe.model_validate(sections)
+
+
+def draw_round(run_dir: RunDir, updates: int, colours: list[str], size: tuple[int, int] = (64, 48)) -> list[Path]:
+    paths = [run_dir.samples_at(updates) / f"{number:02d}.png" for number in range(len(colours))]
+    for path, colour in zip(paths, colours, strict=True):
+        write_atomic(path, preview.png(Image.new("RGB", size, colour)))
+    return paths
+
+
+def test_requests_take_size_from_the_data_and_count_the_seed_up() -> None:
+    requests = preview.requests_of(make_recipe(height=256))
+    assert [request.prompt for request in requests] == ["a cat", "ein Hündchen 🐕", "a dog"]
+    assert [request.seed for request in requests] == [7, 8, 9]
+    assert {(request.width, request.height) for request in requests} == {(512, 256)}
+
+
+def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
+    run_dir, recipe = RunDir(tmp_path), make_recipe()
+    paths = draw_round(run_dir, 0, ["red", "green", "blue"])
+    assert preview.existing(run_dir, 0, recipe) == paths
+    paths[1].unlink()
+    assert preview.existing(run_dir, 0, recipe) is None
+
+
+def test_the_grid_has_before_on_the_left_and_after_on_the_right(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    before = draw_round(run_dir, 0, ["red", "green", "blue"])
+    after = draw_round(run_dir, 5, ["cyan", "magenta", "yellow"])
+    with Image.open(preview.before_after(run_dir, before, after, make_recipe())) as grid:
+        pixels = grid.convert("RGB")
+    tile_height = 48 * (preview.GRID_TILE_PX // 64)
+    for row, (left, right) in enumerate(zip(["red", "green", "blue"], ["cyan", "magenta", "yellow"], strict=True)):
+        y = preview.LABEL_PX * (row + 2) + row * (tile_height + preview.MARGIN_PX) + tile_height // 2
+        assert pixels.getpixel((pixels.width // 4, y)) == Image.new("RGB", (1, 1), left).getpixel((0, 0))
+        assert pixels.getpixel((3 * pixels.width // 4, y)) == Image.new("RGB", (1, 1), right).getpixel((0, 0))
+
+
+def test_large_pictures_are_reduced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    before = draw_round(run_dir, 0, ["red"] * 3, size=(1024, 768))
+    after = draw_round(run_dir, 5, ["blue"] * 3, size=(1024, 768))
+    with Image.open(preview.before_after(run_dir, before, after, make_recipe())) as grid:
+        assert grid.width <= 2 * preview.GRID_TILE_PX + 3 * preview.MARGIN_PX

@@ -1,0 +1,81 @@
+"""Sessions count up, phases are bracketed, a stop is heard, and a dead parent ends the worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.errors import StoppedError
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train.session import Session
+
+START: dict[str, Any] = {
+    "pid": 1,
+    "device": "CPU",
+    "torch": "2",
+    "threads": 1,
+    "precision": "float32",
+    "resumed_from": None,
+}
+
+
+def test_sessions_count_the_starts(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        session = Session(RunDir(tmp_path), watch_parent=False)
+        session.emit("start", **START)
+        session.events.close()
+        assert session.events.session == number
+    assert [event["session"] for event in read_events(RunDir(tmp_path).events())] == [1, 2, 3]
+
+
+def test_phases_are_bracketed_and_readers_see_every_event(tmp_path: Path) -> None:
+    session, seen = Session(RunDir(tmp_path), watch_parent=False), []
+    session.readers.append(seen.append)
+    with session.phase("load"):
+        session.notice("hello")
+    session.events.close()
+    assert [(event["type"], event.get("state")) for event in seen] == [
+        ("phase", "begin"),
+        ("notice", None),
+        ("phase", "end"),
+    ]
+    assert seen == read_events(RunDir(tmp_path).events())
+
+
+def test_caching_stops_when_asked_and_only_then(tmp_path: Path) -> None:
+    session = Session(RunDir(tmp_path), watch_parent=False)
+    session.cache_progress("images", 1, 2, 3.0)
+    RunDir(tmp_path).stop.touch()
+    with pytest.raises(StoppedError, match="what is encoded stays"):
+        session.cache_progress("images", 2, 2, 3.0)
+    session.events.close()
+
+
+def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, json\n"
+        "from pathlib import Path\n"
+        "from lora_rocm.run.layout import RunDir\n"
+        "from lora_rocm.train.session import Session\n"
+        "session = Session(RunDir(Path(sys.argv[1])), watch_parent=True)\n"
+        "print(json.dumps(session.stop_requested()), flush=True)\n"
+        "while not session.stop_requested():\n"
+        "    time.sleep(0.01)\n"
+        "print(json.dumps(session.stop_requested()), flush=True)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    assert json.loads(child.stdout.readline()) is False
+    time.sleep(0.2)
+    assert child.poll() is None  # negative control: with the pipe open it goes on
+    output, _ = child.communicate(timeout=20)  # closes the pipe
+    assert json.loads(output) is True and child.returncode == 0
