@@ -58,7 +58,6 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
             raise ResumeError(
                 "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
             )
-        state.discard_newer(run_dir, checkpoint.position.updates)
         return checkpoint
     found, damaged = state.latest_valid(run_dir)
     for path in damaged:
@@ -77,6 +76,8 @@ def train(
 ) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
     session.readers.append(TensorBoard(session.run_dir.tensorboard))
+    if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
+        session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     with session.phase("cache"):
         data = _prepare_data(session, recipe, family, device)
@@ -93,7 +94,8 @@ def train(
         )
         position = Position()
         if checkpoint is not None:
-            position = _restore(session, recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
+            position = _restore(recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
+            state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     artifacts = Artifacts(
         session, recipe, family, model, adapter, optimizer, data.prepared, data.identity(), data.plan.steps_per_epoch
     )
@@ -144,7 +146,6 @@ def _load_model(
 
 
 def _restore(
-    session: Session,
     recipe: Recipe,
     data: Data,
     checkpoint: state.Checkpoint,
@@ -170,8 +171,6 @@ def _restore(
                 where=str(checkpoint.path),
                 fix="Undo the change, start a new run, or go on all the same with --accept-changes.",
             )
-    if state.restore_threads(checkpoint):
-        session.notice(f"Using {facts['threads']} CPU threads, as the checkpoint did: sums depend on it.")
 
     def sent(part: str) -> dict[str, Tensor]:
         return {
@@ -179,7 +178,9 @@ def _restore(
         }
 
     adapter.load(sent("adapter"))
-    optimizer.ema.update(sent("ema") if optimizer.ema else {})
+    if optimizer.ema:  # an average that is new to the run starts at the weights as they are
+        average = sent("ema") or {name: p.detach().clone() for name, p in adapter.parameters.items()}
+        optimizer.ema.update(average)  # in the order of the parameters
     optimizer.load(sent("optimizer"))
     return checkpoint.position
 

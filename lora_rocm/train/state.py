@@ -126,9 +126,12 @@ def discard_unfinished(run_dir: RunDir) -> None:
 
 
 def discard_newer(run_dir: RunDir, updates: int) -> None:
-    """Remove checkpoint folders and LoRA files past ``updates`` (an older checkpoint was chosen to go on from)."""
+    """Remove whole checkpoints past ``updates``, and their LoRA files: an older one was chosen to go on from.
+
+    Damaged ones stay: they are passed over, and what they hold is for the user to throw away.
+    """
     for found, path in run_dir.list_checkpoints():
-        if found > updates:
+        if found > updates and read(path) is not None:
             _remove(path)
             run_dir.checkpoint_lora(found).unlink(missing_ok=True)
 

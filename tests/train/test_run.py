@@ -55,7 +55,12 @@ def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def start(
-    recipe: Recipe, run_dir: Path, stop_at: int | None = None, accept_changes: bool = False, device: torch.device = CPU
+    recipe: Recipe,
+    run_dir: Path,
+    stop_at: int | None = None,
+    accept_changes: bool = False,
+    device: torch.device = CPU,
+    chosen: Path | None = None,
 ) -> bool:
     """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
     directory = RunDir(run_dir).create()
@@ -68,7 +73,7 @@ def start(
         )
     )
     try:
-        checkpoint = run.find_checkpoint(session, None)
+        checkpoint = run.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
         finished, _ = run.train(session, recipe, device, dtype, checkpoint, accept_changes=accept_changes)
         return finished
@@ -165,6 +170,66 @@ def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_pa
         assert start(recipe, tmp_path / "run", accept_changes=True)
     finally:
         extra.unlink()
+
+
+def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after(
+    material: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 9})
+    directory = RunDir(tmp_path / "run")
+    assert start(recipe, directory.path)
+    whole, older = bytes_of(directory.path), directory.checkpoint(2)
+    extra = material / "pictures" / "new.png"
+    Image.new("RGB", (64, 64), "red").save(extra)
+    try:
+        with pytest.raises(ResumeError, match="pictures are not those"):
+            start(recipe, directory.path, chosen=older)
+    finally:
+        extra.unlink()
+    assert [updates for updates, _ in directory.list_checkpoints()] == [2, 4, 6]
+    assert not start(recipe, directory.path, chosen=older, stop_at=2)
+    assert max(updates for updates, _ in directory.list_checkpoints()) < 6
+    assert not directory.checkpoint_lora(6).exists()
+    assert start(recipe, directory.path) and bytes_of(directory.path) == whole
+
+
+def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = torch.get_num_threads()
+    during_cache: list[int] = []
+    prepare = run.prepare
+    monkeypatch.setattr(run, "prepare", lambda *args: during_cache.append(torch.get_num_threads()) or prepare(*args))
+    try:
+        torch.set_num_threads(2)
+        assert not start(make_recipe(material), tmp_path / "run", stop_at=1)
+        torch.set_num_threads(1)
+        assert not start(make_recipe(material), tmp_path / "run", stop_at=2)
+        torch.set_num_threads(1)
+        assert not start(make_recipe(material, runtime={"threads": 1}), tmp_path / "run", stop_at=3)
+    finally:
+        torch.set_num_threads(used)
+    assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
+
+
+def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not start(make_recipe(material), tmp_path / "run", stop_at=4)
+    checkpoint, _ = state.latest_valid(RunDir(tmp_path / "run"))
+    assert checkpoint is not None
+    averages: list[dict[str, torch.Tensor]] = []
+    fit = run.Trainer.fit
+
+    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+        averages.append({name: average.clone() for name, average in trainer.optimizer.ema.items()})
+        return fit(trainer, max_train_steps)
+
+    monkeypatch.setattr(run.Trainer, "fit", watched)
+    start(make_recipe(material, train={"ema_decay": 0.9}), tmp_path / "run", accept_changes=True)
+    weights = checkpoint.tensors("adapter")
+    assert averages[0].keys() == weights.keys()
+    assert all(torch.equal(averages[0][name], weights[name]) for name in weights)
 
 
 class Bus:
