@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from tests.tiny_models import write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
 DEADLINE_S = 240.0
-MOMENTS = ("cache", "step", "checkpoint", "preview", "export", "anywhere")
+MOMENTS = ("cache", "anywhere", "step", "checkpoint", "preview", "export")
 
 
 def write_recipe(folder: Path) -> Path:
@@ -108,14 +109,12 @@ class Command:
         )
 
     def kill(self, parent_only: bool) -> None:
-        family = [psutil.Process(self.process.pid)]
-        if not parent_only:
-            family += family[0].children(recursive=True)
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            family = [parent] if parent_only else [parent, *parent.children(recursive=True)]
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.communicate()
 
 
@@ -128,21 +127,24 @@ def results(run_dir: Path) -> dict[str, bytes]:
     return {file.relative_to(run_dir).as_posix(): file.read_bytes() for file in files}
 
 
-def endure(tmp_path: Path, moments: list[tuple[str, bool]], seed: int) -> list[dict[str, Any]]:
-    """Run undisturbed, then run with kills at the given moments, and compare all results."""
+def endure(tmp_path: Path, rounds: list[list[tuple[str, bool]]], seed: int) -> list[dict[str, Any]]:
+    """One undisturbed run, and in each round a run with kills at the given moments; all results are compared."""
     recipe = write_recipe(tmp_path)
-    assert Command(recipe, tmp_path / "straight", tmp_path / "cache-a").wait() == 0
+    assert Command(recipe, tmp_path / "straight", tmp_path / "cache").wait() == 0
+    expected = results(tmp_path / "straight")
     generator, log = random.Random(seed), []
-    for moment, parent_only in moments:
-        command = Command(recipe, tmp_path / "killed", tmp_path / "cache-b")
-        hit = command.wait_for(moment, generator)
-        command.kill(parent_only)
-        log.append({"moment": moment, "parent_only": parent_only, "hit": hit, "last": last_event(command.events)})
-    assert Command(recipe, tmp_path / "killed", tmp_path / "cache-b").wait() == 0
-    assert Command(recipe, tmp_path / "killed", tmp_path / "cache-b").wait() == 0  # after the end: says so, exits 0
-    expected, found = results(tmp_path / "straight"), results(tmp_path / "killed")
-    assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint that the other run has not
-    assert [name for name in expected if found[name] != expected[name]] == []
+    for number, moments in enumerate(rounds):
+        run_dir, cache = tmp_path / f"killed-{number}", tmp_path / f"cache-{number}"
+        for moment, parent_only in moments:
+            command = Command(recipe, run_dir, cache)
+            hit = command.wait_for(moment, generator)
+            command.kill(parent_only)
+            log.append({"moment": moment, "parent_only": parent_only, "hit": hit, "last": last_event(command.events)})
+        assert Command(recipe, run_dir, cache).wait() == 0
+        assert Command(recipe, run_dir, cache).wait() == 0  # after the end: says so
+        found = results(run_dir)
+        assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint more
+        assert [name for name in expected if found[name] != expected[name]] == []
     return log
 
 
@@ -158,7 +160,7 @@ def last_event(path: Path) -> str:
 
 
 def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
-    log = endure(tmp_path, [("step", False), ("checkpoint", True)], seed=1)
+    log = endure(tmp_path, [[("step", False), ("checkpoint", True)]], seed=1)
     assert all(entry["hit"] for entry in log)
 
 
@@ -166,8 +168,9 @@ def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_many_kills_at_random_moments_and_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = random.Random(11)
-    moments = [(MOMENTS[number % len(MOMENTS)], generator.random() < 0.4) for number in range(NUM_KILLS)]
-    log = endure(tmp_path, moments, seed=12)
+    kills = [(MOMENTS[number % len(MOMENTS)], generator.random() < 0.4) for number in range(NUM_KILLS)]
+    rounds = [kills[start : start + len(MOMENTS)] for start in range(0, NUM_KILLS, len(MOMENTS))]
+    log = endure(tmp_path, rounds, seed=12)
     with capsys.disabled():
         for number, entry in enumerate(log, start=1):
             print(f"kill {number:2}: {entry}")  # noqa: T201 - the record of this test
