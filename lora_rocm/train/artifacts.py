@@ -40,6 +40,7 @@ class Artifacts:
     prepared: Prepared
     data_identity: str
     steps_per_epoch: int
+    drawn_at: int | None = None  # updates of the newest previews that this start has drawn
 
     @property
     def run_dir(self) -> RunDir:
@@ -66,7 +67,7 @@ class Artifacts:
         self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
 
     def preview_before(self) -> None:
-        """The pictures without the LoRA: drawn once, also where an earlier start was killed before it had them all."""
+        """The pictures without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
         if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
             return
         with self.session.phase("preview"), self.adapter.disabled():
@@ -83,11 +84,9 @@ class Artifacts:
             exports = [self._export(form, position) for form in self.recipe.output.formats]
         result: dict[str, Any] = {"updates": position.updates, "exports": exports}
         if self.recipe.sample.prompts:
-            after = preview.existing(self.run_dir, position.updates, self.recipe)
-            if after is None:
+            if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights
                 self.preview(position.updates)
-                after = preview.existing(self.run_dir, position.updates, self.recipe)
-            before = preview.existing(self.run_dir, 0, self.recipe)
+            before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
             assert before is not None and after is not None
             preview.before_after(self.run_dir, before, after, self.recipe)
             result["concept"] = self._concept(before, after)
@@ -99,6 +98,7 @@ class Artifacts:
 
     def _draw(self, updates: int) -> None:
         pictures = preview.draw(self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup)
+        self.drawn_at = updates
         self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in pictures])
 
     def _export(self, form: str, position: Position) -> dict[str, Any]:

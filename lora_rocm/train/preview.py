@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
@@ -11,11 +13,12 @@ from torch import Tensor
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.run.layout import RunDir, write_atomic, write_json
 
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
+REQUESTS_FILE = "requests.json"  # beside the pictures of a round: what they were drawn from
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
@@ -43,18 +46,35 @@ def draw(
     recipe: Recipe,
     text: Callable[[str], dict[str, Tensor]],
 ) -> list[Path]:
-    """Draw all previews with the model as it is and save them; one picture a file, whole or not there."""
-    pictures = family.preview(model, requests_of(recipe), text)
-    paths = [run_dir.samples_at(updates) / f"{number:02d}.png" for number in range(len(pictures))]
+    """Draw all previews with the model as it is and save them; one picture a file, whole or not there.
+
+    Pictures of an older round go. What was asked for is written last: a round cut short is not taken for whole.
+    """
+    requests, folder = requests_of(recipe), run_dir.samples_at(updates)
+    pictures = family.preview(model, requests, text)
+    for old in sorted(folder.glob("*"), reverse=True):
+        old.unlink()
+    paths = _paths(folder, requests)
     for path, picture in zip(paths, pictures, strict=True):
         write_atomic(path, png(picture))
+    write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests])
     return paths
 
 
 def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
-    """The pictures of a round that is complete, else None."""
-    paths = [run_dir.samples_at(updates) / f"{number:02d}.png" for number in range(len(requests_of(recipe)))]
-    return paths if all(path.exists() for path in paths) else None
+    """The pictures of a round that is complete and of these prompts and settings, else None."""
+    requests, folder = requests_of(recipe), run_dir.samples_at(updates)
+    try:
+        drawn = json.loads((folder / REQUESTS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    paths = _paths(folder, requests)
+    same = drawn == [asdict(request) for request in requests]
+    return paths if same and all(path.exists() for path in paths) else None
+
+
+def _paths(folder: Path, requests: Sequence[PreviewRequest]) -> list[Path]:
+    return [folder / f"{number:02d}.png" for number in range(len(requests))]
 
 
 def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe: Recipe) -> Path:

@@ -232,6 +232,30 @@ def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
     assert all(torch.equal(averages[0][name], weights[name]) for name in weights)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_hand(
+    material: Path, tmp_path: Path
+) -> None:
+    def asking(*prompts: str, **optim: Any) -> Recipe:
+        sample = {"prompts": prompts, "steps": 1, "width": 32, "height": 32}
+        return make_recipe(material, sample=sample, optim=optim, output={"keep_last": 9})
+
+    def pictures(run_dir: Path) -> dict[str, bytes]:
+        return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in run_dir.glob("samples/*/*.png")}
+
+    assert start(asking("zibu"), tmp_path / "fresh")
+    assert start(asking("a red dog", "a cat"), tmp_path / "run")
+    others = pictures(tmp_path / "run")
+    assert start(asking("zibu"), tmp_path / "run")  # other prompts, fewer of them
+    assert pictures(tmp_path / "run") == pictures(tmp_path / "fresh") and others != pictures(tmp_path / "fresh")
+    back = RunDir(tmp_path / "run").checkpoint(2)
+    assert start(asking("zibu", learning_rate=0.1), tmp_path / "run", chosen=back, accept_changes=True)
+    changed = {
+        name for name, content in pictures(tmp_path / "run").items() if content != pictures(tmp_path / "fresh")[name]
+    }
+    assert "step-00000006/00.png" in changed and "step-00000000/00.png" not in changed
+
+
 class Bus:
     """Zeroes latents on their way now and then, for some methods of the ladder."""
 
