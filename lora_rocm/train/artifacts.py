@@ -97,7 +97,9 @@ class Artifacts:
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
+        cast_inputs(self.adapter, True)  # the sampler runs without autocast
         pictures = preview.draw(self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup)
+        cast_inputs(self.adapter, self.recipe.lora.use_dora)
         self.drawn_at = updates
         self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in pictures])
 
@@ -147,6 +149,16 @@ class Artifacts:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.run_dir.path).as_posix()
+
+
+def cast_inputs(adapter: Adapter, enabled: bool) -> None:
+    """Whether PEFT casts the input of every adapted layer to the adapter's float32.
+
+    Under autocast that is a copy to float32 and one straight back: off, the values are the same and two copies a layer
+    are saved, forward and backward. DoRA needs it on: it takes the norm of the base weight in the format of its input.
+    """
+    for _, _, layer in adapter.modules.values():
+        layer.cast_input_dtype_enabled = enabled
 
 
 def source_date_epoch() -> int | None:

@@ -22,7 +22,7 @@ from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
-from lora_rocm.train.artifacts import Artifacts
+from lora_rocm.train.artifacts import Artifacts, cast_inputs
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -138,6 +138,7 @@ def _load_model(
     """Load and adapt on the CPU, then send every parameter through the checked door."""
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    cast_inputs(adapter, recipe.lora.use_dora)
     for component in model.components.values():
         transfer.send_parameters(component)
         component.train()  # the base has no dropout; the adapter's may be asked for

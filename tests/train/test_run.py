@@ -256,6 +256,34 @@ def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_h
     assert "step-00000006/00.png" in changed and "step-00000000/00.png" not in changed
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_under_autocast_no_input_is_copied_to_float32_and_the_bytes_are_the_same(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_dora: bool
+) -> None:
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32, "every_n_steps": 2}
+    bf16 = {"mixed_precision": "bf16", "max_train_steps": 4}
+    recipe = make_recipe(material, train=bf16, sample=sample, lora={"use_dora": use_dora})
+    inputs: set[torch.dtype] = set()
+    fit = run.Trainer.fit
+
+    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+        for name, module in trainer.model.components["unet"].named_modules():
+            if name.endswith("to_q.lora_A.default"):
+                module.register_forward_pre_hook(
+                    lambda _, given: inputs.add(given[0].dtype) if torch.is_autocast_enabled("cpu") else None
+                )
+        return fit(trainer, max_train_steps)
+
+    monkeypatch.setattr(run.Trainer, "fit", watched)
+    assert start(recipe, tmp_path / "run")
+    assert inputs == {torch.float32 if use_dora else torch.bfloat16}
+    monkeypatch.setattr(run, "cast_inputs", lambda adapter, enabled: None)
+    monkeypatch.setattr("lora_rocm.train.artifacts.cast_inputs", lambda adapter, enabled: None)
+    assert start(recipe, tmp_path / "casting")
+    assert bytes_of(tmp_path / "casting") == bytes_of(tmp_path / "run")
+
+
 class Bus:
     """Zeroes latents on their way now and then, for some methods of the ladder."""
 
