@@ -7,6 +7,7 @@ disk, read back, then renamed. Nothing is ever pickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -70,6 +71,7 @@ def save(
         _write(temporary / STATE_FILE, _sealed(state))
         if read(temporary) is None:
             raise OSError(0, "what was written did not read back the same")
+        fsync_folder(temporary)
         _remove(final)  # a damaged one
         _rename(temporary, final)
         fsync_folder(run_dir.checkpoints)
@@ -110,7 +112,8 @@ def rotate(run_dir: RunDir, keep_last: int) -> None:
     kept = 0
     for _, path in reversed(run_dir.list_checkpoints()):
         if kept >= keep_last:
-            _remove(path)
+            with contextlib.suppress(OSError):  # Windows: somebody has a file of it open; the next rotation tries again
+                _remove(path)
         elif read(path) is not None:
             kept += 1
 

@@ -81,6 +81,22 @@ def test_rotation_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3, 4]
 
 
+def test_an_old_checkpoint_that_is_in_use_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(tmp_path)
+    for updates in (1, 2, 3):
+        write(run_dir, updates)
+
+    def in_use(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "used by another process", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", in_use)
+        state.rotate(run_dir, keep_last=1)
+    assert [state.read(path) is not None for _, path in run_dir.list_checkpoints()] == [False, False, True]
+    state.rotate(run_dir, keep_last=1)
+    assert [updates for updates, _ in run_dir.list_checkpoints()] == [3]
+
+
 def test_a_full_disk_loses_nothing_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     write(run_dir, 1)
