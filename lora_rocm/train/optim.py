@@ -80,8 +80,8 @@ class GatedAdamW:
         self.ema = {name: p.detach().clone() for name, p in parameters.items()} if ema_decay else {}
 
     def learning_rate(self, updates: int) -> float:
-        """Learning rate of the first group, for the log."""
-        return self.peak_rates[0] * learning_rate_factor(self.optim, updates, self.max_train_steps)
+        """The recipe's learning rate at this point, for the log (the text encoders' own is its multiple)."""
+        return self.optim.learning_rate * learning_rate_factor(self.optim, updates, self.max_train_steps)
 
     @torch.no_grad()
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:
@@ -145,8 +145,6 @@ class GatedAdamW:
         """Take over what ``state`` gave; ``tensors`` are on the device already, checked."""
         self.loss_scale, self.growth = tensors["loss_scale"], tensors["growth"]
         for name, parameter in self.parameters.items():
-            found = {
-                key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors
-            }
+            found = {key: tensors[f"{name}.{key}"] for key in ADAM_STATE if f"{name}.{key}" in tensors}
             if found:
                 self.optimizer.state[parameter] = found

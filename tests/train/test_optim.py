@@ -139,3 +139,11 @@ def test_schedules() -> None:
     assert [round(learning_rate_factor(linear, n, 4), 6) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = OptimSection(lr_scheduler="cosine", lr_warmup_steps=2)
     assert [round(learning_rate_factor(cosine, n, 6), 6) for n in (2, 4, 6)] == [1.0, 0.5, 0.0]
+
+
+def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    groups: list[dict[str, object]] = [{"params": [parameter], "lr": 1e-6}]
+    optim = OptimSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
+    optimizer = GatedAdamW({"p": parameter}, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
+    assert optimizer.learning_rate(0) == 1e-4
