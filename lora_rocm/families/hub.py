@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from lora_rocm.errors import ModelError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ANSWER_TIMEOUT_S = 15.0  # snapshot_download itself waits for a silent hub without end (huggingface_hub 2.4)
 FILE_SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".yaml", ".json")
 
 
@@ -54,6 +55,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
 
     None when it is not complete even then (the repository lacks files, or the network went away).
     """
+    cached: Path | None = None
     try:
         cached = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
         if complete(cached):
@@ -61,6 +63,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
     except LocalEntryNotFoundError:
         pass
     try:
+        model_info(repo, revision=revision, timeout=ANSWER_TIMEOUT_S)
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         fix = "Accept its terms there, then log in with the hub's own command."
@@ -69,6 +72,8 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         fix = "Check the spelling of the hub id and the revision."
         raise _error("hub-unknown", "The hub has no such model or revision.", repo, fix) from error
     except (OSError, HTTPError) as error:
+        if cached is not None:
+            return None
         what = "The model is neither a local folder nor cached, and the hub cannot be reached."
         fix = "Connect to the network once, or download the model elsewhere and give its folder."
         raise _error("hub-unreachable", what, repo, fix) from error
@@ -76,4 +81,4 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
 
 
 def _error(code: str, what: str, repo: str, fix: str) -> ModelError:
-    return ModelError(code, what, where=repo, fix=fix)
+    return ModelError(code, what, where=f"model.name_or_path: {repo}", fix=fix)
