@@ -273,3 +273,31 @@ def _open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def trained(folder: Path | str, dtype: torch.dtype = torch.float32, **sections: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(family, model, adapter) of a tiny recipe, the adapter's weights moved as if it had been trained."""
+    from lora_rocm.families.base import family_for
+    from lora_rocm.train.adapter import inject
+
+    recipe = tiny_recipe(folder, **{"lora": {"rank": 4, "alpha": 2.0}, **sections})
+    family = family_for(recipe)
+    model = family.load(dtype, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, seed=3)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter.parameters.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng))
+    return family, model, adapter
+
+
+def unet_output(unet: torch.nn.Module, prompt_BSD: Tensor | None = None, pooled_BD: Tensor | None = None) -> Tensor:
+    """What a tiny UNet makes of fixed inputs (and of a prompt, if given), float32."""
+    rng = torch.Generator().manual_seed(2)
+    latents = torch.randn(2, 4, 8, 8, generator=rng)
+    prompt = torch.randn(2, 77, TEXT_1_WIDTH + TEXT_2_WIDTH, generator=rng) if prompt_BSD is None else prompt_BSD
+    pooled = torch.randn(2, PROJECTION, generator=rng) if pooled_BD is None else pooled_BD
+    conditioning = {"text_embeds": pooled, "time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]] * 2)}
+    with torch.no_grad():
+        output: Tensor = unet(latents, torch.tensor([10, 700]), prompt, added_cond_kwargs=conditioning).sample
+    return output

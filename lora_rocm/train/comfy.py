@@ -45,7 +45,7 @@ def apply_comfy(
         up, down = (tensors[f"{key}.lora_{side}.weight"].float() for side in ("up", "down"))
         alpha = tensors.get(f"{key}.alpha")
         scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
-        patched = weight + scale * torch.mm(up.flatten(1), down.flatten(1)).reshape(weight.shape)
+        patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
         dora_scale = tensors.get(f"{key}.dora_scale")
         if dora_scale is not None:
             patched = _decompose(weight, patched, dora_scale.float(), norm_of_base)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class LoraEntry:
 
     def update(self) -> Tensor:
         """What is added to the weight before DoRA's normalisation, in the weight's shape."""
-        product = self.scale * (self.up.flatten(1) @ self.down.flatten(1))
+        product = (self.scale * self.up.flatten(1)) @ self.down.flatten(1)
         return product.reshape(self.up.shape[0], *self.down.shape[1:])
 
     def effect(self, weight: Tensor) -> Tensor:
@@ -115,18 +116,28 @@ def read_lora(family: ModelFamily, components: Mapping[str, nn.Module], path: Pa
     """
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
     shapes = {canonical(name, module): tuple(base.weight.shape) for name, module, base in paths}
-    folders = _peft_folders(path)
-    if folders:
-        return _checked(_from_peft(folders, shapes), shapes, path)
-    file = _one_file(path)
-    header = read_header(file, AdapterError)
-    _refuse_other_kinds(header)
-    tensors = {name: tensor.float() for name, tensor in read_tensors(header).items()}
-    if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
-        keys = {f"lora_{name}_{module.replace('.', '_')}": canonical(name, module) for name, module, _ in paths}
-        keys |= {family.export_key(name, module): canonical(name, module) for name, module, _ in paths}
-        return _checked(_from_kohya(tensors, keys), shapes, file)
-    return _checked(_from_diffusers(tensors, header.metadata, set(family.text_components)), shapes, file)
+    try:
+        folders = _peft_folders(path)
+        if folders:
+            return _checked(_from_peft(folders, shapes), shapes, path)
+        header = read_header(_one_file(path), AdapterError)
+        _refuse_other_kinds(header)
+        tensors = {name: tensor.float() for name, tensor in read_tensors(header, error=AdapterError).items()}
+        if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
+            keys = {f"lora_{name}_{module.replace('.', '_')}": canonical(name, module) for name, module, _ in paths}
+            keys |= {family.export_key(name, module): canonical(name, module) for name, module, _ in paths}
+            return _checked(_from_kohya(tensors, keys), shapes, path)
+        return _checked(_from_diffusers(tensors, header.metadata, set(family.text_components)), shapes, path)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        re.error,
+    ) as error:  # a config with values of the wrong kind
+        raise _error(
+            "lora-unreadable", f"This LoRA cannot be understood: {error}.", path, "Use another file."
+        ) from error
 
 
 def _from_kohya(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> dict[str, LoraEntry]:
@@ -137,18 +148,29 @@ def _from_kohya(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> dict[
         groups.setdefault(module, {})[kind] = tensor
     entries = {}
     for module, parts in groups.items():
-        if "lora_down.weight" not in parts or "lora_up.weight" not in parts:
-            continue
-        rank = parts["lora_down.weight"].shape[0]
-        alpha = float(parts["alpha"]) if "alpha" in parts else float(rank)
-        magnitude = parts.get("dora_scale")
-        entries[keys.get(module, module)] = LoraEntry(
-            parts["lora_down.weight"],
-            parts["lora_up.weight"],
-            alpha / rank,
-            None if magnitude is None else magnitude.flatten(),
-        )
+        if "lora_down.weight" in parts and "lora_up.weight" in parts:
+            alpha = parts["alpha"].flatten()[0].item() if "alpha" in parts and parts["alpha"].numel() else None
+            entries[keys.get(module, module)] = _entry(
+                module, parts["lora_down.weight"], parts["lora_up.weight"], alpha, parts.get("dora_scale")
+            )
     return entries
+
+
+def _entry(
+    module: str, down: Tensor, up: Tensor, alpha: Any, magnitude: Tensor | None, use_rslora: bool = False
+) -> LoraEntry:
+    """An entry from what a file says of one module; without an alpha the scale is 1, as every reader assumes.
+
+    Raises:
+        ValueError: it cannot be a low-rank update.
+    """
+    if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
+        raise ValueError(f"{module} has factors of the shapes {tuple(up.shape)} and {tuple(down.shape)}")
+    rank = down.shape[0]
+    scale = 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if use_rslora else rank)
+    if not math.isfinite(scale):
+        raise ValueError(f"{module} has the alpha {alpha}")
+    return LoraEntry(down, up, scale, None if magnitude is None else magnitude.flatten())
 
 
 def _from_diffusers(
@@ -175,13 +197,8 @@ def _from_peft(folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]
     """PEFT directories; the component of a single one is that which has its modules."""
     entries = {}
     for component, folder in folders.items():
-        try:
-            config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise _error(
-                "adapter-unreadable", f"The PEFT config cannot be read: {error}", folder / PEFT_CONFIG
-            ) from error
-        tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError))
+        config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+        tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
         found = _peft_entries({n.removeprefix(PEFT_PREFIX): t.float() for n, t in tensors.items()}, config)
         owners = {name.split(".")[0] for name in shapes}
         owner = component or next(
@@ -192,7 +209,7 @@ def _from_peft(folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]
 
 
 def _peft_entries(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, LoraEntry]:
-    """Entries from PEFT names and a PEFT config; without a config the scale is 1, as every reader assumes."""
+    """Entries from PEFT names and a PEFT config (empty when there is none)."""
     entries = {}
     for name, down in tensors.items():
         if not name.endswith(".lora_A.weight"):
@@ -202,16 +219,10 @@ def _peft_entries(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> d
         if up is None:
             continue
         alphas = config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", down.shape[0]))
-        rank = down.shape[0]
+        alpha = alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha"))
         name = f"{module}.lora_magnitude_vector"
         magnitude = tensors.get(name, tensors.get(f"{name}.weight"))
-        entries[module] = LoraEntry(
-            down,
-            up,
-            alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
-            None if magnitude is None else magnitude.flatten(),
-        )
+        entries[module] = _entry(module, down, up, alpha, magnitude, bool(config.get("use_rslora")))
     return entries
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -79,11 +79,12 @@ def verify(form: str, path: Path, family: ModelFamily, model: LoadedModel, adapt
     with _reported(path):
         loaded = _load_back(form, path, family, adapter.components)
     comparison.same_modules(live.keys(), loaded.keys())
-    weights = _Weights({name: layer for name, (_, _, layer) in adapter.modules.items()}, real=dora)
-    blind = form == "kohya" and dora  # diffusers has no magnitudes in these
     for name, entry in live.items():
-        expected = entry.update() if blind else entry.effect(weights[name])
-        comparison.add(name, entry, expected, loaded[name].effect(weights[name]), weights[name])
+        if form == "kohya" or not dora:  # diffusers has no magnitudes in kohya's form
+            comparison.factors(name, replace(entry, magnitude=None), loaded[name])
+        else:
+            weight = _weight(adapter.modules[name][2])
+            comparison.weights(name, entry, loaded[name].effect(weight), weight)
     if form != "kohya":
         return comparison.result(CANNOT_READ[form])
     deviation = _compare_in_comfy(comparison, family, adapter, live, dora)
@@ -131,27 +132,33 @@ def _compare_in_comfy(
     seen, off, whole = [], 0.0, 0.0
     with _reported(comparison.path):
         tensors = read_tensors(read_header(comparison.path))
-        exact, present = apply_comfy(tensors, weights), apply_comfy(tensors, weights, norm_of_base=True)
-        for (key, patched), (_, by_base_norm) in zip(exact, present, strict=True):
+        present = apply_comfy(tensors, weights, norm_of_base=True) if dora else None
+        for key, patched in apply_comfy(tensors, weights):
             name, weight = names[key], weights[key]
-            effect = live[name].effect(weight)
-            comparison.add(name, live[name], effect, patched - weight, weight)
-            off += _square(by_base_norm - patched)
-            whole += _square(effect)
+            if present is not None:
+                off += _norm(next(present)[1] - patched) ** 2
+                whole += _norm(patched - weight) ** 2
+            comparison.weights(name, live[name], patched.sub_(weight), weight)
             seen.append(name)
     comparison.same_modules(live.keys(), seen)
     return math.sqrt(off / whole) if whole else 0.0
 
 
+def _weight(layer: LoraLayer) -> Tensor:
+    """A layer's base weight, float32 on the CPU."""
+    weight: Tensor = layer.get_base_layer().weight
+    return weight.detach().float().cpu()
+
+
 class _Weights(Mapping[str, Tensor]):
-    """Base weights by name, float32 on the CPU, fetched one at a time; zeros where only the shape matters."""
+    """Base weights by name, fetched one at a time; a zero in their shapes where only the change matters."""
 
     def __init__(self, layers: Mapping[str, LoraLayer], *, real: bool) -> None:
         self._layers, self._real = layers, real
 
     def __getitem__(self, name: str) -> Tensor:
-        weight: Tensor = self._layers[name].get_base_layer().weight
-        return weight.detach().float().cpu() if self._real else torch.zeros(weight.shape)
+        layer = self._layers[name]
+        return _weight(layer) if self._real else torch.zeros(()).expand(layer.get_base_layer().weight.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -174,44 +181,61 @@ class _Comparison:
         if wrong:
             raise _failed(self.path, f"{len(wrong)} modules are missing or too many, for example {wrong[0]}.")
 
-    def add(self, name: str, entry: LoraEntry, expected: Tensor, found: Tensor, weight: Tensor) -> None:
-        """Compare one weight's change; ``weight`` is the base weight (zeros where DoRA does not need it)."""
-        if found.shape != expected.shape:
-            raise _failed(self.path, f"{name} has the shape {tuple(found.shape)}, not {tuple(expected.shape)}.")
-        difference = found - expected
-        norm, allowed = math.sqrt(_square(difference)), _allowance(entry, weight, self.dtype)
+    def factors(self, name: str, live: LoraEntry, loaded: LoraEntry) -> None:
+        """Compare two updates by their factors: U2 V2 - U1 V1 = (U2 - U1) V2 + U1 (V2 - V1), without cancellation."""
+        if loaded.up.shape != live.up.shape or loaded.down.shape != live.down.shape:
+            raise _failed(self.path, f"{name} has factors of other shapes.")
+        ours, theirs = live.scale * live.up.flatten(1), loaded.scale * loaded.up.flatten(1)
+        down, moved = live.down.flatten(1), loaded.down.flatten(1)
+        difference = torch.cat([theirs - ours, ours], dim=1) @ torch.cat([moved, moved - down])
+        self._add(name, difference, _product_norm(ours, down), _allowance(live, None, self.dtype))
+
+    def weights(self, name: str, live: LoraEntry, change: Tensor, weight: Tensor) -> None:
+        """Compare a reader's change of one weight, which is overwritten, with the live one."""
+        expected = live.effect(weight)
+        if change.shape != expected.shape:
+            raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
+        self._add(name, change.sub_(expected), _norm(expected), _allowance(live, weight, self.dtype))
+
+    def _add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
+        norm = _norm(difference)
         if not norm <= allowed:  # also when it is not a number
             raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")
-        self.largest = max(self.largest, float(difference.abs().max()))
+        self.largest = max(self.largest, float(torch.linalg.vector_norm(difference, ord=math.inf)))
         self.squares[0] += norm**2
-        self.squares[1] += _square(expected)
+        self.squares[1] += whole**2
 
     def result(self, cannot_read: tuple[str, ...]) -> Verification:
         relative = math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else 0.0
         return Verification(self.largest, relative, cannot_read)
 
 
-def _allowance(entry: LoraEntry, weight: Tensor, dtype: torch.dtype) -> float:
+def _allowance(entry: LoraEntry, weight: Tensor | None, dtype: torch.dtype) -> float:
     """How large the norm of a difference may be when the factors were only rounded to ``dtype``.
 
     A first-order bound of the product's error; DoRA multiplies it by magnitude over norm, once for the product and once
     for the norm.
     """
     unit, smallest = ROUNDING[dtype]
-    down, up = (math.sqrt(_square(factor)) for factor in (entry.down, entry.up))
+    down, up = _norm(entry.down), _norm(entry.up)
     off_down, off_up = (
         unit * norm + smallest * math.sqrt(factor.numel()) for norm, factor in ((down, entry.down), (up, entry.up))
     )
     bound = abs(entry.scale) * (up * off_down + down * off_up + off_down * off_up + ARITHMETIC * down * up)
-    if entry.magnitude is None:
+    if entry.magnitude is None or weight is None:
         return bound
     norms = (weight + entry.update()).flatten(1).norm(dim=1)
     stretch = float((entry.magnitude / norms).abs().nan_to_num(posinf=0.0).max())
-    return 2 * stretch * bound + CANCELLATION * (math.sqrt(_square(weight)) + math.sqrt(_square(entry.magnitude)))
+    return 2 * stretch * bound + CANCELLATION * (_norm(weight) + _norm(entry.magnitude))
 
 
-def _square(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum())
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _product_norm(up: Tensor, down: Tensor) -> float:
+    """The norm of ``up @ down`` by the small Gram matrices."""
+    return math.sqrt(max(0.0, float(((up.T @ up) * (down @ down.T)).sum())))
 
 
 def _written_dtype(form: str, path: Path) -> torch.dtype:

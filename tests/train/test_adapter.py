@@ -1,0 +1,291 @@
+"""The adapter: what is injected, how it starts, what it can take over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import family_for
+from lora_rocm.train import export
+from lora_rocm.train.adapter import Adapter, attach_file, inject, trained_scale
+from lora_rocm.train.facts import Facts
+from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
+
+CPU = torch.device("cpu")
+FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FORMS = ("kohya", "diffusers", "peft")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+
+
+def injected(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 3, **lora: Any) -> tuple[Any, Any, Adapter]:
+    recipe = tiny_recipe(folder, lora={"rank": 4, **lora})
+    family = family_for(recipe)
+    model = family.load(dtype, CPU)
+    return family, model, inject(family, model, recipe.lora, seed)
+
+
+def exported(form: str, path: Path, family: Any, adapter: Adapter, dtype: str = "fp32") -> Path:
+    recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
+    export.write(form, path, family, adapter, recipe, FACTS)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_fresh_adapter_changes_nothing(folder: Path, dtype: torch.dtype, use_dora: bool) -> None:
+    family, model, adapter = injected(folder, dtype, targets="attention-mlp-conv", use_dora=use_dora)
+    base = family.load(dtype, CPU).components["unet"]
+    with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+        adapted, plain = unet_output(model.components["unet"]), unet_output(base)
+    assert torch.allclose(adapted.float(), plain.float(), atol=1e-6 if dtype is torch.float32 else 0.03)
+    assert {p.dtype for p in adapter.parameters.values()} == {torch.float32}
+
+
+def test_dora_starts_from_exact_norms_also_on_a_bf16_base(folder: Path) -> None:
+    _, _, adapter = injected(folder, torch.bfloat16, use_dora=True)
+    for name, (_, _, layer) in adapter.modules.items():
+        norms = layer.get_base_layer().weight.float().flatten(1).norm(dim=1)
+        assert torch.equal(adapter.parameters[f"{name}.magnitude"].flatten(), norms)
+
+
+def test_the_start_depends_on_the_seed_alone(folder: Path) -> None:
+    def start(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        torch.manual_seed(torch.seed())
+        return injected(folder, dtype, seed)[2].state()
+
+    first, again, half, other = start(3), start(3), start(3, torch.bfloat16), start(4)
+    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], half[name]) for name in first)
+    downs = [name for name in first if name.endswith("lora_A")]
+    assert not any(torch.equal(first[name], other[name]) for name in downs)
+    assert all(not first[name].any() for name in first if name.endswith("lora_B"))
+
+
+def test_injecting_leaves_the_global_generator_alone(folder: Path) -> None:
+    before = torch.get_rng_state()
+    injected(folder)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_only_the_adapter_is_trained(folder: Path) -> None:
+    _, model, adapter = injected(folder, targets="attention-mlp-conv", train_text_encoder=True)
+    ours = {id(parameter) for parameter in adapter.parameters.values()}
+    for component in model.components.values():
+        assert all(p.requires_grad is (id(p) in ours) for p in component.parameters())
+
+
+@pytest.mark.parametrize(("targets", "modules"), [
+    ("attention", 17 * 8),
+    ("attention-mlp", 17 * 10 + 2 * 11),
+    ("attention-mlp-conv", 17 * 10 + 2 * 11 + 17 * 3 + 10 + 4),
+    (r".*\.attn2\.to_k", 17),
+    ((r".*\.attn2\.to_k", r"conv_in"), 18),
+])  # fmt: skip
+def test_targets(folder: Path, targets: Any, modules: int) -> None:
+    """17 transformer layers in 11 blocks; 17 resnets of which 10 change their width; 4 samplers."""
+    _, _, adapter = injected(folder, targets=targets)
+    assert len(adapter.modules) == modules
+    assert adapter.components == ["unet"]
+
+
+def test_text_encoders_are_adapted_when_asked(folder: Path) -> None:
+    _, _, adapter = injected(folder, targets=r".*\.attn2\.to_k", train_text_encoder=True)
+    assert adapter.components == ["text_encoder", "text_encoder_2", "unet"]
+    assert sum(name.startswith("text_encoder.encoder.layers.") for name in adapter.modules) == 12
+    assert sum(name.startswith("text_encoder_2.encoder.layers.") for name in adapter.modules) == 12
+
+
+@pytest.mark.parametrize(("targets", "code"), [
+    ("nothing", "targets-match-nothing"),
+    ("attention-mpl", "targets-match-nothing"),
+    ("(", "targets-invalid"),
+    (r"down_blocks\.0", "targets-match-nothing"),
+])  # fmt: skip
+def test_targets_that_cannot_be(folder: Path, targets: str, code: str) -> None:
+    with pytest.raises(AdapterError) as caught:
+        injected(folder, targets=targets)
+    assert caught.value.code == code
+    if code == "targets-match-nothing":
+        assert "attention-mlp" in caught.value.fix and "transformer_blocks" in caught.value.fix
+
+
+@settings(max_examples=15)
+@given(st.text(alphabet="abc.*+?()[]\\d{}|_12", max_size=12))
+def test_any_targets_give_an_adapter_or_a_sentence(folder: Path, targets: str) -> None:
+    try:
+        assert injected(folder, targets=targets)[2].modules
+    except AdapterError as error:
+        assert error.code.startswith("targets-")
+
+
+def test_groups_have_their_own_learning_rates(folder: Path) -> None:
+    optim = {"learning_rate": 1e-3, "text_encoder_learning_rate": 1e-5}
+    family, _, adapter = trained(folder, lora={"train_text_encoder": True}, optim=optim)
+    groups = {group["component"]: group for group in adapter.groups(family.recipe.optim)}
+    assert {name: group["lr"] for name, group in groups.items()} == {
+        "unet": 1e-3,
+        "text_encoder": 1e-5,
+        "text_encoder_2": 1e-5,
+    }
+    named = [name for group in groups.values() for name in group["names"]]
+    assert sorted(named) == sorted(adapter.parameters)
+    for group in groups.values():
+        assert all(adapter.parameters[n] is p for n, p in zip(group["names"], group["params"], strict=True))
+
+
+def test_state_goes_round(folder: Path) -> None:
+    _, model, adapter = trained(folder, lora={"rank": 4, "alpha": 2.0, "use_dora": True})
+    state, output = adapter.state(), unet_output(model.components["unet"])
+    _, other_model, other = injected(folder, use_dora=True, alpha=4.0)
+    other.load(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in other.state().items())
+    with torch.no_grad():
+        next(iter(adapter.parameters.values())).add_(1.0)
+    assert not torch.equal(adapter.state()[next(iter(state))], state[next(iter(state))])  # a copy, no view
+    assert not torch.equal(output, unet_output(other_model.components["unet"]))  # alpha is not in the state
+
+
+@pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 4, "targets": "attention"}, {"rank": 4, "use_dora": True}])
+def test_a_state_of_another_shape_is_refused(folder: Path, lora: dict[str, Any]) -> None:
+    state = trained(folder)[2].state()
+    with pytest.raises(AdapterError) as caught:
+        injected(folder, **lora)[2].load(state)
+    assert caught.value.code == "adapter-mismatch"
+
+
+def test_disabled_and_strength(folder: Path) -> None:
+    family, model, adapter = trained(folder)
+    unet, base = model.components["unet"], unet_output(family.load(torch.float32, CPU).components["unet"])
+    full = unet_output(unet)
+    with adapter.disabled():
+        assert torch.equal(unet_output(unet), base)
+    assert torch.equal(unet_output(unet), full)
+    assert all(parameter.requires_grad for parameter in adapter.parameters.values())
+    adapter.set_strength(0.0)
+    torch.testing.assert_close(unet_output(unet), base)
+    adapter.set_strength(0.5)
+    half = unet_output(unet)
+    assert 0 < (half - base).norm() < (full - base).norm()
+    adapter.set_strength(1.0)
+    torch.testing.assert_close(unet_output(unet), full)
+
+
+def test_using_other_weights_for_a_while(folder: Path) -> None:
+    _, model, adapter = trained(folder)
+    average = {name: tensor * 0.5 for name, tensor in adapter.state().items()}
+    before, output = adapter.state(), unet_output(model.components["unet"])
+    with adapter.using(average):
+        assert not torch.equal(unet_output(model.components["unet"]), output)
+        assert adapter.entries()[next(iter(adapter.modules))].rank == 4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state().items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lora", [
+    {"alpha": 2.0},
+    {"alpha": 2.0, "use_rslora": True},
+    {"alpha": 8.0, "use_dora": True},
+    {"targets": "attention-mlp-conv", "use_dora": True, "train_text_encoder": True},
+])  # fmt: skip
+def test_a_run_can_start_from_any_form(folder: Path, tmp_path: Path, form: str, lora: dict[str, Any]) -> None:
+    """The same effect, whatever alpha the new run has."""
+    family, model, adapter = trained(folder, lora={"rank": 4, **lora})
+    path = exported(form, tmp_path / "lora.safetensors", family, adapter)
+    changed = {**lora, "alpha": 16.0, "use_rslora": False, "init_from": str(path)}
+    _, other, started = injected(folder, **changed)
+    expected = unet_output(model.components["unet"])
+    torch.testing.assert_close(unet_output(other.components["unet"]), expected, rtol=1e-4, atol=1e-5)
+    theirs, ours = adapter.entries(), started.entries()
+    assert ours.keys() == theirs.keys()
+    for name, entry in theirs.items():  # the text encoders too
+        torch.testing.assert_close(ours[name].update(), entry.update())
+        assert entry.magnitude is None or torch.equal(ours[name].magnitude, entry.magnitude)
+
+
+def test_a_plain_lora_starts_a_dora_with_the_same_effect(folder: Path, tmp_path: Path) -> None:
+    family, model, adapter = trained(folder, lora={"rank": 4, "targets": "attention-mlp-conv"})
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+    _, other, _ = injected(folder, targets="attention-mlp-conv", use_dora=True, init_from=str(path))
+    expected = unet_output(model.components["unet"])
+    torch.testing.assert_close(unet_output(other.components["unet"]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target", "words"), [
+    ({"rank": 8}, {}, ("rank 8", "rank 4")),
+    ({"use_dora": True}, {}, ("DoRA",)),
+    ({"targets": "attention-mlp"}, {"targets": "attention"}, ("lora.targets",)),
+    ({"train_text_encoder": True}, {}, ("text encoders",)),
+])  # fmt: skip
+def test_a_start_that_does_not_fit(
+    folder: Path, tmp_path: Path, source: dict[str, Any], target: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    family, _, adapter = trained(folder, lora={"rank": 4, **source})
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+    with pytest.raises(AdapterError) as caught:
+        injected(folder, init_from=str(path), **target)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_file_can_be_attached(folder: Path, tmp_path: Path, form: str, use_dora: bool) -> None:
+    family, model, adapter = trained(folder, lora={"rank": 4, "alpha": 2.0, "use_dora": use_dora})
+    path = exported(form, tmp_path / "lora.safetensors", family, adapter)
+    bare = family.load(torch.float32, CPU)
+    attached = attach_file(family, bare, path)
+    expected = unet_output(model.components["unet"])
+    torch.testing.assert_close(unet_output(bare.components["unet"]), expected, rtol=1e-4, atol=1e-5)
+    assert attached.modules.keys() == adapter.modules.keys()
+
+
+def test_a_file_with_several_ranks_is_attached(folder: Path, tmp_path: Path) -> None:
+    """Ranks differ from module to module in many files of others."""
+    from safetensors.torch import load_file, save_file
+
+    family, model, adapter = trained(folder)
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+    tensors = load_file(path)
+    key = "lora_unet_middle_block_1_proj_in"
+    tensors[f"{key}.lora_down.weight"] = tensors[f"{key}.lora_down.weight"][:2].contiguous()
+    tensors[f"{key}.lora_up.weight"] = tensors[f"{key}.lora_up.weight"][:, :2].contiguous()
+    tensors[f"{key}.alpha"] = torch.tensor(1.0)
+    save_file(tensors, path)
+    name = "unet.mid_block.attentions.0.proj_in"
+    with torch.no_grad():
+        adapter.parameters[f"{name}.lora_A"][2:] = 0.0
+    bare = family.load(torch.float32, CPU)
+    attached = attach_file(family, bare, path)
+    assert attached.modules[name][2].r == {"default": 2}
+    expected = unet_output(model.components["unet"])
+    torch.testing.assert_close(unet_output(bare.components["unet"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_strength_of_an_attached_file(folder: Path, tmp_path: Path) -> None:
+    family, model, adapter = trained(folder)
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+    bare = family.load(torch.float32, CPU)
+    attach_file(family, bare, path, strength=0.5)
+    adapter.set_strength(0.5)
+    expected = unet_output(model.components["unet"])
+    torch.testing.assert_close(unet_output(bare.components["unet"]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("lora", "scale"), [
+    ({"rank": 4}, 1.0),
+    ({"rank": 4, "alpha": 2.0}, 0.5),
+    ({"rank": 4, "alpha": 2.0, "use_rslora": True}, 1.0),
+])  # fmt: skip
+def test_scale(folder: Path, lora: dict[str, Any], scale: float) -> None:
+    _, _, adapter = injected(folder, **lora)
+    adapter.set_strength(0.3)
+    assert {trained_scale(layer) for _, _, layer in adapter.modules.values()} == {scale}

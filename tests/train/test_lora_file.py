@@ -1,0 +1,258 @@
+"""LoRA files of others: every form is read alike, and what is no LoRA of this model is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.train import export
+from lora_rocm.train.facts import Facts
+from lora_rocm.train.lora_file import LoraEntry, components_of, read_lora
+from tests.tiny_models import tiny_pipeline, tiny_recipe, trained, write_tiny_sdxl
+
+FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+NAME = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> tuple[Any, Any, Any]:
+    return trained(folder, lora={"rank": 4, "alpha": 2.0, "train_text_encoder": True}, output={"dtype": "fp32"})
+
+
+def same(ours: dict[str, LoraEntry], theirs: dict[str, LoraEntry]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[name].update(), theirs[name].update(), rtol=1e-5, atol=1e-7) for name in theirs
+    )
+
+
+def refused(path: Path, live: tuple[Any, Any, Any]) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
+        read_lora(live[0], live[1].components, path)
+    return caught.value
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "peft"])
+def test_our_own_forms(live: tuple[Any, Any, Any], tmp_path: Path, form: str) -> None:
+    family, model, adapter = live
+    path = tmp_path / "lora.safetensors"
+    export.write(form, path, family, adapter, family.recipe, FACTS)
+    assert same(read_lora(family, model.components, path), adapter.entries())
+    assert components_of(path) == {"unet", "text_encoder", "text_encoder_2"}
+
+
+def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    family, model, adapter = live
+    tensors = {}
+    for name, entry in adapter.entries().items():
+        component, path, _ = adapter.modules[name]
+        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.export_key(component, path)
+        tensors |= {f"{key}.lora_down.weight": entry.down, f"{key}.lora_up.weight": entry.up}
+        tensors |= {f"{key}.alpha": torch.tensor(entry.scale * entry.rank)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert same(read_lora(family, model.components, tmp_path / "x.safetensors"), adapter.entries())
+
+
+def test_kohya_without_alpha_has_scale_one(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    family, model, adapter = live
+    path = tmp_path / "x.safetensors"
+    export.write("kohya", path, family, adapter, family.recipe, FACTS)
+    save_file({name: t for name, t in load_file(path).items() if not name.endswith("alpha")}, path)
+    assert {entry.scale for entry in read_lora(family, model.components, path).values()} == {1.0}
+
+
+def peft_unet(**config: Any) -> nn.Module:
+    """A UNet adapted by PEFT alone, as a diffusers training script does it."""
+    torch.manual_seed(0)
+    unet = tiny_pipeline().unet
+    unet.add_adapter(LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **config))
+    return unet
+
+
+@pytest.mark.parametrize("config", [
+    {"lora_alpha": 2},
+    {"lora_alpha": 2, "use_rslora": True},
+    {"lora_alpha": 8, "use_dora": True},
+    {"lora_alpha": 8, "rank_pattern": {"attn2.to_k": 2}, "alpha_pattern": {"attn2.to_k": 3, "attn1.to_q": 5}},
+])  # fmt: skip
+def test_files_that_diffusers_writes(live: tuple[Any, Any, Any], tmp_path: Path, config: dict[str, Any]) -> None:
+    unet = peft_unet(**config)
+    StableDiffusionXLPipeline.save_lora_weights(
+        tmp_path,
+        unet_lora_layers=get_peft_model_state_dict(unet),
+        unet_lora_adapter_metadata=unet.peft_config["default"].to_dict(),
+    )
+    entries = read_lora(live[0], live[1].components, tmp_path)
+    check_against(unet, entries)
+
+
+@pytest.mark.parametrize("config", [
+    {"lora_alpha": 2},
+    {"lora_alpha": 8, "use_dora": True, "use_rslora": True},
+    {"lora_alpha": 8, "rank_pattern": {"attn2.to_k": 2}, "alpha_pattern": {"attn2.to_k": 3}},
+])  # fmt: skip
+def test_folders_that_peft_writes(live: tuple[Any, Any, Any], tmp_path: Path, config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    settings = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **config)
+    model = get_peft_model(tiny_pipeline().unet, settings)
+    model.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        check_against(model.get_base_model(), read_lora(live[0], live[1].components, path))
+    assert components_of(tmp_path) == {"unet"}
+
+
+def check_against(unet: nn.Module, entries: dict[str, LoraEntry]) -> None:
+    """Every layer's effect, as PEFT itself would merge it."""
+    layers = {name: module for name, module in unet.named_modules() if hasattr(module, "lora_A") and module.lora_A}
+    assert {f"unet.{name}" for name in layers} == entries.keys()
+    for name, layer in layers.items():
+        weight = layer.get_base_layer().weight.detach().clone()
+        layer.merge()
+        merged = layer.get_base_layer().weight.detach()
+        torch.testing.assert_close(entries[f"unet.{name}"].effect(weight), merged - weight, rtol=1e-3, atol=1e-5)
+        layer.unmerge()
+
+
+def test_old_names_of_diffusers(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    """Files from before PEFT: attention processors, lora_linear_layer, no alpha."""
+    unet = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.processor"
+    text = "text_encoder.text_model.encoder.layers.0.self_attn"
+    tensors = {}
+    for key in (f"{unet}.to_q_lora", f"{unet}.to_out_lora", f"{text}.to_q_lora", f"{text}.to_out_lora"):
+        tensors |= {f"{key}.down.weight": torch.randn(2, 32), f"{key}.up.weight": torch.randn(32, 2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    entries = read_lora(live[0], live[1].components, tmp_path / "x.safetensors")
+    block = NAME.removesuffix(".to_q")
+    attention = "text_encoder.encoder.layers.0.self_attn"
+    assert entries.keys() == {NAME, f"{block}.to_out.0", f"{attention}.q_proj", f"{attention}.out_proj"}
+    assert torch.equal(entries[NAME].up, tensors[f"{unet}.to_q_lora.up.weight"])
+    assert entries[NAME].scale == 1.0
+
+
+def test_a_lora_of_another_model(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    down, up = torch.zeros(2, 32), torch.zeros(32, 2)
+    for key in ("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_down_blocks_0_attentions_0_proj_in"):
+        save_file({f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}, tmp_path / "x.safetensors")
+        error = refused(tmp_path / "x.safetensors", live)
+        assert error.code == "lora-of-another-model"
+        assert key in error.what
+    key = "lora_unet_middle_block_1_proj_in"
+    save_file({f"{key}.lora_down.weight": torch.zeros(2, 64), f"{key}.lora_up.weight": up}, tmp_path / "x.safetensors")
+    error = refused(tmp_path / "x.safetensors", live)
+    assert error.code == "lora-of-another-model"
+    assert "64" in error.what
+
+
+def test_text_encoders_that_are_not_loaded(folder: Path, live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    family, _, adapter = live
+    export.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
+    bare = type(family)(tiny_recipe(folder)).load(torch.float32, torch.device("cpu"))
+    with pytest.raises(AdapterError) as caught:
+        read_lora(family, bare.components, tmp_path / "x.safetensors")
+    assert "train_text_encoder" in caught.value.fix
+
+
+@pytest.mark.parametrize(("tensors", "code"), [
+    ({"lora_unet_x.hada_w1_a": 1, "lora_unet_x.hada_w1_b": 1}, "lora-kind"),
+    ({"lora_unet_x.lokr_w1": 1}, "lora-kind"),
+    ({"lora_unet_x.lora_mid.weight": 1, "lora_unet_x.lora_up.weight": 1}, "lora-kind"),
+    ({"model.diffusion_model.input_blocks.0.0.weight": 1}, "lora-empty"),
+    ({"lora_unet_middle_block_1_proj_in.lora_down.weight": 1}, "lora-empty"),
+    ({"unet.mid_block.lora_B.weight": 1}, "lora-empty"),
+])  # fmt: skip
+def test_what_is_no_lora(live: tuple[Any, Any, Any], tmp_path: Path, tensors: dict[str, int], code: str) -> None:
+    save_file({name: torch.zeros(size, 1) for name, size in tensors.items()}, tmp_path / "x.safetensors")
+    assert refused(tmp_path / "x.safetensors", live).code == code
+
+
+def test_values_that_are_no_numbers(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    key = "lora_unet_middle_block_1_proj_in"
+    tensors = {f"{key}.lora_down.weight": torch.zeros(2, 32), f"{key}.lora_up.weight": torch.full((32, 2), torch.inf)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert refused(tmp_path / "x.safetensors", live).code == "lora-not-finite"
+
+
+def test_missing_pickled_damaged(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    assert refused(tmp_path / "none.safetensors", live).code == "lora-missing"
+    assert refused(tmp_path, live).code == "lora-missing"
+    torch.save({}, tmp_path / "x.bin")
+    assert refused(tmp_path / "x.bin", live).code == "pickle-refused"
+    (tmp_path / "y.safetensors").write_bytes(b"\0" * 100)
+    assert refused(tmp_path / "y.safetensors", live).code == "weights-damaged"
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    (peft / "adapter_config.json").write_text("{", encoding="utf-8")
+    shutil.copy(tmp_path / "y.safetensors", peft / "adapter_model.safetensors")
+    assert refused(peft, live).code == "lora-unreadable"
+    (peft / "adapter_config.json").write_text("{}", encoding="utf-8")
+    assert refused(peft, live).code == "weights-damaged"
+    (peft / "adapter_model.safetensors").unlink()
+    assert refused(peft, live).code == "weights-unreadable"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 300), st.sampled_from(["kohya", "diffusers"]))
+def test_a_mutated_file_is_never_a_traceback(
+    live: tuple[Any, Any, Any], tmp_path: Path, noise: bytes, place: int, form: str
+) -> None:
+    family, model, adapter = live
+    path = tmp_path / "x.safetensors"
+    pristine = tmp_path / f"{form}.safetensors"
+    if not pristine.exists():
+        export.write(form, pristine, family, adapter, family.recipe, FACTS)
+    content = bytearray(pristine.read_bytes())
+    place = place if place < 150 else 8 + (place * 977) % (len(content) - 8)
+    content[place : place + len(noise)] = noise
+    path.write_bytes(bytes(content))
+    try:
+        read_lora(family, model.components, path)
+    except AdapterError as error:
+        assert error.what
+
+
+KEYS = st.sampled_from(
+    [
+        f"{module}.{kind}"
+        for module in ("lora_unet_middle_block_1_proj_in", "unet.mid_block.attentions.0.proj_in", "lora_te1_x", "x.y")
+        for kind in ("lora_down.weight", "lora_up.weight", "alpha", "dora_scale", "lora_A.weight", "lora_B.weight")
+    ]
+)
+CONFIGS = st.one_of(
+    st.text(max_size=8),
+    st.dictionaries(
+        st.sampled_from(["unet.r", "unet.lora_alpha", "unet.alpha_pattern", "unet.use_rslora"]),
+        st.one_of(st.none(), st.integers(-2, 9), st.text(max_size=3), st.dictionaries(st.text(max_size=3), st.none())),
+    ).map(json.dumps),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
+@given(st.dictionaries(KEYS, st.lists(st.sampled_from([0, 1, 2, 32]), max_size=3), min_size=1), CONFIGS)
+def test_nonsense_is_never_a_traceback(
+    live: tuple[Any, Any, Any], tmp_path: Path, shapes: dict[str, list[int]], config: str
+) -> None:
+    family, model, _ = live
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "x.safetensors", {"lora_adapter_metadata": config})
+    try:
+        assert read_lora(family, model.components, tmp_path / "x.safetensors")
+    except AdapterError as error:
+        assert error.what
