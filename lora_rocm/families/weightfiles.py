@@ -101,7 +101,9 @@ def _entry(value: dict[str, object], data_start: int) -> TensorEntry:
     return TensorEntry(str(value["dtype"]), tuple(int(n) for n in value["shape"]), begin, end)  # type: ignore[attr-defined]
 
 
-def read_tensors(header: Header, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+def read_tensors(
+    header: Header, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
+) -> dict[str, Tensor]:
     """Read tensors with plain reads into memory of their own, in the order of the file.
 
     Raises:
@@ -113,11 +115,11 @@ def read_tensors(header: Header, wanted: Callable[[str], bool] = lambda name: Tr
         for name, entry in entries:
             tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             if tensor.numel() * tensor.element_size() != entry.end - entry.begin:
-                raise damaged(header.path, f"the size of {name} does not fit its shape")
+                raise damaged(header.path, f"the size of {name} does not fit its shape", error)
             if tensor.numel():
                 file.seek(entry.begin)
                 if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.end - entry.begin:
-                    raise damaged(header.path, f"it ends inside {name}")
+                    raise damaged(header.path, f"it ends inside {name}", error)
             tensors[name] = tensor
     return tensors
 
