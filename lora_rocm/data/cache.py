@@ -47,14 +47,6 @@ class CachedItem:
     fingerprints: dict[str, int]
 
 
-@dataclass(frozen=True)
-class KindStats:
-    """What one kind of entry takes on disk."""
-
-    entries: int
-    bytes: int
-
-
 def image_key(image_sha256: str, geometry: Geometry, flip: bool, encoder_fingerprint: str) -> str:
     """Key of an encoded picture: its bytes, how it is cut, and what encodes it."""
     cut = (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip)
@@ -248,12 +240,3 @@ class HashMemory:
 def _digest(identity: list[Any]) -> bytes:
     """A short name for a file's state: a million of them take little memory."""
     return hashlib.blake2b(json.dumps(identity).encode("ascii"), digest_size=16).digest()
-
-
-def stats(root: Path) -> dict[str, KindStats]:
-    """Entries and bytes of each kind."""
-    found = {}
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ():
-        sizes = [path.stat().st_size for path in folder.glob("*/*.safetensors")]
-        found[folder.name] = KindStats(len(sizes), sum(sizes))
-    return found

@@ -87,7 +87,7 @@ def prepare(recipe: Recipe, family: ModelFamily, cache: LatentCache, device: tor
     texts = {sample.key: _texts(recipe, sample, sample.key in held_keys) for sample in usable}
     wanted = [caption for sample in usable for caption in texts[sample.key]]
     caches.fill_texts([*wanted, "", *_prompts(recipe)])
-    notices = found.notices
+    notices = found.notices + _say_truncated(family, {sample.key: texts[sample.key][0] for sample in usable})
     if data.validation_split:
         notices += (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",)
     return Prepared(
@@ -143,6 +143,16 @@ def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     if held_out:
         return (captions.prepare(sample.caption, sample.options),)
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+
+
+def _say_truncated(family: ModelFamily, captions_by_key: dict[str, str]) -> tuple[str, ...]:
+    """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
+    lost_of = family.truncated()
+    lost = {key: part for key, caption in captions_by_key.items() if (part := lost_of(caption))}
+    if not lost:
+        return ()
+    key, part = next(iter(lost.items()))
+    return (f"{len(lost)} captions are longer than the text encoders read, for example {key}: lost is {part!r}.",)
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

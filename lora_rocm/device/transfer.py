@@ -21,6 +21,7 @@ from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
+READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
 """The ladder: a failed batch is sent again by the next method. On a host without pinning it starts at "unpinned"."""
 
@@ -90,6 +91,11 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
     return arrived
 
 
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, also of a tensor that is on the CPU already."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 @dataclass
 class Clock:
     """Two intervals of one ``send``: the copies and the check. Read later, when the device is past them."""
@@ -117,11 +123,13 @@ class DeviceTransfer:
         device: torch.device,
         pin: bool,
         copy: Callable[[Tensor, torch.device, str], Tensor] = copy_to_device,
+        read: Callable[[Tensor], Tensor] = copy_to_host,
     ) -> None:
         self.device = device
         self.methods = METHODS if pin else METHODS[1:]
         self.bad = torch.zeros((), device=device)
         self.checks = self.failures = 0
+        self._read = read
         self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
         self._failures_at_base = 0
 
@@ -147,7 +155,7 @@ class DeviceTransfer:
             fingerprints: for each of them int64 [B], made when the sample was cached (not from the tensor at hand).
         """
         self._sends += 1
-        salt = (self._sends * 0x9E3779B97F4A7C15) % 2**63
+        salt = self._salt()
         names = list(tensors)
         start = self._mark()
         arrived = {name: self._copy(tensors[name].contiguous(), self.device, self.method) for name in names}
@@ -178,6 +186,33 @@ class DeviceTransfer:
                 return arrived
             self.failures += 1
         raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+
+    def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the host of tensors on the device, each compared with what lies there; a bad one is read again.
+
+        Raises:
+            TransferError: a tensor did not come back unchanged.
+        """
+        self._sends += 1
+        salt = self._salt()
+        wanted_K = torch.stack([whole_fingerprint(tensor) for tensor in tensors.values()]) ^ salt
+        received = {}
+        for (name, tensor), wanted in zip(tensors.items(), wanted_K.tolist(), strict=True):
+            for _ in range(READS):
+                copy = self._read(tensor)
+                self.checks += 1
+                if int(whole_fingerprint(copy)) ^ salt == wanted:
+                    break
+                self.failures += 1
+            else:
+                raise TransferError(
+                    "read-failed",
+                    "A tensor did not come back from the device unchanged. The files written before are kept.",
+                    where=f"{name} {tuple(tensor.shape)} {tensor.dtype}",
+                    fix="Restart the machine and run the same command with --resume latest.",
+                )
+            received[name] = copy
+        return received
 
     def clear(self) -> None:
         """Forget the verdict; the next update starts clean."""
@@ -210,6 +245,9 @@ class DeviceTransfer:
             fix="Restart the machine and run the same command with --resume latest; if it happens again, "
             "suspect driver, kernel or memory.",
         )
+
+    def _salt(self) -> int:
+        return (self._sends * 0x9E3779B97F4A7C15) % 2**63
 
     def _mark(self) -> torch.cuda.Event | float:
         if self.device.type != "cuda":

@@ -89,7 +89,6 @@ class ModelFamily(Protocol):
 
     name: the recipe's ``model.family``.
     cache_spec: tensors of one sample that come from the caches (union of the encoders' outputs).
-    meta_spec: tensors of one sample that are computed, not encoded (SDXL: time_ids), from ``sample_meta``.
     lora_targets: preset name -> component name -> regular expression (fullmatch) of module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
     all_components: names of all components that a run loads at one time or another.
@@ -111,6 +110,10 @@ class ModelFamily(Protocol):
 
     def encoders(self) -> Sequence[Encoder]:
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
+        ...
+
+    def truncated(self) -> Callable[[str], str]:
+        """A function that says which end of a caption the text encoders do not see ("" when they see all)."""
         ...
 
     def sample_meta(
@@ -149,7 +152,7 @@ class ModelFamily(Protocol):
         ...
 
     def base_facts(self) -> Mapping[str, str]:
-        """What metadata says of the base model: "hash" (short, of a one-file checkpoint), "prediction_type"."""
+        """Of the base: "hash" (short, of a one-file checkpoint), "prediction_type", "identity" (of its weights)."""
         ...
 
     def skeleton(self, component: str) -> nn.Module:

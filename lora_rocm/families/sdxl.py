@@ -39,7 +39,6 @@ LAYOUT = Layout(
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
-TIME_IDS = {"time_ids": TensorSpec("int64", "N")}
 
 
 class Sdxl:
@@ -97,10 +96,6 @@ class Sdxl:
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
         return {name: spec for encoder in self.encoders() for name, spec in encoder.outputs.items()}
-
-    @property
-    def meta_spec(self) -> Mapping[str, TensorSpec]:
-        return TIME_IDS
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
@@ -210,7 +205,13 @@ class Sdxl:
         return {
             "hash": "" if file is None else legacy_model_hash(file),
             "prediction_type": self.scheduler_config["prediction_type"],
+            "identity": self._weights_identity,
         }
+
+    @cached_property
+    def _weights_identity(self) -> str:
+        """Of the components that are trained on (the encoders' are in the cache keys)."""
+        return self.source.fingerprint("unet")
 
     def skeleton(self, component: str) -> nn.Module:
         return self.source.skeleton(component)

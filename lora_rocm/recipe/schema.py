@@ -182,7 +182,7 @@ class TrainSection(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, slower.")
+    gradient_checkpointing: bool = on_resume(False, "Recompute activations: less memory, slower.")
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
     )

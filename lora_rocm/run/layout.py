@@ -10,12 +10,14 @@ import contextlib
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import storage_error
 
+RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 
 
@@ -138,12 +140,24 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise storage_error(error, path) from error
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, over an existing file too. On Windows somebody (a virus scanner) may hold either for a moment."""
+    for attempt in range(RENAME_ATTEMPTS):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if attempt == RENAME_ATTEMPTS - 1 or os.name != "nt":
+                raise
+            time.sleep(RENAME_PAUSE_S)
 
 
 def write_json(path: Path, value: Any) -> None:

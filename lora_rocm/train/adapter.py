@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ class Adapter:
             if isinstance(layer, LoraLayer)
         ]
         self.modules: dict[str, tuple[str, str, LoraLayer]] = dict(sorted(found, key=lambda item: item[0]))
+        self.family = family
         self.text_components = set(family.text_components)
+        self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run reads through its checked door
         self.parameters: dict[str, nn.Parameter] = {}
         for name, (_, _, layer) in self.modules.items():
             self.parameters[f"{name}.lora_A"] = layer.lora_A[PEFT_NAME].weight
@@ -57,7 +59,7 @@ class Adapter:
 
     def state(self) -> dict[str, Tensor]:
         """A copy of every weight, on the CPU."""
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters.items()}
+        return self.read(self.parameters)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -100,6 +102,24 @@ class Adapter:
                 layer.enable_adapters(True)
             for parameter in self.parameters.values():
                 parameter.requires_grad_(True)
+
+    def cast_inputs(self, enabled: bool) -> None:
+        """Whether PEFT casts the input of every adapted layer to the adapter's float32.
+
+        Under autocast that is a copy to float32 and one straight back: off, the values are the same and two copies a
+        layer are saved, forward and backward. DoRA keeps it: it takes the base's norm in the format of its input.
+        """
+        for _, _, layer in self.modules.values():
+            layer.cast_input_dtype_enabled = enabled or bool(layer.lora_magnitude_vector)
+
+    @contextmanager
+    def casting_inputs(self) -> Iterator[None]:
+        """For what runs without autocast (the sampler), for a while."""
+        self.cast_inputs(True)
+        try:
+            yield
+        finally:
+            self.cast_inputs(False)
 
     def set_strength(self, strength: float) -> None:
         """Multiply the update by ``strength`` (1 as trained). With DoRA the magnitudes stay as trained."""
@@ -216,6 +236,10 @@ def attach_file(family: ModelFamily, model: LoadedModel, path: Path, strength: f
             _fill(layer, entries[name])
     adapter.set_strength(strength)
     return adapter
+
+
+def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def trained_scale(layer: LoraLayer) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from PIL import Image
 
 from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import DataError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
@@ -37,6 +39,7 @@ class Artifacts:
     model: LoadedModel
     adapter: Adapter
     optimizer: GatedAdamW
+    transfer: DeviceTransfer
     prepared: Prepared
     data_identity: str
     steps_per_epoch: int
@@ -55,10 +58,15 @@ class Artifacts:
             lora = self.run_dir.checkpoint_lora(updates)
             with self._shown_weights():
                 self._write("kohya", lora, position)
-            parts = {"adapter": self.adapter.state(), "ema": self._ema(), "optimizer": self.optimizer.state()}
+            parts = {
+                "adapter": self.adapter.state(),
+                "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
+                "optimizer": self.transfer.receive(self.optimizer.state()),
+            }
             facts = {
                 "recipe": fingerprint(self.recipe),
                 "data": self.data_identity,
+                "base": self.family.base_facts()["identity"],
                 "threads": torch.get_num_threads(),
                 "metadata": asdict(self._facts(position)),
             }
@@ -97,9 +105,10 @@ class Artifacts:
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
-        cast_inputs(self.adapter, True)  # the sampler runs without autocast
-        pictures = preview.draw(self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup)
-        cast_inputs(self.adapter, self.recipe.lora.use_dora)
+        with self.adapter.casting_inputs():
+            pictures = preview.draw(
+                self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup
+            )
         self.drawn_at = updates
         self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in pictures])
 
@@ -119,7 +128,10 @@ class Artifacts:
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """Are the pictures nearer to the training pictures than before? See train/concept.py."""
-        training = [load_image(sample) for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]]
+        training = []
+        for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]:
+            with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
+                training.append(load_image(sample))
         found = concept.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
         self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
         return asdict(found)
@@ -144,21 +156,8 @@ class Artifacts:
             finished_at_s=source_date_epoch(),
         )
 
-    def _ema(self) -> dict[str, torch.Tensor]:
-        return {name: average.detach().cpu() for name, average in self.optimizer.ema.items()}
-
     def _name(self, path: Path) -> str:
         return path.relative_to(self.run_dir.path).as_posix()
-
-
-def cast_inputs(adapter: Adapter, enabled: bool) -> None:
-    """Whether PEFT casts the input of every adapted layer to the adapter's float32.
-
-    Under autocast that is a copy to float32 and one straight back: off, the values are the same and two copies a layer
-    are saved, forward and backward. DoRA needs it on: it takes the norm of the base weight in the format of its input.
-    """
-    for _, _, layer in adapter.modules.values():
-        layer.cast_input_dtype_enabled = enabled
 
 
 def source_date_epoch() -> int | None:

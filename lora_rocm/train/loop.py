@@ -250,7 +250,7 @@ class Trainer:
                 "nonfinite",
                 f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; no such update was made.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
-                fix="Lower optim.learning_rate, or set train.mixed_precision to no; the last checkpoint is kept.",
+                fix="Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes.",
             )
 
     def _incident(self, kind: str, pending: Pending, detail: str, action: str) -> None:

@@ -134,12 +134,12 @@ class GatedAdamW:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts by parameter name, loss scale, on the CPU."""
+        """Moments and step counts by parameter name, and the loss scale: the live tensors, on the device."""
         tensors = {"loss_scale": self.loss_scale, "growth": self.growth}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}.{key}"] = value
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what ``state`` gave; ``tensors`` are on the device already, checked."""

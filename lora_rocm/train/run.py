@@ -22,7 +22,7 @@ from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
-from lora_rocm.train.artifacts import Artifacts, cast_inputs
+from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -97,7 +97,16 @@ def train(
             position = _restore(recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
             state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     artifacts = Artifacts(
-        session, recipe, family, model, adapter, optimizer, data.prepared, data.identity(), data.plan.steps_per_epoch
+        session=session,
+        recipe=recipe,
+        family=family,
+        model=model,
+        adapter=adapter,
+        optimizer=optimizer,
+        transfer=transfer,
+        prepared=data.prepared,
+        data_identity=data.identity(),
+        steps_per_epoch=data.plan.steps_per_epoch,
     )
     trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
     artifacts.preview_before()
@@ -138,7 +147,8 @@ def _load_model(
     """Load and adapt on the CPU, then send every parameter through the checked door."""
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
-    cast_inputs(adapter, recipe.lora.use_dora)
+    adapter.cast_inputs(False)
+    adapter.read = transfer.receive
     for component in model.components.values():
         transfer.send_parameters(component)
         component.train()  # the base has no dropout; the adapter's may be asked for
@@ -164,6 +174,7 @@ def _restore(
     for key, now, what in (
         ("recipe", fingerprint(recipe), "The recipe differs from the checkpoint's in a key that may not change."),
         ("data", data.identity(), "The training pictures are not those of the checkpoint."),
+        ("base", adapter.family.base_facts()["identity"], "The base model is not that of the checkpoint."),
     ):
         if facts[key] != now and not accept_changes:
             raise ResumeError(

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +23,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lora_rocm.errors import storage_error
-from lora_rocm.run.layout import RunDir, fsync_folder
+from lora_rocm.run.layout import RunDir, fsync_folder, rename
 from lora_rocm.train.loop import Position
 
 STATE_FILE = "state.json"
-RENAME_ATTEMPTS = 20  # Windows: a scanner may hold a fresh file for a moment
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def save(
             raise OSError(0, "what was written did not read back the same")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
-        _rename(temporary, final)
+        rename(temporary, final)
         fsync_folder(run_dir.checkpoints)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -154,17 +152,6 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _rename(source: Path, target: Path) -> None:
-    for attempt in range(RENAME_ATTEMPTS):
-        try:
-            source.rename(target)
-            return
-        except PermissionError:
-            if attempt == RENAME_ATTEMPTS - 1:
-                raise
-            time.sleep(0.1)
 
 
 def _remove(path: Path) -> None:

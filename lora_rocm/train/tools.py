@@ -44,11 +44,13 @@ def sample(job: Job) -> None:
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
+    encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
+    encode = encoder.load(device)
+    encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
+    del encode  # the encoders leave before the model comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device), torch.device("cpu"))
     adapter = attach_file(family, model, lora, job["strength"])
     _send(model, device)
-    encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
-    encode = encoder.load(device)
     width, height = (
         job[side] or getattr(recipe.sample, side) or recipe.data.resolution for side in ("width", "height")
     )
@@ -66,9 +68,9 @@ def sample(job: Job) -> None:
     ]
     if job["strength"] == 0.0:
         with adapter.disabled():
-            pictures = family.preview(model, requests, encode)
+            pictures = family.preview(model, requests, encoded.__getitem__)
     else:
-        pictures = family.preview(model, requests, encode)
+        pictures = family.preview(model, requests, encoded.__getitem__)
     paths = []
     for request, picture in zip(requests, pictures, strict=True):
         path = _free_name(Path(job["output"]), f"seed{request.seed}")
@@ -97,7 +99,7 @@ def export_run(job: Job) -> None:
         )
     family = family_for(recipe)
     cpu = torch.device("cpu")
-    model = family.load(compute_dtype(recipe.train.mixed_precision, choose_device("auto")), cpu)
+    model = family.load(compute_dtype(recipe.train.mixed_precision, choose_device(recipe.runtime.device)), cpu)
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
     path = Path(job["output"] or default_output(run_dir, job["format"]))

@@ -59,8 +59,8 @@ def _told(error: Exception, run_dir: RunDir) -> LoraRocmError:
             "out-of-memory",
             "The GPU has not enough memory for this recipe.",
             where=str(error).splitlines()[0],
-            fix="Set train.gradient_checkpointing: true, lower train.batch_size (and raise "
-            "train.gradient_accumulation_steps), or lower data.resolution.",
+            fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on already, start a new "
+            "run with a lower train.batch_size (and more train.gradient_accumulation_steps) or data.resolution.",
         )
     if isinstance(error, OSError):
         return storage_error(error, error.filename or run_dir.path)
@@ -80,6 +80,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
     torch.backends.cudnn.benchmark = False  # exhaustive search takes minutes and crashes on some cards (unsloth#11636)
     dtype = compute_dtype(recipe.train.mixed_precision, device)
     checkpoint = run.find_checkpoint(session, options.checkpoint)

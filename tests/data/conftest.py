@@ -62,6 +62,9 @@ class FakeFamily:
     def encoders(self) -> list[FakeEncoder]:
         return [self.image_encoder, self.text_encoder]
 
+    def truncated(self) -> Callable[[str], str]:
+        return lambda caption: caption[200:]
+
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:

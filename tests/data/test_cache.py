@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import CacheEntryBad, HashMemory, KindStats, LatentCache, image_key, stats, text_key
+from lora_rocm.data.cache import CacheEntryBad, HashMemory, LatentCache, image_key, text_key
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.base import TensorSpec
@@ -220,12 +220,3 @@ def test_hashes_that_cannot_be_written_are_a_storage_error(tmp_path: Path) -> No
     (tmp_path / "cache").write_text("a file where the folder should be", encoding="utf-8")
     with pytest.raises(StorageError):
         HashMemory(tmp_path / "cache").sha256(old(tmp_path / "a.png", b"x"))
-
-
-def test_stats(cache: LatentCache) -> None:
-    assert stats(cache.root) == {}
-    cache.put("image", KEY, tensors(), "a.png")
-    cache.put("text", KEY, tensors(), "a.png")
-    cache.put("text", text_key("x", "y"), tensors(), "a.png")
-    size = entry(cache).stat().st_size
-    assert stats(cache.root)["image"] == KindStats(1, size) and stats(cache.root)["text"].entries == 2

@@ -220,6 +220,33 @@ def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
 
 
+class FaultyReads:
+    """Reads that come back spoiled, the first ``times`` times."""
+
+    def __init__(self, times: int, fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.times, self.fault = times, fault
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.times -= 1
+        good = tensor.detach().clone()
+        return self.fault(good, torch.ones_like(good)) if self.times >= 0 else good
+
+
+@pytest.mark.parametrize("fault", [all_zeros, half_zeroed, stale], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_what_comes_back_is_checked_and_read_again(times: int, fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+    tensors = {"weight": sample_tensor(torch.float32), "step": torch.tensor(7.0)}
+    transfer = DeviceTransfer(CPU, pin=False, read=FaultyReads(times, fault))
+    if times == 3:
+        with pytest.raises(TransferError, match="unchanged"):
+            transfer.receive(tensors)
+        return
+    received = transfer.receive(tensors)
+    assert transfer.failures == times
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    assert received["weight"].data_ptr() != tensors["weight"].data_ptr()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)

@@ -32,7 +32,7 @@ def set_gradients(optimizer: GatedAdamW, seed: int, value: float | None = None) 
 def everything(optimizer: GatedAdamW) -> dict[str, torch.Tensor]:
     live = {f"live.{name}": p.detach().clone() for name, p in optimizer.parameters.items()}
     ema = {f"ema.{name}": average.clone() for name, average in optimizer.ema.items()}
-    return {**live, **ema, **optimizer.state()}
+    return {**live, **ema, **{name: tensor.clone() for name, tensor in optimizer.state().items()}}
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:

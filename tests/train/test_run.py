@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +279,21 @@ def test_under_autocast_no_input_is_copied_to_float32_and_the_bytes_are_the_same
     monkeypatch.setattr(run.Trainer, "fit", watched)
     assert start(recipe, tmp_path / "run")
     assert inputs == {torch.float32 if use_dora else torch.bfloat16}
-    monkeypatch.setattr(run, "cast_inputs", lambda adapter, enabled: None)
+    monkeypatch.setattr("lora_rocm.train.adapter.Adapter.cast_inputs", lambda self, enabled: None)
     monkeypatch.setattr("lora_rocm.train.artifacts.cast_inputs", lambda adapter, enabled: None)
     assert start(recipe, tmp_path / "casting")
     assert bytes_of(tmp_path / "casting") == bytes_of(tmp_path / "run")
+
+
+def test_another_base_model_at_the_same_path_is_refused_on_resume(material: Path, tmp_path: Path) -> None:
+    write_tiny_sdxl(tmp_path / "model")
+    recipe = make_recipe(material, model={"name_or_path": str(tmp_path / "model")})
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    write_tiny_sdxl(tmp_path / "other", seed=1)
+    shutil.rmtree(tmp_path / "model" / "unet")
+    shutil.copytree(tmp_path / "other" / "unet", tmp_path / "model" / "unet")
+    with pytest.raises(ResumeError, match="base model"):
+        start(recipe, tmp_path / "run")
 
 
 class Bus:
