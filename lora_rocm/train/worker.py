@@ -59,7 +59,7 @@ def _told(error: Exception, run_dir: RunDir) -> LoraRocmError:
             "out-of-memory",
             "The GPU has not enough memory for this recipe.",
             where=str(error).splitlines()[0],
-            fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on already, start a new "
+            fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new "
             "run with a lower train.batch_size (and more train.gradient_accumulation_steps) or data.resolution.",
         )
     if isinstance(error, OSError):
