@@ -23,6 +23,7 @@ from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from
 from safetensors import SafetensorError
 from torch import nn
 
+from lora_rocm.device.failure import out_of_memory
 from lora_rocm.errors import ModelError
 from lora_rocm.families import hub
 from lora_rocm.families.weightfiles import Header, identity, read_header, read_tensors
@@ -31,6 +32,19 @@ BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
+DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
+# What the model libraries raise on a config or weights that are damaged or of another kind.
+UNFIT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+)
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
     "_diffusers_version",
@@ -139,24 +153,32 @@ class Source:
                 module = self._load_single(name, self.single_header, part.prefix, dtype)
             else:
                 module = _load_folder(part, self.folder / name, dtype)
-        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-            raise _unfit(self.name, name, str(error)) from error
+        except UNFIT_ERRORS as error:
+            if out_of_memory(error):
+                raise
+            raise _unfit(self.name, name, error) from error
         missing = [key for key, tensor in module.state_dict().items() if tensor.is_meta]
         if missing:
-            raise _unfit(self.name, name, f"{len(missing)} tensors are missing, for example {missing[0]}")
+            raise _unfit(self.name, name, f"{len(missing)} tensors are missing, for example {missing[0]}.")
         return module.to(device).requires_grad_(False).eval()
 
     def skeleton(self, name: str) -> nn.Module:
         """A component's structure from its config: its weights have their shapes, are zero, and take no memory.
 
         They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
+
+        Raises:
+            ModelError: config-missing, config-unreadable, weights-unfit.
         """
-        cls = self.layout.parts[name].cls
-        with init_empty_weights():
-            if issubclass(cls, ConfigMixin):
-                module: nn.Module = cls.from_config(self.config(name))
-            else:
-                module = cls(cls.config_class.from_dict(self.config(name)))
+        cls, config = self.layout.parts[name].cls, self.config(name)
+        try:
+            with init_empty_weights():
+                if issubclass(cls, ConfigMixin):
+                    module: nn.Module = cls.from_config(config)
+                else:
+                    module = cls(cls.config_class.from_dict(config))
+        except UNFIT_ERRORS as error:
+            raise _unfit(self.name, name, error) from error
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
                 hollow = torch.zeros(()).expand(parameter.shape)
@@ -209,12 +231,18 @@ def resolve(choice: ModelChoice, layout: Layout) -> Source:
     name = choice.name_or_path
     vae = None if choice.vae is None else _vae_path(choice.vae)
     path = Path(name).expanduser()
+    whole = name.startswith(BUILTIN_PREFIX) or path.is_dir() or (hub.looks_like_id(name) and not path.is_file())
+    if choice.config is not None and whole:
+        raise ModelError(
+            "config-unused",
+            "A config folder is for a single-file checkpoint; this model brings its own.",
+            where=f"model.config: {choice.config} (model.name_or_path: {name})",
+            fix="Take model.config out, or give the checkpoint file.",
+        )
     if name.startswith(BUILTIN_PREFIX):
         folder = builtin_folder(name)
     elif path.is_file():
-        _refuse_pickle(path)
-        if path.suffix != ".safetensors":
-            raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"model.name_or_path: {name}")
+        _refuse_other_files(path, "model.name_or_path")
         configs = None if choice.config is None else _existing_folder(choice.config, "model.config")
         has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
         return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae)
@@ -254,20 +282,26 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError("config-missing", "A config file of the model is missing.", where=str(path)) from error
+        raise ModelError(
+            "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(
-            "config-unreadable", f"A config file of the model is not readable: {error}", where=str(path)
+            "config-unreadable",
+            f"A config file of the model is not readable: {error}",
+            where=str(path),
+            fix=DOWNLOAD_AGAIN,
         ) from error
     if not isinstance(config, dict):
-        raise ModelError("config-unreadable", "A config file of the model holds no object.", where=str(path))
+        what = "A config file of the model holds no object."
+        raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
     return config
 
 
 def _vae_path(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
-        _refuse_pickle(path)
+        _refuse_other_files(path, "model.vae")
         return path
     folder = _existing_folder(name, "model.vae")
     return folder / "vae" if (folder / "vae").is_dir() else folder
@@ -276,8 +310,17 @@ def _vae_path(name: str) -> Path:
 def _existing_folder(name: str, key: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_dir():
-        raise ModelError("model-missing", "There is no such folder.", where=f"{key}: {name}")
+        what = "This is a file, not a folder." if path.exists() else "There is no such folder."
+        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
     return path
+
+
+def _refuse_other_files(path: Path, key: str) -> None:
+    """Refuse a file that is given as weights and is no safetensors file."""
+    _refuse_pickle(path)
+    if path.suffix.lower() != ".safetensors":
+        fix = "Give a .safetensors file."
+        raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
 
 
 def _refuse_pickle(path: Path) -> None:
@@ -313,29 +356,34 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
 
 def _load_folder(part: Part, folder: Path, dtype: torch.dtype) -> nn.Module:
     variant = _headers(folder)[1]
-    key = "torch_dtype" if issubclass(part.cls, ConfigMixin) else "dtype"
+    how: dict[str, Any] = {"torch_dtype": dtype}
+    if not issubclass(part.cls, ConfigMixin):
+        how = {"dtype": dtype, "ignore_mismatched_sizes": True}  # else it raises "see above", and writes a table there
     module, info = part.cls.from_pretrained(
         str(folder),
         variant=variant,
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        **{key: dtype},
+        **how,
     )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing, for example {missing[0]}")
+    for what in ("missing_keys", "mismatched_keys"):
+        wrong = sorted(key if isinstance(key, str) else key[0] for key in info[what])
+        if wrong:
+            said = "are missing" if what == "missing_keys" else "have another shape"
+            raise ValueError(f"{len(wrong)} tensors {said}, for example {wrong[0]}.")
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data = tensor.data.clone()  # out of the mapped file
     loaded: nn.Module = module
     return loaded
 
 
-def _unfit(model: str, name: str, reason: str) -> ModelError:
-    first_line = next(iter(reason.strip().splitlines()), "unknown")
+def _unfit(model: str, name: str, error: object) -> ModelError:
+    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # what follows is advice to programmers
     return ModelError(
         "weights-unfit",
-        f"The weights of {name} do not fit its config: {first_line}",
+        f"The weights of {name} do not fit its config: {reason}.",
         where=f"model.name_or_path: {model}",
-        fix="Download the model again; configs and weights must come from the same model.",
+        fix=DOWNLOAD_AGAIN,
     )

@@ -94,10 +94,10 @@ def _check_single(source: Source, header: Header) -> None:
 def _check_unet(source: Source, config: Mapping[str, Any]) -> None:
     if config.get("addition_embed_type") != "text_time":
         raise _wrong(source, "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)")
-    _check_channels(source, int(config.get("in_channels", 0)))
+    _check_channels(source, config.get("in_channels"))
 
 
-def _check_channels(source: Source, channels: int) -> None:
+def _check_channels(source: Source, channels: object) -> None:
     if channels == 9:
         raise _wrong(source, "an inpainting model (its UNet takes 9 channels)")
     if channels != 4:

@@ -11,6 +11,8 @@ from transformers import CLIPTokenizer
 
 from lora_rocm.errors import ModelError
 
+MAX_TOKENS = 1000  # transformers says 1e30 where a tokenizer does not say how long a text may be; CLIP's is 77
+
 
 def load_tokenizer(folder: Path) -> CLIPTokenizer:
     """A CLIP tokenizer from a local folder.
@@ -20,8 +22,10 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     """
     try:
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError("tokenizer-unreadable", f"The tokenizer cannot be read: {error}", where=str(folder)) from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise _unreadable(folder, str(error)) from error
+    if tokenizer.model_max_length > MAX_TOKENS:
+        raise _unreadable(folder, "tokenizer_config.json does not say model_max_length")
     return tokenizer
 
 
@@ -53,6 +57,15 @@ def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tens
         output = encoder(ids, output_hidden_states=True)
         states.append(output.hidden_states[-2])
     return torch.cat(states, dim=-1), output.text_embeds
+
+
+def _unreadable(folder: Path, reason: str) -> ModelError:
+    return ModelError(
+        "tokenizer-unreadable",
+        f"The tokenizer cannot be read: {reason}.",
+        where=str(folder),
+        fix="Download the tokenizer's files again.",
+    )
 
 
 def truncated_captions(tokenizers: Iterable[CLIPTokenizer]) -> Callable[[str], str]:
