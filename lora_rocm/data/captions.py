@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 
 from lora_rocm.data.seeds import draw
 from lora_rocm.recipe.schema import SourceOptions
@@ -35,10 +37,12 @@ def variants(caption: str, options: SourceOptions, num_variants: int, seed: int)
     ]
     if not options.shuffle_caption or len(movable) < 2:
         return (prepared,)
+    same = Counter(tags[place] for place in movable).values()
+    orders = math.factorial(len(movable)) // math.prod(math.factorial(count) for count in same)
     found: dict[str, None] = {}
     for attempt in range(num_variants * TRIES_PER_VARIANT):
         found[_shuffled(tags, movable, seed, attempt)] = None
-        if len(found) == num_variants:
+        if len(found) == min(num_variants, orders):
             break
     return tuple(found)
 

@@ -49,6 +49,7 @@ def test_as_many_orders_as_there_are() -> None:
     assert len(variants("a, b, c", shuffled, 6, 3)) == 6
     assert len(variants("a, b, c, d, e, f", shuffled, 4, 3)) == 4
     assert variants("a, a, a", shuffled, 4, 3) == ("a, a, a",)
+    assert len(variants("a, a, b", shuffled, 10**6, 3)) == 3  # and does not try millions of times for a fourth
 
 
 def test_the_trigger_word_stays_where_it_is() -> None:
