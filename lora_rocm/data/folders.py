@@ -13,7 +13,7 @@ from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.errors import DataError
 
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
-REPEAT_FOLDER = re.compile(r"(\d+)_(.+)")
+REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|picture|screenshot)?[\W\d_]*", re.IGNORECASE)
 NUM_NAMED = 3

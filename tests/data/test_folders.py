@@ -50,13 +50,21 @@ def test_loops_of_links_end(tmp_path: Path, make: SimpleNamespace) -> None:
 
 
 def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
-    for name in ("10_zibu_cat/a.png", "0_off/b.png", "plain/c.png", "3_x.png", "plain/5_deep/d.png"):
+    for name in (
+        "10_zibu_cat/a.png",
+        "0_off/b.png",
+        "plain/c.png",
+        "3_x.png",
+        "plain/5_deep/d.png",
+        "20240131_sea/e.png",
+    ):
         make.picture(tmp_path / name)
     found = walk(tmp_path, ".txt")
     relatives = [relative for _, relative in found.pictures]
-    assert relatives == ["10_zibu_cat/a.png", "3_x.png", "plain/5_deep/d.png", "plain/c.png"]
+    assert relatives == ["10_zibu_cat/a.png", "20240131_sea/e.png", "3_x.png", "plain/5_deep/d.png", "plain/c.png"]
     repeats = found.repeat_folder("10_zibu_cat/a.png")
     assert (repeats.repeats, repeats.caption) == (10, "zibu cat")
+    assert found.repeat_folder("20240131_sea/e.png").repeats == 1
     assert found.repeat_folder("3_x.png").repeats == found.repeat_folder("plain/5_deep/d.png").repeats == 1
     assert found.notices == [
         "Folder 0_off: left out (kohya's number_name folders).",
