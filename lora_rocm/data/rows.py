@@ -144,8 +144,11 @@ def _open(dataset: str, split: str) -> Any:
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
                 )
             opened = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=str(path), split=split)
+        elif path.is_dir() or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
+            opened = datasets.load_dataset(str(path) if path.is_dir() else dataset, split=split)
         else:
-            opened = datasets.load_dataset(str(path) if path.exists() else dataset, split=split)
+            fix = "Correct the path. Relative paths start where the command runs."
+            raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
     except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             "dataset-unreadable",

@@ -102,7 +102,8 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
     for name, code in (
         ("a.csv", "dataset-kind"),
         ("bad.parquet", "dataset-unreadable"),
-        ("nowhere", "dataset-unreadable"),
+        ("nowhere", "dataset-missing"),
+        ("nowhere.parquet", "dataset-missing"),
     ):
         with pytest.raises(DataError) as caught:
             list(rows_of(source(tmp_path / name)))
