@@ -87,6 +87,10 @@ class RecipeError(UserError):
                 lines.append(f"      fix: {problem.fix}")
         return "\n".join(lines)
 
+    def to_event(self) -> dict[str, Any]:
+        """The problems travel in ``what``: an event has no other place for them."""
+        return {**super().to_event(), "what": str(self)}
+
 
 class DataError(UserError):
     """Folders, images, captions, datasets."""
@@ -140,7 +144,7 @@ def storage_error(error: OSError, path: object) -> StorageError:
     """Translate an operating-system error on ``path`` into a sentence with a remedy."""
     import errno
 
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."
         )
@@ -151,4 +155,16 @@ def storage_error(error: OSError, path: object) -> StorageError:
             where=str(path),
             fix="Choose a folder you may write to.",
         )
-    return StorageError("storage", f"Reading or writing failed: {error.strerror or error}.", where=str(path))
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        return StorageError(
+            "file-or-folder",
+            f"A file lies where a folder is needed, or the other way round: {error.strerror}.",
+            where=str(path),
+            fix="Move it away, or choose another place.",
+        )
+    return StorageError(
+        "storage",
+        f"Reading or writing failed: {error.strerror or error}.",
+        where=str(path),
+        fix="Check the disk and the path, then run the same command again.",
+    )

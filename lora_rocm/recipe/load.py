@@ -29,6 +29,7 @@ EITHER_OR: dict[Key, Key] = {
     ("train", "epochs"): ("train", "max_train_steps"),
 }
 BUILTIN = "builtin:"
+PATH_FIX = "Correct the path. Relative paths start where the command runs."
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,22 @@ class LoadedRecipe:
     layers: Layered
 
     def require_files(self) -> None:
-        """Check that the folders and files that the recipe names exist.
+        """Check that the folders and files that the recipe names exist, and that those it will make can be made.
 
         Raises:
             RecipeError: with a problem for each that does not.
         """
-        problems = [
-            Problem(self.layers.where(key), f"there is no {kind} {shown(value)}", f"Looked for {_absolute(value)}")
-            for key, value, kind in _named_files(self.recipe)
-            if not value.startswith(BUILTIN) and not os.path.exists(value)
-        ]
+        problems = []
+        for key, value, kind in _named_files(self.recipe):
+            if value.startswith(BUILTIN) or (os.path.isdir if kind == "folder" else os.path.exists)(value):
+                continue
+            what = f"{shown(value)} is no {kind}" if os.path.exists(value) else f"there is no {kind} {shown(value)}"
+            problems.append(Problem(self.layers.where(key), what, PATH_FIX))
+        for key, value in (("cache", "dir"), self.recipe.cache.dir), (("output", "dir"), self.recipe.output.dir):
+            above = next(path for path in (Path(value), *Path(value).parents) if os.path.exists(path))
+            if not os.path.isdir(above):
+                fix = "Move that file away, or choose another folder."
+                problems.append(Problem(self.layers.where(key), f"{shown(str(above))} is a file, not a folder", fix))
         if problems:
             raise RecipeError(problems)
 

@@ -205,6 +205,16 @@ def test_require_files_names_line_and_path(in_folder: Path) -> None:
     loaded.require_files()
 
 
+def test_files_and_folders_are_not_mixed_up(in_folder: Path) -> None:
+    (in_folder / "file").touch()
+    keys = ("data.path", "model.config", "cache.dir", "output.dir")
+    loaded = load_recipe("recipe.yaml", [f"{key}=file{'/below' if key == 'cache.dir' else ''}" for key in keys])
+    with pytest.raises(RecipeError) as caught:
+        loaded.require_files()
+    assert wheres(caught) == [f"--set {key}" for key in keys]
+    assert all("file" in problem.what and problem.fix for problem in caught.value.problems)
+
+
 # dump, fingerprint
 
 
