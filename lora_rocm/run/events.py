@@ -96,7 +96,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 class EventReader:
-    """Follows one event file: ``poll`` returns the whole events written since the last call; torn lines are skipped."""
+    """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self._offset, self._rest = path, offset, b""
@@ -118,7 +118,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:  # covers UnicodeDecodeError: a line torn by a crash
         return None
-    return event if isinstance(event, dict) and "type" in event else None
+    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+        return None
+    return event if event.keys() >= set(EVENT_FIELDS.get(event["type"], ())) else None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,18 @@ def test_a_torn_line_costs_only_itself(cut: int) -> None:
         assert read_events(path)[-1]["text"] == "three"
 
 
+@pytest.mark.parametrize(
+    "line", ['{"type": "step"}', '{"type": ["step"]}', '{"type": "error", "code": "x"}', "[]", "3"]
+)
+def test_a_line_that_is_no_whole_event_is_skipped(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path)
+    kept = writer.write("step", **step_fields(1))
+    writer.close()
+    path.write_text(f"{line}\n{path.read_text(encoding='utf-8')}{line}\n", encoding="utf-8")
+    assert read_events(path) == [kept]
+
+
 def test_polling_sees_each_event_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     reader = EventReader(path)
