@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_rocm.errors import LoraRocmError, StoppedError, StorageError
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.host import environ
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.run import prepare, process
@@ -71,9 +71,11 @@ def _train_in(
             code = process.run_worker(run, env_plan.applied_to(os.environ), progress.on_event, command, progress.say)
         except StoppedError as error:
             code, stopped = error.exit_code, error
-        except LoraRocmError:
+        except LoraRocmError as error:
             with contextlib.suppress(StorageError):  # the error itself is what the user has to see
                 write_report(run)
+            if isinstance(error, MachineError):
+                progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
     report = write_report(run)
     if stopped is not None:

@@ -107,7 +107,8 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
             where=str(run_dir.path),
             fix="Go on with it by --resume latest, or give another --run-dir.",
         )
-    if run_dir.recipe.exists():
+    started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
+    if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
         old = _old_recipe(run_dir)
         _refuse_differences(run_dir, old, recipe, accept_changes)
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,9 +37,10 @@ from lora_rocm.run.layout import RunDir
 POLL_S = 0.1
 LOCK_WAIT_S = 1.0  # `status` tries the lock for a moment
 KILL_WAIT_S = 10.0
-TAIL_LINES = 20
+TAIL_LINES = 8
 TAIL_COLUMNS = 300
 TAIL_BYTES = 16384
+FULL_BYTES = 65536  # a worker that finds less than this free could not even say that the disk is full
 BRANCHES: dict[int, type[LoraRocmError]] = {
     branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
 }
@@ -175,6 +178,8 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
         checkpoints = run_dir.list_checkpoints()
         kept = f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."
         raise StoppedError("killed", f"Ended at once. {kept}")
+    if shutil.disk_usage(run_dir.path).free < FULL_BYTES:
+        raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir.path)
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
     raise _died("The training process", returncode, _tail_bytes(run_dir.worker_log, log_start), fix)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import RecipeError, ResumeError, WorkerDiedError
+from lora_rocm.errors import MachineError, RecipeError, ResumeError, WorkerDiedError
 from lora_rocm.run import launch
 from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
@@ -66,6 +66,14 @@ def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(WorkerDiedError):
         launch.train("my recipe.yaml", run_dir=Path("run"))
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_what_the_machine_did_can_be_gone_on_from(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(fake, "error")
+    with pytest.raises(MachineError):
+        launch.train("my recipe.yaml", run_dir=Path("run dir"))
+    output = capsys.readouterr().out
+    assert "go on with" in output and "run dir' --resume latest" in output
 
 
 def test_a_stop_says_how_to_go_on(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,12 @@ def made(loaded: LoadedRecipe, path: Path) -> RunDir:
     return chosen.run_dir
 
 
+def trained(run_dir: RunDir) -> RunDir:
+    """There is a checkpoint, so that a resume has something to lose."""
+    run_dir.checkpoint(20).mkdir(parents=True)
+    return run_dir
+
+
 def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
     return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded.recipe, accept_changes)
 
@@ -97,8 +103,16 @@ def test_the_saved_recipe_is_the_resolved_one(loaded: LoadedRecipe, tmp_path: Pa
     assert load_recipe(made(loaded, tmp_path / "run").recipe).recipe == loaded.recipe
 
 
+def test_before_the_first_checkpoint_everything_may_change(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    run_dir = made(loaded, tmp_path / "run")  # and then the worker found no pictures, say
+    assert again(changed("lora.rank=4"), run_dir)
+    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4
+    run_dir.recipe.write_bytes(b"\xff\xff")
+    assert again(loaded, run_dir)
+
+
 def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    run_dir = made(loaded, tmp_path / "run")
+    run_dir = trained(made(loaded, tmp_path / "run"))
     before = run_dir.recipe.read_bytes()
     with pytest.raises(ResumeError) as caught:
         again(changed("lora.rank=4", "train.seed=9", "train.max_train_steps=50"), run_dir)
@@ -138,7 +152,7 @@ def test_a_torn_result_is_no_result(loaded: LoadedRecipe, tmp_path: Path) -> Non
 
 
 def test_a_damaged_saved_recipe_is_said(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    run_dir = made(loaded, tmp_path / "run")
+    run_dir = trained(made(loaded, tmp_path / "run"))
     run_dir.recipe.write_bytes(b"\xff\xff")
     with pytest.raises(ResumeError, match="cannot be read"):
         again(loaded, run_dir)

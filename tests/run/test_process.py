@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, UserError, WorkerDiedError
+from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.process import (
     describe_exit,
@@ -73,6 +74,14 @@ def test_a_killed_worker_is_explained(run_dir: RunDir, mode: str) -> None:
     with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
         run(run_dir, mode)
     assert caught.value.exit_code == 3 and "memory" in str(caught.value) and "--resume latest" in str(caught.value)
+
+
+def test_a_disk_too_full_for_a_last_word_is_named(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(run_dir.path)
+    monkeypatch.setattr("lora_rocm.run.process.shutil.disk_usage", lambda path: usage._replace(free=4096))
+    with pytest.raises(StorageError) as caught:
+        run(run_dir, "traceback")
+    assert caught.value.code == "disk-full" and str(run_dir.path) in caught.value.where
 
 
 def test_the_traceback_stays_in_the_log(run_dir: RunDir) -> None:
