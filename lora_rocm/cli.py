@@ -125,9 +125,11 @@ def sample(
     width: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
     height: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    guidance_scale: Annotated[float, typer.Option(min=1.0, help="Classifier-free guidance.")] = 6.0,
+    guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
-    strength: Annotated[float, typer.Option(help="Strength of the LoRA; 0 draws without it.")] = 1.0,
+    strength: Annotated[
+        float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 draws without it.")
+    ] = 1.0,
     num: Annotated[int, typer.Option(min=1, help="How many pictures; the seed counts up.")] = 1,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the pictures.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,

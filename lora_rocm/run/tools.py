@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.host import environ
+from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.process import run_tool
@@ -17,6 +18,7 @@ from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text, size_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
+SIDE_STEP_PX = 8  # one number of the latents stands for so many pixels a side
 
 
 def sample(source: Path, *, output: Path | None, base: str | None, config: Path | None, **options: Any) -> int:
@@ -26,6 +28,7 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
         LoraRocmError: what the child met.
     """
     source = _existing(source)
+    _check_options(options, config if base is None else None)
     if output is None:
         output = source / "samples" / "asked" if source.is_dir() else Path("samples")
     job = {
@@ -36,6 +39,23 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
         "config": str(config.absolute()) if config else None,
     }
     return _run("sample", job)
+
+
+def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
+    for name in ("width", "height"):
+        side = options.get(name)
+        if side is not None and side % SIDE_STEP_PX:
+            near = f"{side // SIDE_STEP_PX * SIDE_STEP_PX} or {-(-side // SIDE_STEP_PX) * SIDE_STEP_PX}"
+            what = f"The sides of a picture are multiples of {SIDE_STEP_PX} pixels."
+            raise UserError("picture-size", what, where=f"--{name} {side}", fix=f"Take {near}.")
+    for name in ("prompt", "negative_prompt"):
+        if not is_clean(options.get(name, "")):
+            where = f"--{name.replace('_', '-')} {options[name]!a:.60}"
+            fix = "Type the prompt as UTF-8 text."
+            raise UserError("prompt-not-text", "The prompt has letters that are no text.", where=where, fix=fix)
+    if unused_config is not None:
+        what, fix = "--config belongs to a single-file model given by --base.", "Give --base too, or leave it out."
+        raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
 
 
 def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:

@@ -68,6 +68,23 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"width": 65}, "--width 65"),
+        ({"height": 100}, "Take 96 or 104"),
+        ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
+        ({"negative_prompt": "\udcff"}, "--negative-prompt"),
+        ({"config": Path("c")}, "--config c"),
+    ],
+)
+def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, Any], words: str) -> None:
+    Path("lora.safetensors").touch()
+    with pytest.raises(UserError) as caught:
+        tools.sample(Path("lora.safetensors"), **{"output": None, "base": None, "config": None, **options})
+    assert words in str(caught.value) and caught.value.fix and jobs == []
+
+
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     assert tools.export(Path("run"), "peft", output=None, dtype="bf16") == 0
