@@ -19,6 +19,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
+FEW_TARGETS = (
+    r"(mid_block|up_blocks\.0)\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"  # PEFT's injection takes its time
+)
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
 
 

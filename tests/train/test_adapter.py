@@ -16,10 +16,11 @@ from lora_rocm.families.base import family_for
 from lora_rocm.train import export
 from lora_rocm.train.adapter import Adapter, attach_file, inject, trained_scale
 from lora_rocm.train.facts import Facts
-from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FEW = {"rank": 4, "alpha": 2.0, "targets": FEW_TARGETS}
 FORMS = ("kohya", "diffusers", "peft")
 
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def injected(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 3, **lora: Any) -> tuple[Any, Any, Adapter]:
-    recipe = tiny_recipe(folder, lora={"rank": 4, **lora})
+    recipe = tiny_recipe(folder, lora={"rank": 4, "targets": FEW_TARGETS, **lora})
     family = family_for(recipe)
     model = family.load(dtype, CPU)
     return family, model, inject(family, model, recipe.lora, seed)
@@ -130,7 +131,7 @@ def test_any_targets_give_an_adapter_or_a_sentence(folder: Path, targets: str) -
 
 def test_groups_have_their_own_learning_rates(folder: Path) -> None:
     optim = {"learning_rate": 1e-3, "text_encoder_learning_rate": 1e-5}
-    family, _, adapter = trained(folder, lora={"train_text_encoder": True}, optim=optim)
+    family, _, adapter = trained(folder, lora={**FEW, "train_text_encoder": True}, optim=optim)
     groups = {group["component"]: group for group in adapter.groups(family.recipe.optim)}
     assert {name: group["lr"] for name, group in groups.items()} == {
         "unet": 1e-3,
@@ -144,7 +145,7 @@ def test_groups_have_their_own_learning_rates(folder: Path) -> None:
 
 
 def test_state_goes_round(folder: Path) -> None:
-    _, model, adapter = trained(folder, lora={"rank": 4, "alpha": 2.0, "use_dora": True})
+    _, model, adapter = trained(folder, lora={**FEW, "use_dora": True})
     state, output = adapter.state(), unet_output(model.components["unet"])
     _, other_model, other = injected(folder, use_dora=True, alpha=4.0)
     other.load(state)
@@ -157,14 +158,14 @@ def test_state_goes_round(folder: Path) -> None:
 
 @pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 4, "targets": "attention"}, {"rank": 4, "use_dora": True}])
 def test_a_state_of_another_shape_is_refused(folder: Path, lora: dict[str, Any]) -> None:
-    state = trained(folder)[2].state()
+    state = trained(folder, lora=FEW)[2].state()
     with pytest.raises(AdapterError) as caught:
         injected(folder, **lora)[2].load(state)
     assert caught.value.code == "adapter-mismatch"
 
 
 def test_disabled_and_strength(folder: Path) -> None:
-    family, model, adapter = trained(folder)
+    family, model, adapter = trained(folder, lora=FEW)
     unet, base = model.components["unet"], unet_output(family.load(torch.float32, CPU).components["unet"])
     full = unet_output(unet)
     with adapter.disabled():
@@ -181,7 +182,7 @@ def test_disabled_and_strength(folder: Path) -> None:
 
 
 def test_using_other_weights_for_a_while(folder: Path) -> None:
-    _, model, adapter = trained(folder)
+    _, model, adapter = trained(folder, lora=FEW)
     average = {name: tensor * 0.5 for name, tensor in adapter.state().items()}
     before, output = adapter.state(), unet_output(model.components["unet"])
     with adapter.using(average):
@@ -199,7 +200,7 @@ def test_using_other_weights_for_a_while(folder: Path) -> None:
 ])  # fmt: skip
 def test_a_run_can_start_from_any_form(folder: Path, tmp_path: Path, form: str, lora: dict[str, Any]) -> None:
     """The same effect, whatever alpha the new run has."""
-    family, model, adapter = trained(folder, lora={"rank": 4, **lora})
+    family, model, adapter = trained(folder, lora={**FEW, **lora})
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     changed = {**lora, "alpha": 16.0, "use_rslora": False, "init_from": str(path)}
     _, other, started = injected(folder, **changed)
@@ -229,7 +230,7 @@ def test_a_plain_lora_starts_a_dora_with_the_same_effect(folder: Path, tmp_path:
 def test_a_start_that_does_not_fit(
     folder: Path, tmp_path: Path, source: dict[str, Any], target: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    family, _, adapter = trained(folder, lora={"rank": 4, **source})
+    family, _, adapter = trained(folder, lora={**FEW, **source})
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     with pytest.raises(AdapterError) as caught:
         injected(folder, init_from=str(path), **target)
@@ -239,7 +240,7 @@ def test_a_start_that_does_not_fit(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_file_can_be_attached(folder: Path, tmp_path: Path, form: str, use_dora: bool) -> None:
-    family, model, adapter = trained(folder, lora={"rank": 4, "alpha": 2.0, "use_dora": use_dora})
+    family, model, adapter = trained(folder, lora={**FEW, "use_dora": use_dora})
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     bare = family.load(torch.float32, CPU)
     attached = attach_file(family, bare, path)
@@ -252,7 +253,7 @@ def test_a_file_with_several_ranks_is_attached(folder: Path, tmp_path: Path) -> 
     """Ranks differ from module to module in many files of others."""
     from safetensors.torch import load_file, save_file
 
-    family, model, adapter = trained(folder)
+    family, model, adapter = trained(folder, lora=FEW)
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     tensors = load_file(path)
     key = "lora_unet_middle_block_1_proj_in"
@@ -271,7 +272,7 @@ def test_a_file_with_several_ranks_is_attached(folder: Path, tmp_path: Path) -> 
 
 
 def test_strength_of_an_attached_file(folder: Path, tmp_path: Path) -> None:
-    family, model, adapter = trained(folder)
+    family, model, adapter = trained(folder, lora=FEW)
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     bare = family.load(torch.float32, CPU)
     attach_file(family, bare, path, strength=0.5)
