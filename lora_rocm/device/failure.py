@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from lora_rocm.errors import MachineError
+from lora_rocm.errors import LoraRocmError, MachineError, storage_error
 
 NO_HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Invalid buffer size")
 """What torch's RuntimeError says when main memory cannot be had (c10/core/impl/alloc_cpu.cpp; the last on Macs)."""
+
+
+def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmError:
+    """Any error as one that a user can read.
+
+    Args:
+        error: what was met.
+        place: the file or folder to name where an operating-system error names none.
+        otherwise: what to say of an error that is not known.
+    """
+    if isinstance(error, LoraRocmError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, error.filename or place)
+    return out_of_memory(error) or otherwise
 
 
 def out_of_memory(error: BaseException) -> MachineError | None:
@@ -22,6 +37,6 @@ def out_of_memory(error: BaseException) -> MachineError | None:
         "out-of-memory",
         f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
         where=next(iter(str(error).splitlines()), type(error).__name__),
-        fix="Set train.gradient_checkpointing: true, or lower train.batch_size (and raise "
-        "train.gradient_accumulation_steps), lora.rank, or the size of the pictures.",
+        fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new run with a "
+        "lower train.batch_size (and more train.gradient_accumulation_steps), data.resolution or lora.rank.",
     )

@@ -7,6 +7,7 @@ when it ends, the parent is gone, and the worker saves and leaves.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -15,8 +16,9 @@ from pathlib import Path
 import filelock
 import torch
 
+from lora_rocm.device.failure import told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
-from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, storage_error
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
@@ -44,32 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
         return MachineError.exit_code
     except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
-        told = _told(error, run_dir)
+        explained = _explained(error, run_dir)
         if session is not None:
-            session.emit("error", **told.to_event())
-        return told.exit_code
+            with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
+                session.emit("error", **explained.to_event())
+        return explained.exit_code
 
 
-def _told(error: Exception, run_dir: RunDir) -> LoraRocmError:
-    """Any error as one that a user can read."""
-    if isinstance(error, LoraRocmError):
-        return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return MachineError(
-            "out-of-memory",
-            "The GPU has not enough memory for this recipe.",
-            where=str(error).splitlines()[0],
-            fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new "
-            "run with a lower train.batch_size (and more train.gradient_accumulation_steps) or data.resolution.",
-        )
-    if isinstance(error, OSError):
-        return storage_error(error, error.filename or run_dir.path)
-    return MachineError(
+def _explained(error: Exception, run_dir: RunDir) -> LoraRocmError:
+    unknown = MachineError(
         "internal",
         f"The training process met an error that it does not know: {type(error).__name__}: {error}",
         where=f"traceback in {run_dir.worker_log}",
         fix="Please report it with worker.log attached; --resume latest goes on from the last checkpoint.",
     )
+    return told(error, run_dir.path, unknown)
 
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int:
