@@ -92,7 +92,8 @@ class LatentCache:
                     "encoder-nonfinite",
                     f"The encoder made values of {name} that are not finite.",
                     where=item,
-                    fix="Run doctor: an encoder in float32 does this only on damaged weights or wrong kernels.",
+                    fix="The encoder's weights are damaged (download the model again), or this machine computes "
+                    "wrongly (try runtime.device: cpu).",
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
         fingerprints = {name: int(fingerprint(tensor[None])) for name, tensor in stored.items()}

@@ -68,8 +68,8 @@ def prepare(recipe: Recipe, family: ModelFamily, cache: LatentCache, device: tor
     """
     data, found = recipe.data, scan(recipe.data)
     cuts, too_small = geometries(found.samples, data)
+    encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    encoders = {encoder.kind: encoder for encoder in family.encoders()}
     caches = Caches(cache, encoders["image"], encoders["text"], device, emit)
     jobs = {
         sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
