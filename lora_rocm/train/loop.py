@@ -250,7 +250,8 @@ class Trainer:
                 "nonfinite",
                 f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; no such update was made.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
-                fix="Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes.",
+                fix="Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "
+                "At the very first update also suspect the base model's file.",
             )
 
     def _incident(self, kind: str, pending: Pending, detail: str, action: str) -> None:

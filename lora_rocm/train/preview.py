@@ -15,21 +15,29 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir, write_atomic, write_json
 
+LATENT_PX = 8
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
 REQUESTS_FILE = "requests.json"  # beside the pictures of a round: what they were drawn from
 
 
+def picture_size(recipe: Recipe) -> tuple[int, int]:
+    """(width, height) in pixels of a recipe's previews: as asked, else the resolution, cut to whole latents."""
+    side = max(recipe.data.resolution // LATENT_PX, 1) * LATENT_PX
+    return recipe.sample.width or side, recipe.sample.height or side
+
+
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
     """The recipe's prompts, then its control prompts; the seed counts up over all of them."""
     sample = recipe.sample
+    width, height = picture_size(recipe)
     return [
         PreviewRequest(
             prompt=prompt,
             negative_prompt=sample.negative_prompt,
-            width=sample.width or recipe.data.resolution,
-            height=sample.height or recipe.data.resolution,
+            width=width,
+            height=height,
             steps=sample.steps,
             guidance_scale=sample.guidance_scale,
             seed=sample.seed + number,

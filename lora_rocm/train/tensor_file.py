@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lora_rocm.errors import ExportError
 from lora_rocm.families.weightfiles import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -21,7 +22,20 @@ LEGACY_OFFSET, LEGACY_BYTES = 0x100000, 0x10000
 
 
 def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A whole safetensors file, as bytes that are a function of the content alone."""
+    """A whole safetensors file, as bytes that are a function of the content alone.
+
+    Raises:
+        ExportError: a value that is no number, or too large for the number format: no program could use the file.
+    """
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ExportError(
+                "weights-not-finite",
+                f"The trained weights are larger than any {dtype} number: the file was not written.",
+                where=name,
+                fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
+            )
     return _header(tensors, metadata) + _body(tensors)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from lora_rocm.device.failure import told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import AdapterError, LoraRocmError, MachineError
+from lora_rocm.errors import AdapterError, MachineError
 from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -25,7 +26,7 @@ from lora_rocm.train import export, state
 from lora_rocm.train.adapter import attach_file, inject
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.lora_file import components_of
-from lora_rocm.train.preview import png
+from lora_rocm.train.preview import picture_size, png
 
 Job = dict[str, Any]
 
@@ -51,9 +52,7 @@ def sample(job: Job) -> None:
     model = family.load(compute_dtype(recipe.train.mixed_precision, device), torch.device("cpu"))
     adapter = attach_file(family, model, lora, job["strength"])
     _send(model, device)
-    width, height = (
-        job[side] or getattr(recipe.sample, side) or recipe.data.resolution for side in ("width", "height")
-    )
+    width, height = (job[side] or asked for side, asked in zip(("width", "height"), picture_size(recipe), strict=True))
     requests = [
         PreviewRequest(
             job["prompt"],
@@ -174,13 +173,12 @@ def main() -> int:
     try:
         TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
         return 0
-    except LoraRocmError as error:
-        told: LoraRocmError = error
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
-        told = MachineError("internal", f"Met an error that it does not know: {type(error).__name__}: {error}")
-    emit("error", **told.to_event())
-    return told.exit_code
+        what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
+        explained = told(error, sys.argv[2], MachineError("internal", what, fix="Please report it with the command."))
+    emit("error", **explained.to_event())
+    return explained.exit_code
 
 
 if __name__ == "__main__":
