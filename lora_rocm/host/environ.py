@@ -102,6 +102,12 @@ RULES: tuple[Rule, ...] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
     ),
     Rule(
+        "OMP_WAIT_POLICY",
+        _always("PASSIVE"),
+        "threads that spin while they wait make training on busy CPU cores several times slower (docs/log.md)",
+        "https://www.openmp.org/spec-html/5.0/openmpse55.html",
+    ),
+    Rule(
         "OMP_NUM_THREADS",
         _threads,
         "runtime.threads: results on the CPU depend on the thread count",

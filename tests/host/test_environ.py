@@ -22,6 +22,7 @@ def test_what_is_always_set() -> None:
     assert rows == {
         "PYTHONUTF8": "1",
         "PYTHONFAULTHANDLER": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
