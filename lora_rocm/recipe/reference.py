@@ -25,7 +25,13 @@ Keys marked *resume* may change when a run is resumed.
 | `base` | text | Another recipe that this one starts from (one level). Sections are merged, lists are replaced. |
 """
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
-LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+LIMITS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+    "multipleOf": "a multiple of",
+}
 
 
 def json_schema() -> dict[str, Any]:

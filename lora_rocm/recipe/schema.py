@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Repeats = Annotated[int, Field(gt=0, le=10_000)]
+PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
@@ -30,13 +33,13 @@ class SdxlModel(Section):
     """The base model. SDXL and its fine-tunes."""
 
     family: Literal["sdxl"] = Field("sdxl", description="Model family.")
-    name_or_path: str = Field(
+    name_or_path: PathText = Field(
         description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
     )
-    config: str | None = Field(
+    config: PathText | None = Field(
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
-    vae: str | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+    vae: PathText | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     prediction_type: PREDICTIONS = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
@@ -50,7 +53,7 @@ class SourceOptions(Section):
     """What can be said of each source of pictures; written under ``data`` it is the default of all sources."""
 
     resolution: Positive = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
-    repeats: Positive = Field(1, description="How often each picture is seen in an epoch.")
+    repeats: Repeats = Field(1, description="How often each picture is seen in an epoch.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the pictures.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
@@ -66,15 +69,15 @@ class SourceOptions(Section):
 class DataSource(Section):
     """One source: a folder of pictures, or a ``datasets`` source. Unset options come from ``data``."""
 
-    path: str | None = Field(None, description="A folder of pictures; sub-folders are read too.")
-    dataset: str | None = Field(
+    path: PathText | None = Field(None, description="A folder of pictures; sub-folders are read too.")
+    dataset: PathText | None = Field(
         None, description="A datasets source: hub id, Parquet file or folder, or a folder written by save_to_disk."
     )
     split: str = Field("train", description="Split of the dataset.")
     image_column: str = Field("image", description="Column with the picture.")
     caption_column: str | None = Field("text", description="Column with the caption.")
     resolution: Positive | None = None
-    repeats: Positive | None = None
+    repeats: Repeats | None = None
     caption_extension: str | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None
@@ -93,13 +96,13 @@ class DataSource(Section):
 class DataSection(SourceOptions):
     """Where the pictures are and how they are cut."""
 
-    path: str | None = Field(None, description="A folder of pictures (for several, use sources).")
+    path: PathText | None = Field(None, description="A folder of pictures (for several, use sources).")
     sources: tuple[DataSource, ...] = Field((), description="Several sources, each with its own options.")
     bucket_step: Positive = Field(64, description="Bucket sides are multiples of this many pixels.")
     bucket_max_aspect: float = Field(2.5, ge=1.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge pictures that are smaller than their bucket.")
-    caption_variants: Positive = Field(4, description="How many shuffles of each caption are cached.")
+    caption_variants: Positive = Field(4, le=1000, description="How many shuffles of each caption are cached.")
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the pictures held out for the validation loss."
     )
@@ -148,7 +151,7 @@ class LoraSection(Section):
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
-    init_from: str | None = Field(None, description="Start from this LoRA file (kohya, diffusers or PEFT).")
+    init_from: PathText | None = Field(None, description="Start from this LoRA file (kohya, diffusers or PEFT).")
 
     @property
     def effective_alpha(self) -> float:
@@ -164,7 +167,7 @@ class OptimSection(Section):
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Decay of the two moments.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(0, ge=0, description="Linear warm-up from zero.")
@@ -208,8 +211,8 @@ class SampleSection(Section):
     seed: int = on_resume(1234, "Seed of the first picture; the next ones count up.", ge=0, lt=2**31)
     guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0)
     steps: int = on_resume(25, "Denoising steps.", gt=0)
-    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0)
-    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0)
+    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, multiple_of=8)
+    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, multiple_of=8)
 
 
 class RuntimeSection(Section):
@@ -220,20 +223,20 @@ class RuntimeSection(Section):
     worker_timeout_s: float = on_resume(300.0, "A loader worker silent for this long is given up.", gt=0)
     pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
     deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
-    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0)
+    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 
 
 class CacheSection(Section):
     """Where encoded pictures and captions are kept between runs."""
 
-    dir: str = on_resume("cache", "Cache folder, relative to where the command runs.")
+    dir: PathText = on_resume("cache", "Cache folder, relative to where the command runs.")
 
 
 class OutputSection(Section):
     """What is written, and where."""
 
     name: str = on_resume("lora", "Title in the file's metadata.")
-    dir: str = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
+    dir: PathText = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
     save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0)
     keep_last: int = on_resume(2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0)
     formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(("kohya",), "What to write at the end.")
