@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily, Tensors
     from lora_rocm.recipe.schema import Recipe
 
+LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -152,7 +154,9 @@ def _say_truncated(family: ModelFamily, captions_by_key: dict[str, str]) -> tupl
     if not lost:
         return ()
     key, part = next(iter(lost.items()))
-    return (f"{len(lost)} captions are longer than the text encoders read, for example {key}: lost is {part!r}.",)
+    many = "1 caption is" if len(lost) == 1 else f"{len(lost)} captions are"
+    end = f"{part[:LOST_SHOWN]!r}{'' if len(part) <= LOST_SHOWN else ' ...'}"
+    return (f"{many} longer than the text encoders read, for example {key}: lost is {end}.",)
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

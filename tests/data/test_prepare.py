@@ -84,9 +84,9 @@ def test_one_caption_changed(runs: Runs) -> None:
 
 def test_captions_that_the_encoders_cut_off_are_said(runs: Runs) -> None:
     assert not [notice for notice in runs().notices if "longer than" in notice]
-    (next((runs.root / "data").glob("*.txt"))).write_text("word " * 50, encoding="utf-8")
+    (next((runs.root / "data").glob("*.txt"))).write_text("word " * 5000, encoding="utf-8")
     (notice,) = [notice for notice in runs().notices if "longer than" in notice]
-    assert notice.startswith("1 captions") and "word" in notice
+    assert notice.startswith("1 caption is") and "word" in notice and len(notice) < 200
 
 
 def test_another_encoder(runs: Runs) -> None:
