@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from PIL import Image
 
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.run.layout import RunDir, write_atomic, write_json
 from lora_rocm.train import preview
 
 
@@ -38,7 +39,11 @@ def test_requests_take_size_from_the_data_and_count_the_seed_up() -> None:
 def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
     run_dir, recipe = RunDir(tmp_path), make_recipe()
     paths = draw_round(run_dir, 0, ["red", "green", "blue"])
+    assert preview.existing(run_dir, 0, recipe) is None  # what was asked for is written last
+    asked = [asdict(request) for request in preview.requests_of(recipe)]
+    write_json(run_dir.samples_at(0) / preview.REQUESTS_FILE, asked)
     assert preview.existing(run_dir, 0, recipe) == paths
+    assert preview.existing(run_dir, 0, make_recipe(seed=8)) is None
     paths[1].unlink()
     assert preview.existing(run_dir, 0, recipe) is None
 
