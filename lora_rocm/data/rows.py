@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 TEXT_TYPES = ("string", "large_string", "string_view")
+ANSWER_TIMEOUT_S = 15.0
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
@@ -145,6 +147,8 @@ def _open(dataset: str, split: str) -> Any:
                 )
             opened = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=str(path), split=split)
         elif path.is_dir() or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
+            if not path.is_dir():
+                _refuse_silent_hub(dataset, where)
             opened = datasets.load_dataset(str(path) if path.is_dir() else dataset, split=split)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
@@ -159,6 +163,31 @@ def _open(dataset: str, split: str) -> Any:
     if len(opened) == 0:
         raise DataError("dataset-empty", "The dataset has no rows.", where=where)
     return opened
+
+
+def _refuse_silent_hub(dataset: str, where: str) -> None:
+    """``load_dataset`` waits without end for a hub that takes a question and never answers (datasets 5.2).
+
+    Any other failure is left to it: it looks into its cache.
+
+    Raises:
+        DataError: the hub is silent.
+    """
+    from huggingface_hub import dataset_info
+    from huggingface_hub.errors import HTTPError
+
+    started = time.monotonic()
+    try:
+        dataset_info(dataset, timeout=ANSWER_TIMEOUT_S)
+    except (OSError, HTTPError, ValueError) as error:
+        if time.monotonic() - started < ANSWER_TIMEOUT_S:
+            return
+        raise DataError(
+            "hub-unreachable",
+            "The hub does not answer.",
+            where=where,
+            fix="Try again later, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before.",
+        ) from error
 
 
 @lru_cache(maxsize=8)
