@@ -31,12 +31,12 @@ COMPARED = {
 }
 
 
-def shown(value: Any) -> str:
-    """A value for a message: short, one line, printable anywhere."""
+def shown(value: Any, limit: int = 60) -> str:
+    """A value for a message: at most ``limit`` letters, one line, printable anywhere."""
     if isinstance(value, dict):
         return "a section"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> list[Problem]:

@@ -29,6 +29,7 @@ EITHER_OR: dict[Key, Key] = {
     ("train", "epochs"): ("train", "max_train_steps"),
 }
 BUILTIN = "builtin:"
+PATH_LETTERS = 400  # of a path the end is what is wrong
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
 
 
@@ -101,13 +102,15 @@ class LoadedRecipe:
         for key, value, kind in _named_files(self.recipe):
             if value.startswith(BUILTIN) or (os.path.isdir if kind == "folder" else os.path.exists)(value):
                 continue
-            what = f"{shown(value)} is no {kind}" if os.path.exists(value) else f"there is no {kind} {shown(value)}"
+            path = shown(value, PATH_LETTERS)
+            what = f"{path} is no {kind}" if os.path.exists(value) else f"there is no {kind} {path}"
             problems.append(Problem(self.layers.where(key), what, PATH_FIX))
         for key, value in (("cache", "dir"), self.recipe.cache.dir), (("output", "dir"), self.recipe.output.dir):
             above = next(path for path in (Path(value), *Path(value).parents) if os.path.exists(path))
             if not os.path.isdir(above):
+                what = f"{shown(str(above), PATH_LETTERS)} is a file, not a folder"
                 fix = "Move that file away, or choose another folder."
-                problems.append(Problem(self.layers.where(key), f"{shown(str(above))} is a file, not a folder", fix))
+                problems.append(Problem(self.layers.where(key), what, fix))
         if problems:
             raise RecipeError(problems)
 
