@@ -89,5 +89,5 @@ class TensorBoard:
     def __call__(self, event: dict[str, Any]) -> None:
         for name in self.SCALARS.get(event["type"], ()):
             self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
-        if event["type"] == "end":
+        if event["type"] in ("end", "error"):
             self._writer.close()
