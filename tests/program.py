@@ -1,0 +1,190 @@
+"""``lora-rocm`` in this process: the real command line, parent, worker and tools, without a new Python for each start.
+
+What a child would write to its log or its pipe goes there too, so ``Said.text`` is what the user would see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from lora_rocm import cli
+from lora_rocm.families import weigh
+from lora_rocm.run import process
+from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import session, tools, worker
+
+HEAVY = {"lora_rocm.families.weigh": weigh, "lora_rocm.train.tools": tools}
+MAX_ERROR_LINES = 14
+RECIPE = """\
+model: {name_or_path: model}
+data: {path: pics, resolution: 64, bucket_step: 16}
+lora: {rank: 2}
+train: {max_train_steps: 2, mixed_precision: "no"}
+runtime: {device: cpu}
+output: {save_every_n_steps: 1}
+"""
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended, and what the user saw."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    def refused(self, code: int, *words: object) -> str:
+        """A short error that names all of ``words``; returns its text."""
+        assert self.code == code, self.text
+        assert "Traceback" not in self.text, self.text
+        assert "This is a bug" not in self.text and "does not know" not in self.text, self.text
+        lines = self.err.rstrip("\n").split("\n")
+        assert 0 < len(lines) <= MAX_ERROR_LINES and all(len(line) < 600 for line in lines), self.err
+        missing = [str(word) for word in words if str(word) not in self.err]
+        assert not missing, f"{missing} not in\n{self.err}"
+        return self.err
+
+
+class Program:
+    """Runs commands; the children run inside this process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(process, "run_worker", run_worker)
+        patch.setattr(process, "run_tool", run_tool)
+        patch.setattr(process, "run_for_json", run_for_json)
+        patch.setattr("lora_rocm.run.tools.run_tool", run_tool)
+        patch.setattr(session.Session, "_watch_parent", lambda self: None)
+        patch.setattr(session, "EventWriter", Closable)
+
+    def train(self, run_dir: object, *sets: str, resume: object = None, recipe: object = "r.yaml") -> Said:
+        """``lora-rocm train``; ``sets`` are KEY=VALUE."""
+        options = [word for override in sets for word in ("--set", override)]
+        options += ["--resume", str(resume)] if resume else []
+        return self("train", recipe, "--run-dir", run_dir, *options)
+
+    def __call__(self, *arguments: object) -> Said:
+        """One command line."""
+        threads = torch.get_num_threads()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in a process of its own: nobody sees them, nothing fails on them
+            result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return Said(result.exit_code, result.stdout, result.stderr)
+
+
+def pictures(folder: Path, count: int = 4) -> Path:
+    """A folder of coloured noise with captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(5)
+    for number in range(count):
+        Image.frombytes("RGB", (64, 64), generator.randbytes(3 * 64 * 64)).save(folder / f"p{number}.png")
+        (folder / f"p{number}.txt").write_text(f"zibu, cat {number}", encoding="utf-8")
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder; two of them are equal where nothing was touched."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Closable(EventWriter):
+    """An event file that is closed when its worker has ended, as the end of a process does."""
+
+    opened: ClassVar[list[EventWriter]] = []
+
+    def __init__(self, path: Path, session: int = 0) -> None:
+        super().__init__(path, session)
+        self.opened.append(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        while cls.opened:
+            cls.opened.pop().close()
+
+
+def run_worker(
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: Callable[[dict[str, Any]], None],
+    command: Sequence[str],
+    say: Callable[[str], None],
+) -> int:
+    """``process.run_worker``, with its own words about how the worker ended."""
+    before, log_start = len(read_events(run_dir.events())), _size(run_dir.worker_log)
+    run_dir.stop.unlink(missing_ok=True)
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
+        code = worker.main([str(word) for word in command[3:]])
+    Closable.close_all()
+    with run_dir.worker_log.open("a", encoding="utf-8") as file:
+        file.write(log.getvalue())
+    last: dict[str, dict[str, Any]] = {}
+    for event in read_events(run_dir.events())[before:]:
+        last[event["type"]] = event
+        on_event(event)
+    return process._verdict(run_dir, code, killed=False, last=last, log_start=log_start)
+
+
+def run_tool(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
+) -> int:
+    """``process.run_tool``."""
+    code, events, log = _child(module, arguments)
+    for event in events:
+        if event["type"] == "error":
+            raise process.error_from_event(event)
+        on_event(event)
+    if code:
+        raise process._died(f"The process {module}", code, log.encode())
+    return code
+
+
+def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """``process.run_for_json``."""
+    code, events, log = _child(module, arguments)
+    if events and events[-1].get("type") == "error":
+        raise process.error_from_event(events[-1])
+    if code == 0 and events:
+        return events[-1]
+    raise process._died(f"The process {module}", code, log.encode())
+
+
+def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
+    """(exit code, JSON objects on standard output, standard error) of a heavy child's ``main``."""
+    out, log, argv = io.StringIO(), io.StringIO(), sys.argv
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(log):
+        sys.argv = [module, *arguments]
+        try:
+            code = HEAVY[module].main()
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        finally:
+            sys.argv = argv
+    return code, [json.loads(line) for line in out.getvalue().splitlines()], log.getvalue()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

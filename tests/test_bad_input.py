@@ -1,0 +1,378 @@
+"""What users get wrong: a short error with place, value and remedy, exit code 2, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lora_rocm.run.layout import RunDir
+from tests.program import RECIPE, Program, pictures, snapshot
+from tests.tiny_models import tiny_pipeline, write_config_folder, write_single_file, write_tiny_sdxl
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, pictures, a recipe and a finished run ``runs/ok``, which no test may change."""
+    root = tmp_path_factory.mktemp("Eingaben ü 100% [x]")
+    write_tiny_sdxl(root / "model")
+    pictures(root / "pics")
+    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    (root / "afile").write_text("x", encoding="utf-8")
+    (root / "empty").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert Program(patch).train("runs/ok").code == 0
+    return root
+
+
+@pytest.fixture
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    monkeypatch.chdir(folder)
+    before = snapshot(folder / "runs" / "ok")
+    yield Program(monkeypatch)
+    assert snapshot(folder / "runs" / "ok") == before
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+# the recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("lora.rnk", "3", ["lora.rnk", "Did you mean lora.rank?"]),
+        ("lora.rank", "many", ["lora.rank", "whole number", "'many'"]),
+        ("train.max_train_steps", "true", ["train.max_train_steps", "true"]),
+        ("optim.learning_rate", "-1", ["optim.learning_rate", "greater than", "-1"]),
+        ("optim.betas", "[0.9, 1.0]", ["optim.betas[1]", "less than 1", "1.0"]),
+        ("runtime.device", "tpu", ["runtime.device", "auto, cpu, gpu", "'tpu'"]),
+        ("runtime.threads", "100000", ["runtime.threads", "at most 1024"]),
+        ("data.caption_variants", "1000000", ["data.caption_variants", "at most 1000"]),
+        ("data.bucket_step", "7", ["bucket_step 7", "multiple of 8"]),
+        ("sample.width", "65", ["sample.width", "multiple of 8", "65"]),
+        ("sample.prompts", '["a\\0b"]', ["sample.prompts", "a\\x00b"]),
+        ("data.path", "''", ["data.path", "''"]),
+        ("data.path", "nowhere", ["data.path", "nowhere", "Correct the path"]),
+        ("data.path", "afile", ["data.path", "afile", "is no folder"]),
+        ("data.sources", "[{path: pics}, {path: nowhere}]", ["data.sources[1].path", "nowhere"]),
+        ("cache.dir", "afile", ["cache.dir", "afile", "a file, not a folder"]),
+        ("output.dir", "afile/below", ["output.dir", "afile", "Move that file away"]),
+        ("model.config", "afile", ["model.config", "afile"]),
+        ("lora.init_from", "nowhere.safetensors", ["lora.init_from", "nowhere.safetensors"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_values_that_cannot_be(
+    program: Program, folder: Path, new: Path, command: str, key: str, value: str, words: list[str]
+) -> None:
+    before = sorted(folder.iterdir())
+    arguments = ["--run-dir", str(new)] if command == "train" else []
+    said = program(command, "r.yaml", "--set", f"{key}={value}", *arguments).refused(2, *words)
+    assert "--set" in said or "r.yaml:2" in said
+    assert sorted(folder.iterdir()) == before and not new.exists()
+
+
+def test_the_line_of_a_key_is_named(program: Program, folder: Path, tmp_path: Path, new: Path) -> None:
+    recipe = tmp_path / "falsch.yaml"
+    recipe.write_text(RECIPE.replace("rank: 2", "rank: zwei"), encoding="utf-8")
+    program.train(new, recipe=recipe).refused(2, f"{recipe}:3 lora.rank", "'zwei'")
+
+
+# pictures and captions
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["data.path=empty"], ["no pictures", "empty", "Put pictures there"]),
+        (["data.resolution=8"], ["data.resolution: 8", "bucket step of 16", "Raise data.resolution"]),
+        (["data.bucket_step=128"], ["bucket step of 128", "lower data.bucket_step"]),
+        (["data.caption_fallback=error", "data.caption_extension=.cap"], ["p0.png", "Write a .cap file"]),
+        (["data.caption_fallback=trigger", "data.caption_extension=.cap"], ["p0.png", "data.trigger_word"]),
+        (["data.sources=[{dataset: nowhere.parquet}]"], ["nowhere.parquet", "Correct the path"]),
+        (["data.sources=[{dataset: afile}]"], ["afile", ".parquet"]),
+        (["data.sources=[{dataset: someone/something}]"], ["someone/something", "Give a hub id"]),
+    ],
+)
+def test_data_that_cannot_be_used(program: Program, new: Path, sets: list[str], words: list[str]) -> None:
+    program.train(new, *sets).refused(2, *words)
+    program("check", "r.yaml", *[word for override in sets for word in ("--set", override)]).refused(2, *words)
+
+
+def test_all_pictures_broken(program: Program, tmp_path: Path, new: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}.png").write_bytes(b"no picture")
+    program.train(new, f"data.path={json.dumps(str(tmp_path))}").refused(2, "20 pictures", "00.png", "check")
+
+
+def test_what_is_wrong_with_some_pictures_stops_nothing(program: Program, tmp_path: Path, new: Path) -> None:
+    odd = pictures(tmp_path / "Bilder ü 100% [neu] (1) #'", count=6)
+    for name in ("ein bild 50% [x] ü 🐱 'q'", "kein bild", "halb"):
+        shutil.copy(odd / "p0.png", odd / f"{name}.png")
+    (odd / "kein bild.png").write_bytes(b"\x89PNG no more")
+    (odd / "halb.png").write_bytes((odd / "p0.png").read_bytes()[:6000])
+    (odd / "p1.txt").write_bytes("café".encode("latin-1"))
+    (odd / "p2.txt").write_text("🐱 " * 5000, encoding="utf-8")
+    (odd / "p3.txt").write_bytes("a\0b\r\nc\u2028d".encode())
+    (odd / "p4.txt").unlink()
+    (odd / "p4.txt").mkdir()
+    sample = "{steps: 1, prompts: ['🐱\u00a0é', '" + "x" * 10_000 + "', '']}"
+    said = program.train(new, f"data.path={json.dumps(str(odd), ensure_ascii=False)}", f"sample={sample}")
+    assert said.code == 0, said.text
+    report = RunDir(new).report.read_text(encoding="utf-8")
+    for name, why in (("kein bild", "not a picture"), ("halb", "truncated"), ("p1", "not UTF-8")):
+        line = next(line for line in said.out.splitlines() if f"{name}.png" in line and "set aside" in line)
+        assert why in line and f"{name}.png" in report
+    assert "6 pictures in 1 buckets" in said.out and "3 set aside" in said.out and len(said.out) < 8000
+    assert RunDir(new).lora.exists()
+
+
+# base models
+
+
+def as_sd15(model: Path) -> None:
+    shutil.rmtree(model / "text_encoder_2")
+    index = json.loads((model / "model_index.json").read_bytes())
+    del index["text_encoder_2"]
+    write_index(model, {**index, "_class_name": "StableDiffusionPipeline"})
+
+
+def write_index(model: Path, index: dict[str, object]) -> None:
+    (model / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def as_flux(model: Path) -> None:
+    write_index(model, {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]})
+
+
+def changed(file: str, **keys: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        config = json.loads((model / file).read_bytes())
+        (model / file).write_text(json.dumps({**config, **keys}), encoding="utf-8")
+
+    return change
+
+
+def damaged(file: str, content: bytes | None) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        (model / file).unlink() if content is None else (model / file).write_bytes(content)
+
+    return damage
+
+
+def cut_short(model: Path) -> None:
+    file = model / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def not_finite(model: Path) -> None:
+    file = model / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (as_sd15, ["Stable Diffusion 1.x", "Use an SDXL base model"]),
+        (as_flux, ["FLUX", "Use an SDXL base model"]),
+        (changed("unet/config.json", in_channels=None), ["takes None channels"]),
+        (changed("unet/config.json", cross_attention_dim=96), ["unet", "Download the model again"]),
+        (changed("unet/config.json", block_out_channels="x"), ["unet", "Download the model again"]),
+        (changed("text_encoder/config.json", hidden_size=64), ["text_encoder", "have another shape"]),
+        (damaged("model_index.json", b"{"), ["model_index.json", "Download the model again"]),
+        (damaged("vae/config.json", None), ["vae/config.json", "is missing", "Download the model again"]),
+        (damaged("tokenizer/tokenizer_config.json", None), ["tokenizer", "model_max_length", "Download"]),
+        (damaged("tokenizer/tokenizer.json", b"{"), ["tokenizer", "cannot be read", "Download"]),
+        (cut_short, ["diffusion_pytorch_model.safetensors", "damaged", "Download or copy"]),
+        (not_finite, ["latent_mean", "not finite", "p0.png", "damaged"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_model_folders_that_cannot_be_used(
+    program: Program, folder: Path, tmp_path: Path, new: Path, change: Callable[[Path], None], words: list[str]
+) -> None:
+    model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+    change(model)
+    cache = json.dumps(str(tmp_path / "cache"))
+    said = program.train(new, f"model.name_or_path={json.dumps(str(model))}", f"cache.dir={cache}")
+    said.refused(2, str(tmp_path) if change is not not_finite else "p0.png", *words)
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> Path:
+    """Base models in one file, whole and not."""
+    pipeline = tiny_pipeline()
+    whole = write_single_file(pipeline, folder / "one.safetensors").read_bytes()
+    write_config_folder(pipeline, folder / "configs")
+    (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    (folder / "cut early.safetensors").write_bytes(whole[:1000])
+    (folder / "nothing.safetensors").write_bytes(b"")
+    (folder / "pickled.safetensors").write_bytes(pickle.dumps({"a": 1}))
+    (folder / "old.ckpt").write_bytes(pickle.dumps({"a": 1}))
+    (folder / "old.bin").write_bytes(b"PK\x03\x04")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nowhere", ["no such folder or file", "builtin:tiny-sdxl"]),
+        ("nowhere.safetensors", ["no such folder or file"]),
+        ("builtin:nothing", ["No such model", "builtin:tiny-sdxl"]),
+        ("someone/something", ["model.name_or_path", "hub cannot be reached", "give its folder"]),
+        ("old.ckpt", ["pickle", "can run any program", ".safetensors edition"]),
+        ("old.bin", ["pickle", ".safetensors edition"]),
+        ("cut.safetensors", ["damaged", "Download or copy"]),
+        ("cut early.safetensors", ["damaged", "Download or copy"]),
+        ("nothing.safetensors", ["damaged", "Download or copy"]),
+        ("pickled.safetensors", ["damaged", "Download or copy"]),
+        ("afile", ["not a .safetensors file", "Give a .safetensors"]),
+        ("runs/ok/lora.safetensors", ["a LoRA file, not a base model", "Use an SDXL base model"]),
+        ("model/unet", ["no diffusers model", "Give the file itself"]),
+        ("configs", ["no safetensors weights", "Download the model again"]),
+        ("empty", ["no diffusers model", "model_index.json"]),
+    ],
+)
+def test_base_models_that_cannot_be_used(
+    program: Program, files: Path, new: Path, model: str, words: list[str]
+) -> None:
+    said = program.train(new, f"model.name_or_path={model}")
+    assert model in said.refused(2, *words)
+    program("check", "r.yaml", "--set", f"model.name_or_path={model}").refused(2, *words)
+
+
+def test_other_keys_of_the_model(program: Program, files: Path, new: Path) -> None:
+    for vae, words in (("nowhere", "no such folder"), ("old.ckpt", "pickle"), ("model/unet", "not a VAE of SDXL")):
+        program.train(new / vae, f"model.vae={vae}").refused(2, vae, words)
+    program.train(new / "c", "model.config=configs").refused(2, "model.config", "single-file", "Take model.config out")
+    one = "model.name_or_path=one.safetensors"
+    said = program.train(new / "d", one).refused(2, "one.safetensors", "vae", "expected shape")
+    assert "ignore_mismatched_sizes" not in said  # the library's advice to programmers
+    assert program.train(new / "e", one, "model.config=configs").code == 0
+
+
+def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    monkeypatch.setattr("lora_rocm.families.hub.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lora_rocm.data.rows.ANSWER_TIMEOUT_S", 0.5)
+    with listener:
+        for key, value, words in (
+            ("model.name_or_path", "someone/else", "cannot be reached"),
+            ("data.sources", "[{dataset: someone/else}]", "does not answer"),
+        ):
+            started = time.monotonic()
+            program.train(new / key, f"{key}={value}").refused(2, "someone/else", words)
+            assert 0.5 <= time.monotonic() - started < 20  # it did wait for an answer, and not for ever
+
+
+# LoRA files
+
+
+def renamed(weights: Weights) -> Weights:
+    return {name.replace("lora_unet_", "lora_unet_x_"): tensor for name, tensor in weights.items()}
+
+
+def widened(weights: Weights) -> Weights:
+    return {name: torch.zeros(2, 640) if "lora_down" in name else tensor for name, tensor in weights.items()}
+
+
+def as_dora(weights: Weights) -> Weights:
+    scales = {name.replace("lora_down.weight", "dora_scale"): torch.ones(32, 1) for name in weights if "_down" in name}
+    return weights | scales
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "words"),
+    [
+        (lambda weights: weights, ["lora.rank=4"], ["rank 2", "rank 4", "Set lora.rank to 2"]),
+        (renamed, [], ["not in this model", "lora_unet_x_", "made for this model's family"]),
+        (widened, [], ["32 x 640", "made for this model's family"]),
+        (as_dora, [], ["DoRA", "lora.use_dora"]),
+        (lambda weights: {name: tensor * float("nan") for name, tensor in weights.items()}, [], ["nan", "Use another"]),
+        (lambda weights: {"transformer.x.lora_A.weight": torch.ones(2, 8)}, [], ["no LoRA"]),
+    ],
+    ids=["rank", "another model", "another width", "DoRA", "not finite", "half"],
+)
+def test_loras_that_do_not_fit(
+    program: Program, folder: Path, new: Path, change: Callable[[Weights], Weights], sets: list[str], words: list[str]
+) -> None:
+    lora = new.parent / "given.safetensors"
+    save_file(change(load_file(folder / "runs" / "ok" / "lora.safetensors")), lora)
+    said = program.train(new, f"lora.init_from={json.dumps(str(lora))}", *sets).refused(2, "given.safetensors")
+    assert all(word.lower() in said.lower() for word in words), said
+
+
+def test_files_that_are_no_lora(program: Program, files: Path, new: Path) -> None:
+    whole = (files / "runs" / "ok" / "lora.safetensors").read_bytes()
+    (files / "cut lora.safetensors").write_bytes(whole[:-100])
+    for number, (name, words) in enumerate(
+        {
+            "cut lora.safetensors": "damaged",
+            "pickled.safetensors": "damaged",
+            "old.ckpt": "pickle",
+            "one.safetensors": "no LoRA",
+            "pics": "0 safetensors files",
+        }.items()
+    ):
+        program.train(new / str(number), f"lora.init_from={name}").refused(2, name, words)
+
+
+@pytest.mark.parametrize("targets", ["nothing", "[]", "'(x'"])
+def test_targets(program: Program, new: Path, targets: str) -> None:
+    program.train(new, f"lora.targets={targets}").refused(2, "lora.targets")
+
+
+# sample, export, status, report
+
+SMALL = ("--prompt", "a cat", "--steps", "1", "--width", "64", "--height", "64")
+
+
+def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, tmp_path: Path) -> None:
+    shutil.copy(files / "runs" / "ok" / "lora.safetensors", tmp_path / "alone.safetensors")
+    alone, young = tmp_path / "alone.safetensors", tmp_path / "young"
+    young.mkdir()
+    shutil.copy(files / "runs" / "ok" / "recipe.yaml", young)
+    program("sample", alone, *SMALL).refused(2, alone, "--base")
+    program("sample", alone, *SMALL, "--base", "nowhere").refused(2, "nowhere", "Give a diffusers folder")
+    program("sample", alone, *SMALL, "--base", "builtin:tiny-sdxl").refused(2, alone, "32 x 32", "this model's family")
+    program("sample", alone, *SMALL, "--config", "configs").refused(2, "--config configs", "--base")
+    program("sample", young, *SMALL).refused(2, young, "Train on first")
+    program("sample", "runs/ok", "--prompt", "x", "--width", "65").refused(2, "--width 65", "Take 64 or 72")
+    program("sample", "runs/ok", *SMALL, "--strength", "nan").refused(2, "--strength")
+    program("sample", "old.ckpt", *SMALL, "--base", "model").refused(2, "old.ckpt", "pickle")
+    program("export", young, "--format", "kohya").refused(2, young, "Train on first")
+    program("export", alone, "--format", "kohya").refused(2, alone, "Give a run directory")
+    (young / "recipe.yaml").write_text("lora: {rank: x}", encoding="utf-8")
+    program("export", young, "--format", "kohya").refused(2, f"{young / 'recipe.yaml'}:1 lora.rank", "'x'")
+    for command in ("status", "report"):
+        for place in ("pics", "nowhere", "afile"):
+            program(command, place).refused(2, place, "Give a run directory")
+    program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(3, "afile", "Move it away")
+    assert program("sample", alone, *SMALL, "--base", "model", "--output", tmp_path / "drawn").code == 0
+
+
+def test_a_damaged_event_log_hides_nothing_else(program: Program, folder: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(folder / "runs" / "ok", tmp_path / "run"))
+    lines = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(b'\xff\n{"type": "step"}\n{"type": "error"}\n' + lines + b'{"type": "data"}\n[]')
+    assert "finished" in program("status", run).out and "step 2 of 2" in program("status", run).out
+    assert program("report", run).code == 0
