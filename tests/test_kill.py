@@ -89,7 +89,7 @@ class Command:
         """Wait until the moment has come (False: the run ended before)."""
         seen, deadline = self._count(moment), time.monotonic() + DEADLINE_S
         if moment == "anywhere":
-            time.sleep(generator.uniform(0.2, 15.0))
+            time.sleep(generator.uniform(0.2, 6.0))
             return self.process.poll() is None
         while time.monotonic() < deadline:
             if self._count(moment) > seen:
