@@ -1,0 +1,306 @@
+"""Full disks, folders that cannot be written, damaged caches and checkpoints, resumes that do not fit, mad numbers.
+
+Whatever happens: exit code 2 or 3, a short error, and what was there before is still there and can be gone on from.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+from safetensors.torch import load_file
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.process import locked
+from tests.program import RECIPE, Program, pictures, snapshot
+from tests.tiny_models import write_tiny_sdxl
+
+FORMATS = "output.formats=[kohya, peft]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, pictures, a filled cache and a finished run of two steps, ``runs/ok``."""
+    root = tmp_path_factory.mktemp("Läufe")
+    write_tiny_sdxl(root / "model")
+    pictures(root / "pics")
+    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    (root / "afile").write_text("x", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert Program(patch).train("runs/ok", FORMATS).code == 0
+    return root
+
+
+@pytest.fixture
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    monkeypatch.chdir(folder)
+    return Program(monkeypatch)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> RunDir:
+    """The finished run as if it had been killed before its end."""
+    run_dir = RunDir(Path(shutil.copytree(folder / "runs" / "ok", tmp_path / "run")))
+    run_dir.result.unlink()
+    return run_dir
+
+
+def results(run_dir: RunDir) -> dict[str, bytes]:
+    files = snapshot(run_dir.path)
+    return {name: content for name, content in files.items() if name.endswith(".safetensors") and "step-" not in name}
+
+
+def all_finite(run_dir: RunDir) -> bool:
+    weights = [load_file(path) for path in run_dir.path.rglob("*.safetensors")]
+    return all(bool(torch.isfinite(tensor).all()) for file in weights for tensor in file.values())
+
+
+# full disks
+
+
+SLOW_PLACES = ("cache/image", "lora-step00000002", "peft/unet", "result")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["cache/text", "/step-00000002", "run/lora.safe", *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW_PLACES)],
+)
+def test_a_full_disk_loses_nothing(
+    program: Program, folder: Path, new: RunDir, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def full(source: Any, target: Any, moved: Any) -> None:
+        if place in Path(target).as_posix():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        moved(source, target)
+
+    cache = f"cache.dir={new.path.parent / 'cache'}"
+    with monkeypatch.context() as patch:
+        replace, rename = os.replace, os.rename
+        patch.setattr(os, "replace", lambda source, target: full(source, target, replace))
+        patch.setattr(os, "rename", lambda source, target: full(source, target, rename))
+        said = program.train(new.path, FORMATS, cache)
+    said.refused(3, "The disk is full", place.strip("/"), "Free some space")
+    assert "--resume latest" in said.out
+    assert not [path for path in new.path.parent.rglob("*.tmp") if path.is_file()]
+    kept = snapshot(new.path)
+    assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
+    assert results(new) == results(RunDir(folder / "runs" / "ok"))
+    assert all(snapshot(new.path)[name] == kept[name] for name in kept if name.endswith(".safetensors"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 60 KiB; its owner may grow it."""
+    disk = tmp_path / "kleine platte"
+    disk.mkdir()
+    if sys.platform != "linux" or subprocess.run(mount(disk, "size=60k"), capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def mount(disk: Path, options: str) -> list[str]:
+    return ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+
+
+def test_a_disk_that_is_really_full(program: Program, folder: Path, new: RunDir, small_disk: Path) -> None:
+    cache = f"cache.dir={small_disk}"
+    program.train(new.path, FORMATS, cache).refused(3, "The disk is full", small_disk)
+    encoded = {name for name in snapshot(small_disk) if name.endswith(".safetensors")}
+    assert encoded
+    subprocess.run(mount(small_disk, "remount,size=5m"), check=True)
+    assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
+    assert encoded < set(snapshot(small_disk)) and results(new) == results(RunDir(folder / "runs" / "ok"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 24, 160, 240, 900, 1000, 1100])
+def test_run_directories_on_small_disks(folder: Path, small_disk: Path, size_kib: int) -> None:
+    """In processes of their own: also where not even the error can be written down."""
+    subprocess.run(mount(small_disk, f"remount,size={size_kib}k"), check=True)
+    command = [sys.executable, "-m", "lora_rocm", "train", "r.yaml", "--run-dir", str(small_disk / "run")]
+    command += ["--set", FORMATS, "--set", "runtime.threads=1"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 3 and "The disk is full" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    subprocess.run(mount(small_disk, "remount,size=9m"), check=True)
+    done = subprocess.run([*command, "--resume", "latest"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (small_disk / "run" / "lora.safetensors").exists()
+
+
+# folders that cannot be written
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "nur lesen"
+    disk.mkdir()
+    disk.chmod(0o500)
+    mounted = False
+    if os.access(disk, os.W_OK):  # root may write everywhere but on a read-only file system
+        mounted = sys.platform == "linux" and not subprocess.run(mount(disk, "ro"), capture_output=True).returncode
+        if not mounted:
+            pytest.skip("no folder here refuses to be written")
+    yield disk
+    if mounted:
+        subprocess.run(["umount", str(disk)], check=True)
+    disk.chmod(0o700)
+
+
+def test_folders_that_may_only_be_read(program: Program, folder: Path, new: RunDir, read_only: Path) -> None:
+    before = snapshot(folder / "runs" / "ok")
+    program.train(read_only / "run").refused(3, read_only, "Choose a folder you may write to")
+    program("train", "r.yaml", "--set", f"output.dir={read_only}").refused(3, read_only, "Choose a folder")
+    program.train(new.path, f"cache.dir={read_only}").refused(3, read_only, "Choose a folder")
+    program("export", "runs/ok", "--format", "kohya", "--output", read_only / "x.safetensors").refused(3, read_only)
+    assert snapshot(folder / "runs" / "ok") == before
+
+
+def test_files_where_folders_are_wanted(program: Program) -> None:
+    for run_dir in ("afile", "afile/run"):
+        program.train(run_dir).refused(3, run_dir, "Move it away")
+    program("export", "runs/ok", "--format", "peft", "--output", "afile").refused(3, "afile", "Move it away")
+    assert Path("afile").read_text(encoding="utf-8") == "x"
+
+
+# damaged caches
+
+
+def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folder: Path, new: RunDir) -> None:
+    cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
+    images, texts = (sorted((cache / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    for file, change in (
+        (images[0], lambda content: content[:-40]),  # half-written
+        (images[1], lambda content: content[:-4] + bytes([content[-4] ^ 16]) + content[-3:]),  # one bit
+        (images[2], lambda content: b""),
+        (texts[0], lambda content: content[:20] + bytes([content[20] ^ 1]) + content[21:]),  # one bit of the header
+        (texts[1], lambda content: content[:100]),
+    ):
+        file.write_bytes(change(file.read_bytes()))
+    (cache / "hashes.jsonl").write_bytes(b'\xff{"torn\n[1]\n')
+    assert program.train(new.path, FORMATS, f"cache.dir={cache}").code == 0
+    assert results(new) == results(RunDir(folder / "runs" / "ok"))
+
+
+# resume
+
+
+def test_a_directory_that_holds_a_run(program: Program, folder: Path) -> None:
+    before = snapshot(folder / "runs" / "ok")
+    program.train("runs/ok").refused(2, "already holds a run", "runs/ok", "--resume latest")
+    assert "This run is complete" in program.train("runs/ok", FORMATS, resume="latest").out
+    assert snapshot(folder / "runs" / "ok") == before
+
+
+def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: RunDir) -> None:
+    changes = ("optim.learning_rate=0.001", "train.max_train_steps=3")
+    before = snapshot(copy.path)
+    said = program.train(copy.path, FORMATS, *changes, resume="latest")
+    told = said.refused(2, "optim.learning_rate: 0.0001 -> 0.001", "--accept-changes")
+    assert "max_train_steps" not in told and snapshot(copy.path) == before
+    options = [word for change in (FORMATS, *changes) for word in ("--set", change)]
+    accepted = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", "--accept-changes", *options)
+    assert accepted.code == 0 and "Going on from step 2" in accepted.out
+    other_rank = ["--accept-changes", "--set", "lora.rank=4", "--set", "train.max_train_steps=5"]
+    said = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", *other_rank)
+    said.refused(2, "not those of the adapter", "lora section")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "pics", "afile", "runs", "runs/ok/checkpoints/step-00000009"])
+def test_a_resume_of_nothing(program: Program, folder: Path, place: str) -> None:
+    before = sorted(folder.iterdir())
+    program("train", "r.yaml", "--resume", place).refused(2, f"--resume {place}", "Give a run directory")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_damaged_checkpoints(program: Program, folder: Path, copy: RunDir) -> None:
+    last = copy.checkpoint(2)
+    weights = last / "adapter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    program("train", "r.yaml", "--set", FORMATS, "--resume", last).refused(2, last, "damaged", "--resume latest")
+    said = program.train(copy.path, FORMATS, resume="latest")
+    assert said.code == 0 and "step-00000002 is damaged" in said.out and "Going on from step 1" in said.out
+    assert results(copy) == results(RunDir(folder / "runs" / "ok"))
+    for path in copy.path.glob("checkpoints/*/state.json"):
+        path.write_bytes(b"{}")
+    program("export", copy.path, "--format", "kohya").refused(2, copy.path, "no valid checkpoint")
+
+
+def test_a_second_process_is_kept_out(
+    program: Program, folder: Path, copy: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(copy.path)
+    with locked(copy):
+        program.train(copy.path, FORMATS, resume="latest").refused(2, "Another lora-rocm", copy.path, "Wait for it")
+    assert {name: content for name, content in snapshot(copy.path).items() if ".lock" not in name} == {
+        name: content for name, content in before.items() if ".lock" not in name
+    }
+    monkeypatch.setattr("lora_rocm.train.worker.ORPHAN_LOCK_WAIT_S", 0.1)
+    with FileLock(copy.worker_lock):
+        program.train(copy.path, FORMATS, resume="latest").refused(3, "another worker still holds", copy.path)
+    assert program.train(copy.path, FORMATS, resume="latest").code == 0
+
+
+# machines and numbers
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(program: Program, new: RunDir) -> None:
+    program.train(new.path, "runtime.device=gpu").refused(3, "runtime.device: gpu", "set runtime.device to auto")
+    program("check", "r.yaml", "--set", "runtime.device=gpu").refused(3, "runtime.device: gpu")
+
+
+def test_more_memory_than_any_machine_has(program: Program, new: RunDir) -> None:
+    program.train(new.path, "lora.rank=1000000000000").refused(3, "not enough memory", "lora.rank")
+    size = ("--width", "8000000", "--height", "8000000")
+    program("sample", "runs/ok", "--prompt", "x", "--steps", "1", *size).refused(3, "not enough memory")
+
+
+def test_a_learning_rate_gone_mad(program: Program, copy: RunDir) -> None:
+    mad = ["optim.learning_rate=1e30", "train.max_train_steps=50", "output.save_every_n_steps=100"]
+    before = {
+        name: content for name, content in snapshot(copy.path).items() if name.endswith((".safetensors", ".json"))
+    }
+    options = [word for change in (FORMATS, *mad) for word in ("--set", change)]
+    said = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", "--accept-changes", *options)
+    said.refused(3, "not finite 4 times in a row", "update 4", "p", "Lower optim.learning_rate")
+    skipped = [event for event in read_events(copy.events()) if event["type"] == "incident"]
+    assert [event["kind"] for event in skipped] == ["nonfinite"] * 4
+    after = snapshot(copy.path)
+    assert all(after[name] == before[name] for name in before if "environment" not in name) and all_finite(copy)
+    sane = [word for change in (FORMATS, "train.max_train_steps=3") for word in ("--set", change)]
+    assert program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", "--accept-changes", *sane).code == 0
+    assert all_finite(copy)
+
+
+def test_weights_that_no_file_can_hold_are_not_written(program: Program, new: RunDir) -> None:
+    said = program.train(new.path, "optim.learning_rate=1e30")
+    said.refused(3, "larger than any float16 number", "Lower optim.learning_rate")
+    assert not list(new.path.rglob("*.safetensors"))
+
+
+def test_odd_but_possible(program: Program, tmp_path: Path, new: RunDir) -> None:
+    """One picture, a batch of fifty, a rank beyond every layer's width, one step, eight pixels."""
+    one = pictures(tmp_path / "one", count=1)
+    odd = ["train.batch_size=50", "lora.rank=100", "train.max_train_steps=1", "data.resolution=8", "data.bucket_step=8"]
+    assert program.train(new.path, f"data.path={one}", *odd).code == 0
+    Image.new("RGB", (5, 5)).save(one / "p0.png")
+    said = program.train(tmp_path / "other", f"data.path={one}", *odd)
+    said.refused(2, "p0.png", "5x5 pixels", "one bucket step of 8", "check command")
