@@ -50,7 +50,8 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
             fix="Raise data.resolution or lower data.bucket_step.",
         )
     sizes = {(side, side)}
-    for width in range(step, resolution**2 // step + 1, step):
+    widest = min(resolution**2 // step, math.ceil(resolution * math.sqrt(max_aspect)))  # beyond it is too flat
+    for width in range(step, widest + 1, step):
         height = resolution**2 // width // step * step
         if max(height, width) <= max_aspect * min(height, width):
             sizes |= {(height, width), (width, height)}

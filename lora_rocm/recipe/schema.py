@@ -14,6 +14,7 @@ PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Resolution = Annotated[int, Field(gt=0, le=16_384)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
 
@@ -52,7 +53,7 @@ ModelSection = SdxlModel  # more families: Annotated[A | B, Field(discriminator=
 class SourceOptions(Section):
     """What can be said of each source of pictures; written under ``data`` it is the default of all sources."""
 
-    resolution: Positive = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
+    resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
     repeats: Repeats = Field(1, description="How often each picture is seen in an epoch.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the pictures.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
@@ -76,7 +77,7 @@ class DataSource(Section):
     split: str = Field("train", description="Split of the dataset.")
     image_column: str = Field("image", description="Column with the picture.")
     caption_column: str | None = Field("text", description="Column with the caption.")
-    resolution: Positive | None = None
+    resolution: Resolution | None = None
     repeats: Repeats | None = None
     caption_extension: str | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
