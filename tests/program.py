@@ -10,11 +10,13 @@ import io
 import json
 import random
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -65,6 +67,14 @@ class Said:
         return self.err
 
 
+class WaitedFor(threading.Thread):
+    """A thread that ends before its start returns: its output is caught by replacing the streams of all threads."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
 class Program:
     """Runs commands; the children run inside this process."""
 
@@ -73,6 +83,7 @@ class Program:
         patch.setattr(process, "run_tool", run_tool)
         patch.setattr(process, "run_for_json", run_for_json)
         patch.setattr("lora_rocm.run.tools.run_tool", run_tool)
+        patch.setattr("lora_rocm.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", Closable)
 
