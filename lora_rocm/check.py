@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm import __version__
-from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError
+from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.wording import size_text
@@ -158,14 +158,16 @@ class _Weighing:
         from lora_rocm.host import environ
         from lora_rocm.run.process import run_for_json
 
-        with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-            file = Path(folder) / "recipe.json"
-            file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
-            env = environ.plan(self._recipe, os.environ).applied_to(os.environ)
-            try:
+        env = environ.plan(self._recipe, os.environ).applied_to(os.environ)
+        try:
+            with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+                file = Path(folder) / "recipe.json"
+                file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
                 self._found = run_for_json(WEIGH_MODULE, [str(file)], env)
-            except LoraRocmError as error:
-                self._error = error
+        except LoraRocmError as error:
+            self._error = error
+        except OSError as error:  # no room for the file, no memory for the process
+            self._error = storage_error(error, error.filename or tempfile.gettempdir())
 
     def result(self) -> dict[str, int]:
         """Bytes by component; waits for the child."""
@@ -199,8 +201,8 @@ def _weights_key(recipe: Recipe) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path] if path.is_file() else []
+    if not os.path.isdir(path):  # pathlib raises where a name is too long for the file system
+        return [path] if os.path.isfile(path) else []
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 

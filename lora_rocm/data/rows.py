@@ -114,7 +114,7 @@ def as_file(content: memoryview) -> io.BufferedReader:
 
 def _resolved(path: Path, dataset: str) -> Path:
     """Relative paths are relative to a local dataset's folder."""
-    local = Path(dataset).expanduser()
+    local = Path(os.path.expanduser(dataset))
     folder = local if local.is_dir() else local.parent
     return path if path.is_absolute() or not local.exists() else folder / path
 
@@ -123,10 +123,10 @@ def _resolved(path: Path, dataset: str) -> Path:
 def _open(dataset: str, split: str) -> Any:
     import datasets
 
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))
     where = f"data: dataset {dataset}, split {split}"
     try:
-        if path.is_dir() and any((path / mark).is_file() for mark in SAVED_MARKS):
+        if os.path.isdir(path) and any((path / mark).is_file() for mark in SAVED_MARKS):
             opened = datasets.load_from_disk(str(path))
             if isinstance(opened, datasets.DatasetDict):
                 if split not in opened:
@@ -137,7 +137,7 @@ def _open(dataset: str, split: str) -> Any:
                         fix=f"Splits: {', '.join(sorted(opened))}.",
                     )
                 opened = opened[split]
-        elif path.is_file():
+        elif os.path.isfile(path):
             if path.suffix.lower() not in BUILDERS:
                 raise DataError(
                     "dataset-kind",
@@ -146,10 +146,10 @@ def _open(dataset: str, split: str) -> Any:
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
                 )
             opened = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=str(path), split=split)
-        elif path.is_dir() or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
-            if not path.is_dir():
+        elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
+            if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
-            opened = datasets.load_dataset(str(path) if path.is_dir() else dataset, split=split)
+            opened = datasets.load_dataset(str(path) if os.path.isdir(path) else dataset, split=split)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -230,9 +231,9 @@ def resolve(choice: ModelChoice, layout: Layout) -> Source:
     """
     name = choice.name_or_path
     vae = None if choice.vae is None else _vae_path(choice.vae)
-    path = Path(name).expanduser()
-    whole = name.startswith(BUILTIN_PREFIX) or path.is_dir() or (hub.looks_like_id(name) and not path.is_file())
-    if choice.config is not None and whole:
+    path = Path(os.path.expanduser(name))  # pathlib raises at unknown users and at names too long for the file system
+    whole = name.startswith(BUILTIN_PREFIX) or os.path.isdir(path) or hub.looks_like_id(name)
+    if choice.config is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
             "A config folder is for a single-file checkpoint; this model brings its own.",
@@ -241,12 +242,12 @@ def resolve(choice: ModelChoice, layout: Layout) -> Source:
         )
     if name.startswith(BUILTIN_PREFIX):
         folder = builtin_folder(name)
-    elif path.is_file():
+    elif os.path.isfile(path):
         _refuse_other_files(path, "model.name_or_path")
         configs = None if choice.config is None else _existing_folder(choice.config, "model.config")
         has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
         return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae)
-    elif path.is_dir():
+    elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):
         folder = hub.download_model(name, choice.revision, tuple(layout.parts), layout.tokenizers)
@@ -299,8 +300,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _vae_path(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
         _refuse_other_files(path, "model.vae")
         return path
     folder = _existing_folder(name, "model.vae")
@@ -308,9 +309,9 @@ def _vae_path(name: str) -> Path:
 
 
 def _existing_folder(name: str, key: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        what = "This is a file, not a folder." if path.exists() else "There is no such folder."
+    path = Path(os.path.expanduser(name))
+    if not os.path.isdir(path):
+        what = "This is a file, not a folder." if os.path.exists(path) else "There is no such folder."
         raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
     return path
 
