@@ -25,13 +25,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from lora_rocm import cli
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.families import weigh
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import process
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import session, tools, worker
 
-HEAVY = {"lora_rocm.families.weigh": weigh, "lora_rocm.train.tools": tools}
 MAX_ERROR_LINES = 14
 RECIPE = """\
 model: {name_or_path: model}
@@ -162,6 +163,7 @@ def run_tool(
     module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
 ) -> int:
     """``process.run_tool``."""
+    assert module == tools.__name__
     code, events, log = _child(module, arguments)
     for event in events:
         if event["type"] == "error":
@@ -173,13 +175,14 @@ def run_tool(
 
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """``process.run_for_json``."""
-    code, events, log = _child(module, arguments)
-    if events and events[-1].get("type") == "error":
-        raise process.error_from_event(events[-1])
-    if code == 0 and events:
-        return events[-1]
-    raise process._died(f"The process {module}", code, log.encode())
+    """``process.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
+    assert module == weigh.__name__
+    try:
+        return dict(weigh.weight_bytes(Recipe.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))))
+    except LoraRocmError:
+        raise
+    except Exception:  # in a process of its own: a traceback, and an exit code
+        raise process._died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
@@ -188,7 +191,7 @@ def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, A
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(log):
         sys.argv = [module, *arguments]
         try:
-            code = HEAVY[module].main()
+            code = tools.main()
         except Exception:
             traceback.print_exc()
             code = 1

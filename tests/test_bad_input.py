@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,6 +285,22 @@ def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monke
             started = time.monotonic()
             program.train(new / key, f"{key}={value}").refused(2, "someone/else", words)
             assert 0.5 <= time.monotonic() - started < 20  # it did wait for an answer, and not for ever
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_hub_that_cannot_be_reached_by_real_processes(folder: Path, tmp_path: Path, answers: bool) -> None:
+    """Without HF_HUB_OFFLINE: nobody listens at the port, or somebody who never says a word."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        environ |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+        if not answers:
+            listener.close()
+        for command in (["check"], ["train", "--run-dir", str(tmp_path / "run")]):
+            words = [sys.executable, "-m", "lora_rocm", *command, "r.yaml", "--set", "model.name_or_path=some/model"]
+            done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+            assert "model.name_or_path: some/model" in done.stderr and "give its folder" in done.stderr
 
 
 # LoRA files
