@@ -155,10 +155,10 @@ class _Weighing:
             self._thread.start()
 
     def _weigh(self) -> None:
-        from lora_rocm.host import environ
+        from lora_rocm.host.here import plan_here
         from lora_rocm.run.process import run_for_json
 
-        env = environ.plan(self._recipe, os.environ).applied_to(os.environ)
+        env = plan_here(self._recipe).applied_to(os.environ)
         try:
             with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
                 file = Path(folder) / "recipe.json"

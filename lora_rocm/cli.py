@@ -25,6 +25,8 @@ cache_app = typer.Typer(
     help="Look after the caches of encoded pictures and captions.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(cache_app, name="cache")
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 
 
 class Format(StrEnum):
@@ -43,10 +45,23 @@ class NumberFormat(StrEnum):
     fp32 = "fp32"
 
 
+class Shell(StrEnum):
+    """Shells that variables can be written for."""
+
+    bash = "bash"
+    cmd = "cmd"
+    powershell = "powershell"
+
+
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or one that ships (sdxl.yaml).")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example lora.rank=8.")
 ]
+FactsPath = Annotated[
+    Path | None,
+    typer.Option("--facts", metavar="FILE", help="Another machine's facts (from env --json) instead of this one's."),
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
 
@@ -194,6 +209,65 @@ def report(run: RunPath) -> None:
     from lora_rocm.run.status import open_run
 
     typer.echo(write_report(open_run(run)))
+
+
+@app.command()
+@explained
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a file for a bug report; nothing private is in it."),
+    ] = None,
+    facts: FactsPath = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Without the self-test of the GPU.")] = False,
+) -> int:
+    """Say what is wrong with this machine, the most harmful first, and what cures it."""
+    from lora_rocm.doctor import command
+
+    return command.doctor(facts, as_json=as_json, report_file=report_file, quick=quick)
+
+
+@app.command()
+@explained
+def env(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Plan for this recipe.")] = None,
+    overrides: Overrides = None,
+    facts: FactsPath = None,
+    shell: Annotated[Shell | None, typer.Option(help="Print commands for this shell.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Also say why, and who says so.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The facts about this machine, for --facts.")] = False,
+) -> None:
+    """Print the environment that training gets on this machine."""
+    from lora_rocm.host import show
+
+    typer.echo(
+        show.facts_text(facts)
+        if as_json
+        else show.plan_text(recipe, overrides or (), facts, shell.value if shell else None, explain=explain)
+    )
+
+
+@bench_app.command("transfer")
+@explained
+def bench_transfer(json_file: JsonPath = None) -> int:
+    """Measure copies between host and GPU, beside what the bus allows."""
+    from lora_rocm.run import bench
+
+    return bench.transfer(json_file)
+
+
+@bench_app.command("compute")
+@explained
+def bench_compute(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Shapes of this recipe's LoRA.")] = None,
+    overrides: Overrides = None,
+    json_file: JsonPath = None,
+) -> int:
+    """Measure matrix products at LoRA shapes, attention and convolutions."""
+    from lora_rocm.run import bench
+
+    return bench.compute(recipe, overrides or (), json_file)
 
 
 @app.command()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lora_rocm"
 HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
 LIGHT_DATA = {"samples", "captions", "buckets", "folders", "pictures", "plan", "rows", "seeds"}
-LIGHT_UNITS = {"errors", "recipe", "host", "run", "check", "cli", "builtin", "__main__", ""}
+LIGHT_UNITS = {"errors", "recipe", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -28,10 +28,11 @@ ARROWS: dict[str, set[str]] = {
     "host": {"errors", "recipe"},
     "run": {"errors", "recipe", "host"},
     "check": {"errors", "recipe", "host", "run", "data"},
-    "cli": {"errors", "recipe", "host", "run", "data", "check"},
-    "device": {"errors", "recipe", "run"},
-    "data": {"errors", "recipe", "run", "device"},
-    "families": {"errors", "recipe", "run", "device", "data"},
+    "doctor": {"errors", "recipe", "host", "run"},
+    "cli": {"errors", "recipe", "host", "run", "data", "check", "doctor"},
+    "device": {"errors", "recipe", "host", "run"},
+    "data": {"errors", "recipe", "host", "run", "device"},
+    "families": {"errors", "recipe", "host", "run", "device", "data"},
     "train": {"errors", "recipe", "host", "run", "device", "data", "families"},
     "builtin": set(),
     "__main__": {"cli"},
@@ -44,6 +45,12 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.train.tools", "main"),
     (f"{PACKAGE}.run.failure", "exit_code_of"),
 }
+# Used by the installer before anything is installed.
+STANDARD_LIBRARY_ONLY = {
+    "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
+    "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
+    "host.remember", "host.wheels",
+}  # fmt: skip
 POSIX_HOME = f"{PACKAGE}.run.process"
 POSIX_MODULES = {"fcntl", "grp", "posix", "pwd", "resource", "syslog", "termios"}
 POSIX_NAMES = {
@@ -191,6 +198,16 @@ def light_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{found.line} imports {found.target}"
 
 
+def standard_library_faults(module: Module) -> Iterator[str]:
+    """A package that has to be installed first, in what the installer uses."""
+    if module.name.removeprefix(f"{PACKAGE}.") not in STANDARD_LIBRARY_ONLY:
+        return
+    for found in imports_of(module):
+        root, ours = found.target.partition(".")[0], found.target.removeprefix(f"{PACKAGE}.")
+        if not (root in sys.stdlib_module_names or ours in STANDARD_LIBRARY_ONLY):
+            yield f"{module.name}:{found.line} imports {found.target}"
+
+
 def size_faults(module: Module) -> Iterator[str]:
     lines = module.source.count("\n")
     if lines > MAX_FILE_LINES:
@@ -272,6 +289,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (arrow_faults, False),
     (family_faults, False),
     (light_faults, False),
+    (standard_library_faults, False),
     (size_faults, True),
     (broad_except_faults, True),
     (unfinished_faults, True),
@@ -306,6 +324,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "host.probe", "from transformers import CLIPTextModel"),
         bad(light_faults, "data.samples", "import datasets"),
         bad(light_faults, "check", "def f():\n    from lora_rocm.data.cache import LatentCache"),
+        bad(standard_library_faults, "host.probe", "import psutil"),
+        bad(standard_library_faults, "host.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * 401),
         bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * 60),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
@@ -340,6 +360,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (light_faults, "data.cache", "import torch"),
         (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
         (posix_faults, "run.process", "import os\nos.kill(1, 9)"),
+        (standard_library_faults, "host.probe", "import ctypes\nfrom lora_rocm.host.facts import Gpu"),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
     ],

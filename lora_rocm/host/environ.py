@@ -1,22 +1,31 @@
-"""The worker's environment variables, as a table: variable, value, why, source.
+"""The environment of the heavy processes, planned from the machine and the recipe; a pure function over a table.
 
-They have to exist before the worker starts (a GPU runtime copies the environment once, and Python reads some of its own
-at start), which is why the parent plans them. A value that the user exported wins.
+Variables have to exist before a process starts (a GPU runtime copies the environment once, and Python reads some of its
+own at start), which is why the parent plans them. A value that the user exported wins and is warned about where it is
+known to harm, but for the rules that say otherwise (``Rule.over_user``).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lora_rocm import __version__
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.quirks import SETTING, Harm, Level, Rule, Situation
+from lora_rocm.host.rules_amd import AMD_RULES, HARMS
+from lora_rocm.host.rules_general import GENERAL_RULES
+from lora_rocm.host.rules_memory import MEMORY_RULES
+from lora_rocm.host.rules_verdict import VERDICT_RULES
+from lora_rocm.host.settings import VARIABLE, Settings
 
+RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES
 PACKAGES = (
     "torch",
     "transformers",
@@ -32,125 +41,100 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One row of the table of rules. ``value`` is None where the rule does not apply."""
-
-    variable: str
-    value: Callable[[Recipe | None], str | None]
-    why: str
-    source: str
-
-
-@dataclass(frozen=True)
 class EnvRow:
-    """One planned variable. from_user: the value was there before and stays."""
+    """One planned variable or setting. from_user: the value was there and stays. replaced: a value that did not."""
 
+    rule: str
     variable: str
     value: str
     why: str
     source: str
     from_user: bool = False
+    replaced: str | None = None
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A variable of the user's that is known to harm."""
+
+    rule: str
+    variable: str
+    value: str
+    what: str
+    source: str
+    level: Level
 
 
 @dataclass(frozen=True)
 class EnvPlan:
-    """What the worker's environment will hold beside what it inherits."""
+    """What a heavy process's environment will hold beside what it inherits."""
 
     rows: tuple[EnvRow, ...]
+    warnings: tuple[Warned, ...] = ()
+
+    @property
+    def settings(self) -> Settings:
+        """What the rows with ``setting:`` say."""
+        chosen = {row.variable.removeprefix(SETTING): json.loads(row.value) for row in self.setting_rows}
+        return Settings(**chosen)
+
+    @property
+    def setting_rows(self) -> tuple[EnvRow, ...]:
+        return tuple(row for row in self.rows if row.variable.startswith(SETTING))
+
+    @property
+    def variables(self) -> tuple[EnvRow, ...]:
+        return tuple(row for row in self.rows if not row.variable.startswith(SETTING))
 
     def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """A whole environment for the worker."""
-        return {**environ, **{row.variable: row.value for row in self.rows}}
+        """A whole environment for a child."""
+        planned = {row.variable: row.value for row in self.variables}
+        return {**environ, **planned, VARIABLE: self.settings.to_text()}
 
 
-def _always(value: str) -> Callable[[Recipe | None], str | None]:
-    return lambda recipe: value
-
-
-def _deterministic(recipe: Recipe | None) -> str | None:
-    return ":4096:8" if recipe is not None and recipe.runtime.deterministic else None
-
-
-def _threads(recipe: Recipe | None) -> str | None:
-    return str(recipe.runtime.threads) if recipe is not None and recipe.runtime.threads is not None else None
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("PYTHONUTF8", _always("1"), "text files and pipes are UTF-8 on every system", "PEP 540"),
-    Rule(
-        "PYTHONFAULTHANDLER",
-        _always("1"),
-        "a crash inside a library leaves a stack in worker.log",
-        "https://docs.python.org/3/library/faulthandler.html",
-    ),
-    Rule(
-        "TOKENIZERS_PARALLELISM",
-        _always("false"),
-        "one caption at a time needs no threads, and the library warns otherwise",
-        "https://github.com/huggingface/tokenizers",
-    ),
-    Rule(
-        "HF_HUB_DISABLE_TELEMETRY",
-        _always("1"),
-        "nothing about a run leaves the machine",
-        "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
-    ),
-    Rule(
-        "CUBLAS_WORKSPACE_CONFIG",
-        _deterministic,
-        "runtime.deterministic: matrix products repeat to the bit",
-        "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
-    ),
-    Rule(
-        "OMP_WAIT_POLICY",
-        _always("PASSIVE"),
-        "threads that spin while they wait make training on busy CPU cores several times slower (docs/log.md)",
-        "https://www.openmp.org/spec-html/5.0/openmpse55.html",
-    ),
-    Rule(
-        "OMP_NUM_THREADS",
-        _threads,
-        "runtime.threads: results on the CPU depend on the thread count",
-        "https://docs.pytorch.org/docs/stable/threading_environment_variables.html",
-    ),
-)
-
-
-def plan(recipe: Recipe | None, environ: Mapping[str, str]) -> EnvPlan:
-    """The table for one start of the worker.
-
-    Args:
-        recipe: None for tools that run without one.
-        environ: the user's environment; a variable that it sets (even to nothing) keeps its value.
-    """
+def plan(situation: Situation) -> EnvPlan:
+    """The table for one start of a heavy process on this machine."""
     rows = []
     for rule in RULES:
-        value = rule.value(recipe)
-        if value is None:
+        if not rule.when.holds(situation):
             continue
-        theirs = environ.get(rule.variable)
-        if theirs is None:
-            rows.append(EnvRow(rule.variable, value, rule.why, rule.source))
-        else:
-            rows.append(EnvRow(rule.variable, theirs, "set by the user", rule.source, from_user=True))
-    return EnvPlan(tuple(rows))
+        value = rule.value if isinstance(rule.value, str) else rule.value(situation)
+        if value is not None:
+            rows.append(_row(rule, value, situation))
+    warnings = []
+    for harm in HARMS:
+        theirs = situation.environ.get(harm.variable)
+        if theirs is not None and harm.when.holds(situation) and harm.harmful(theirs, situation):
+            warnings.append(_warned(harm, theirs))
+    return EnvPlan(tuple(rows), tuple(warnings))
 
 
-def environment_json(env_plan: EnvPlan) -> dict[str, Any]:
+def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
+    variable = rule.variable if isinstance(rule.variable, str) else rule.variable(situation)
+    theirs = situation.environ.get(variable)
+    if theirs is None or theirs == value:
+        return EnvRow(rule.id, variable, value, rule.why, rule.source, from_user=theirs is not None)
+    if rule.over_user:
+        return EnvRow(rule.id, variable, value, rule.why, rule.source, replaced=theirs)
+    return EnvRow(rule.id, variable, theirs, f"set by the user (planned: {value})", rule.source, from_user=True)
+
+
+def _warned(harm: Harm, value: str) -> Warned:
+    return Warned(harm.id, harm.variable, value, harm.what, harm.source, harm.level)
+
+
+def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:
     """What a run saves about where it ran: versions, machine, planned variables (no others: they may be secret)."""
-    import psutil
-
     return {
         "lora_rocm": __version__,
-        "python": platform.python_version(),
         "python_build": sys.version,
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "processor": platform.processor(),
+        "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
         "packages": {name: _version(name) for name in PACKAGES},
-        "variables": [asdict(row) for row in env_plan.rows],
+        "machine": facts.to_json(),
+        "variables": [asdict(row) for row in env_plan.variables],
+        "settings": [asdict(row) for row in env_plan.setting_rows],
+        "warnings": [asdict(warning) for warning in env_plan.warnings],
     }
 
 

@@ -224,6 +224,12 @@ class RuntimeSection(Section):
     worker_timeout_s: float = on_resume(300.0, "A loader worker silent for this long is given up.", gt=0)
     pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
     deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
+    profile: Literal["safe", "fast"] = on_resume(
+        "safe", "fast: also the faster GPU libraries, where the self-test has cleared them on this very software."
+    )
+    self_test: Literal["auto", "no"] = on_resume(
+        "auto", "auto: an AMD GPU is tested once before its first run, about a minute; no: never."
+    )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
-from lora_rocm.host import environ
+from lora_rocm.host.environ import environment_json, plan
+from lora_rocm.host.here import situation_here
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.run import prepare, process
 from lora_rocm.run.layout import RunDir, write_json
@@ -60,8 +61,9 @@ def _train_in(
     overrides: Sequence[str],
     accept_changes: bool,
 ) -> int:
-    env_plan = environ.plan(loaded.recipe, os.environ)
-    write_json(run.environment, environ.environment_json(env_plan))
+    situation = situation_here(loaded.recipe)
+    env_plan = plan(situation)
+    write_json(run.environment, environment_json(env_plan, situation.facts))
     _say(f"Run directory: {run.path}")
     again = resume_command(recipe_path, overrides, run)
     command = process.worker_command(run, chosen.checkpoint, accept_changes)

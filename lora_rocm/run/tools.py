@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import UserError
-from lora_rocm.host import environ
+from lora_rocm.host.here import plan_here
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.prepare import holds_run
@@ -107,7 +107,7 @@ def _existing(source: Path) -> Path:
 
 
 def _run(tool: str, job: dict[str, Any]) -> int:
-    env = environ.plan(None, os.environ).applied_to(os.environ)
+    env = plan_here().applied_to(os.environ)
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         path = Path(folder) / "job.json"
         write_json(path, job)

@@ -1,0 +1,1 @@
+"""What is wrong with this machine, in order of harm, and what cures it."""

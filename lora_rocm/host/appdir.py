@@ -1,0 +1,21 @@
+"""The program's own folder: kernel caches and what is remembered about this machine. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "LORA_ROCM_HOME"
+
+
+def app_dir(environ: Mapping[str, str], system: str) -> Path:
+    """Where caches of this program belong for this user; ``LORA_ROCM_HOME`` moves it. Nothing is created."""
+    own = environ.get(VARIABLE)
+    if own:
+        return Path(own)
+    if system == "windows":
+        return Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "lora-rocm"
+    if system == "macos":
+        return Path.home() / "Library" / "Caches" / "lora-rocm"
+    return Path(environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")) / "lora-rocm"

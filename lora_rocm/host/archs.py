@@ -1,0 +1,151 @@
+"""The AMD architectures: which cards, which wheels have kernels for them, what they can compute. Data only.
+
+Sources, unless a row says otherwise: TheRock cmake/therock_amdgpu_targets.cmake, RELEASES.md and SUPPORTED_GPUS.md
+(read 2026-08-22); pytorch .ci/docker/manywheel/build.sh (architectures of the wheels for Linux); AOTriton releases.
+Nothing here was tried by us: we own no AMD GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Generation = Literal["rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4", "vega", "cdna1", "cdna2", "cdna3", "cdna4"]
+Wheels = Literal["release", "building", "none"]
+"""AMD's multi-arch wheels: said to be ready, only known to build, or not made."""
+
+REVIEWED = "2026-11-21"
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture. ``override``: the value that makes a wheel without its kernels work on Linux, or None."""
+
+    gfx: str
+    generation: Generation
+    cards: str
+    integrated: bool = False
+    pytorch_org: bool = False
+    """Kernels in the wheels of download.pytorch.org (Linux only)."""
+    amd_linux: Wheels = "release"
+    amd_windows: Wheels = "release"
+    override: str | None = None
+    bf16: bool = True
+    """Native bfloat16; RDNA 1 and 2 and Vega emulate it (ComfyUI comfy/model_management.py)."""
+    aotriton: bool = False
+    """Fused attention of torch exists for it."""
+    reported: str = ""
+    """What others report, with the source; empty where nothing was found."""
+
+    @property
+    def is_rdna(self) -> bool:
+        return self.generation.startswith("rdna")
+
+    @property
+    def is_cdna(self) -> bool:
+        return self.generation.startswith("cdna")
+
+
+ARCHS: tuple[Arch, ...] = (
+    Arch(
+        "gfx906",
+        "vega",
+        "Radeon VII, Instinct MI50",
+        amd_linux="building",
+        amd_windows="building",
+        bf16=False,
+        reported="last good wheel: rocm6.3 (unsloth)",
+    ),
+    Arch("gfx908", "cdna1", "Instinct MI100", pytorch_org=True, amd_linux="building", amd_windows="none"),
+    Arch(
+        "gfx90a",
+        "cdna2",
+        "Instinct MI210, MI250",
+        pytorch_org=True,
+        amd_linux="building",
+        amd_windows="none",
+        aotriton=True,
+    ),
+    Arch("gfx942", "cdna3", "Instinct MI300X, MI300A, MI325X", pytorch_org=True, amd_windows="none", aotriton=True),
+    Arch(
+        "gfx950",
+        "cdna4",
+        "Instinct MI350X, MI355X",
+        pytorch_org=True,
+        amd_linux="building",
+        amd_windows="none",
+        aotriton=True,
+    ),
+    Arch(
+        "gfx1010",
+        "rdna1",
+        "RX 5600 XT, RX 5700, RX 5700 XT",
+        bf16=False,
+        reported="override 10.3.0 crashes with torch 2.0 and newer (pytorch#106728, ROCm#2527)",
+    ),
+    Arch("gfx1011", "rdna1", "Pro V520", bf16=False),
+    Arch("gfx1012", "rdna1", "RX 5500, RX 5500 XT", bf16=False),
+    Arch("gfx1030", "rdna2", "RX 6800, RX 6800 XT, RX 6900 XT, RX 6950 XT", pytorch_org=True, bf16=False),
+    Arch("gfx1031", "rdna2", "RX 6700 XT, RX 6750 XT", override="10.3.0", bf16=False),
+    Arch("gfx1032", "rdna2", "RX 6600, RX 6600 XT, RX 6650 XT", override="10.3.0", bf16=False),
+    Arch("gfx1033", "rdna2", "Van Gogh (Steam Deck)", integrated=True, override="10.3.0", bf16=False),
+    Arch("gfx1034", "rdna2", "RX 6400, RX 6500 XT", override="10.3.0", bf16=False),
+    Arch("gfx1035", "rdna2", "Radeon 680M", integrated=True, override="10.3.0", bf16=False),
+    Arch(
+        "gfx1036",
+        "rdna2",
+        "graphics of Ryzen 7000 and 9000 desktop processors",
+        integrated=True,
+        override="10.3.0",
+        bf16=False,
+    ),
+    Arch("gfx1100", "rdna3", "RX 7900 XTX, RX 7900 XT, RX 7900 GRE, Pro W7900, W7800", pytorch_org=True, aotriton=True),
+    Arch("gfx1101", "rdna3", "RX 7700 XT, RX 7800 XT, Pro W7700", pytorch_org=True, aotriton=True),
+    Arch("gfx1102", "rdna3", "RX 7600, RX 7600 XT", pytorch_org=True, aotriton=True),
+    Arch("gfx1103", "rdna3", "Radeon 780M, 760M, 740M", integrated=True, pytorch_org=True, aotriton=True),
+    Arch(
+        "gfx1150",
+        "rdna3.5",
+        "Radeon 890M, 880M (Strix Point)",
+        integrated=True,
+        pytorch_org=True,
+        aotriton=True,
+        reported="override 11.5.1 ends in invalid device function (likelovewant/ROCmLibs#37)",
+    ),
+    Arch(
+        "gfx1151",
+        "rdna3.5",
+        "Radeon 8060S, 8050S, 8040S (Strix Halo)",
+        integrated=True,
+        pytorch_org=True,
+        aotriton=True,
+        reported="AMD's own LoRA example runs on it, Windows and Linux (amd/playbooks pytorch-finetuning)",
+    ),
+    Arch("gfx1152", "rdna3.5", "Radeon 860M, 840M (Krackan)", integrated=True, aotriton=True),
+    Arch(
+        "gfx1153",
+        "rdna3.5",
+        "Radeon 820M",
+        integrated=True,
+        amd_linux="building",
+        amd_windows="none",
+        aotriton=True,
+        reported="crashes on Windows (rocm-systems#4578)",
+    ),
+    Arch("gfx1200", "rdna4", "RX 9060, RX 9060 XT", pytorch_org=True, amd_windows="building", aotriton=True),
+    Arch(
+        "gfx1201",
+        "rdna4",
+        "RX 9070, RX 9070 XT, Radeon AI PRO R9700",
+        pytorch_org=True,
+        amd_windows="building",
+        aotriton=True,
+    ),
+)
+
+BY_GFX = {arch.gfx: arch for arch in ARCHS}
+
+
+def arch_of(gfx: str | None) -> Arch | None:
+    """The row of an architecture; None for one that the table does not know."""
+    return BY_GFX.get(gfx) if gfx else None

@@ -1,0 +1,250 @@
+"""What is known about a machine, as plain data: made by ``probe``, or read from a file that describes another machine.
+
+Standard library only: the installer uses it before anything is installed. Sizes are bytes. A fact that could not be
+read is None, and says so in ``unread``; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_rocm.errors import UserError
+
+EXPECTED: dict[Any, str] = {
+    dict: "a table of texts",
+    tuple: "a list",
+    str: "a text",
+    int: "a whole number",
+    bool: "a truth",
+}
+
+System = Literal["linux", "windows", "macos"]
+Vendor = Literal["amd", "nvidia", "apple", "intel", "other"]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Something that was looked for and could not be read."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. ``index`` counts the GPUs of a vendor in the order in which its runtime numbers them."""
+
+    vendor: Vendor
+    name: str
+    index: int = 0
+    gfx: str | None = None
+    """AMD: the true architecture ("gfx1151"), never one that an override pretends; None where nothing tells it."""
+    gfx_source: Literal["kfd", "hipinfo", "pci", "name"] | None = None
+    integrated: bool | None = None
+    pci_id: str | None = None
+    """Vendor and device, "1002:1586"."""
+    pci_address: str | None = None
+    node: int | None = None
+    """Linux, AMD: number of the KFD topology node."""
+    vram_bytes: int | None = None
+    """Dedicated memory; of an APU the carve-out."""
+    gtt_bytes: int | None = None
+    """Linux, AMD: system memory that the GPU may map."""
+    driver: str | None = None
+    """Windows: version of the adapter's driver. NVIDIA: version of the driver."""
+    driver_product: str | None = None
+    """Windows, AMD: the Adrenalin version ("26.6.2") where it can be read."""
+    pcie_atomics: bool | None = None
+    mes_firmware: str | None = None
+    """Linux, AMD: version of the scheduler firmware ("0x83"); only root can read it."""
+
+
+@dataclass(frozen=True)
+class DeviceFile:
+    """A device file and what this user may do with it."""
+
+    path: str
+    exists: bool
+    readable: bool = False
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Linux:
+    """What only Linux has. ``kernel`` is that of ``uname -r``."""
+
+    kernel: str
+    distribution: str = ""
+    """ID of os-release, such as "ubuntu", "fedora", "arch"."""
+    distribution_version: str = ""
+    wsl: bool = False
+    container: bool = False
+    kfd: DeviceFile | None = None
+    render_nodes: tuple[DeviceFile, ...] = ()
+    dxg: bool = False
+    """/dev/dxg is there (WSL)."""
+    groups: tuple[str, ...] = ()
+    """Groups of this user among render and video; "root" where the user is root."""
+    boot_parameters: dict[str, str] = field(default_factory=dict)
+    """Of the kernel command line only what concerns the GPU: iommu, amd_iommu, ttm.*, amdttm.*, amdgpu.*."""
+    amdgpu_loaded: bool = False
+    amdgpu_version: str | None = None
+    """Version of an amdgpu module that is not the kernel's own (DKMS)."""
+    drm_version: str | None = None
+    """Interface version of the amdgpu driver, "3.64"."""
+    ttm_pages_limit: int | None = None
+    """Pages of 4 KiB that GPUs may map in all."""
+    shm_bytes: int | None = None
+    rocm_version: str | None = None
+    """Of a ROCm that is installed in /opt/rocm."""
+    firmware_package: str | None = None
+    """Version of the distribution's linux-firmware, where a package database tells it without root."""
+    kernel_log: tuple[str, ...] | None = None
+    """Lines of the kernel log about the GPU, this boot; None where it was not or may not be read."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A DLL that may be loaded instead of the wheel's."""
+
+    path: str
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What only Windows has. ``build`` is the build number, 26100 for 11 24H2."""
+
+    build: int
+    product: str = ""
+    hip_libraries: tuple[Library, ...] = ()
+    """amdhip64*.dll in System32 and in folders on PATH."""
+    hip_path: str | None = None
+    page_file_bytes: int | None = None
+    tdr_delay_s: int | None = None
+    """TdrDelay of the registry; None means the default of 2 s."""
+    tdr_events: int | None = None
+    """Resets of the display driver in the System log (event 4101), last 7 days."""
+    smart_app_control: Literal["off", "evaluation", "on"] | None = None
+    vc_runtime: str | None = None
+    """Version of the Visual C++ runtime; None where it is missing."""
+    long_paths: bool | None = None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """An installed torch, read from its files without importing it."""
+
+    version: str
+    hip: str | None = None
+    cuda: str | None = None
+    arch_list: tuple[str, ...] | None = None
+    """Architectures it has kernels for; None where neither files nor metadata tell it."""
+    arch_source: Literal["files", "metadata", "asked"] | None = None
+    aotriton: str | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """A machine. ``origin`` says where the facts come from: "probe", or how a recorded machine was made."""
+
+    origin: str
+    system: System
+    python: str
+    """Version and bits, "3.12.4 64-bit"."""
+    cpu: str
+    cpu_count: int
+    memory_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    swap_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+    linux: Linux | None = None
+    windows: Windows | None = None
+    torch: Torch | None = None
+    libraries: dict[str, str] = field(default_factory=dict)
+    """Installed packages that matter beside torch: triton, bitsandbytes, flash_attn, torchvision, ..."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables of the environment that ROCm, HIP, MIOpen or torch read."""
+    unread: tuple[Unread, ...] = ()
+
+    @property
+    def amd_gpus(self) -> tuple[Gpu, ...]:
+        return tuple(gpu for gpu in self.gpus if gpu.vendor == "amd")
+
+    @property
+    def is_wsl(self) -> bool:
+        return self.linux is not None and self.linux.wsl
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def facts_from_json(value: Any, where: str) -> HostFacts:
+    """Facts from parsed JSON.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has the wrong type; says which.
+    """
+    found: HostFacts = _read(HostFacts, value, where)
+    return found
+
+
+def load_facts(path: Path) -> HostFacts:
+    """Facts from a file, in the format of ``lora-rocm env --json`` and of ``tests/hosts``.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or describes no machine.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"The file of facts cannot be read: {error.strerror}."
+        raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
+    except ValueError as error:
+        what = f"The file of facts is no JSON: {error}."
+        raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
+    return facts_from_json(value, str(path))
+
+
+def _read(wanted: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotation ``wanted`` says; lists become tuples."""
+    if is_dataclass(wanted):
+        return _read_fields(wanted, value, where)
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (types.UnionType, typing.Union):  # Literal["a"] | None is the second
+        return None if value is None else _read(arguments[0], value, where)  # X is always written first
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_read(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+    if _fits(wanted, origin, arguments, value):
+        return value
+    allowed = " or ".join(map(repr, arguments)) if origin is Literal else EXPECTED[origin or wanted]
+    raise UserError("facts-wrong", f"Expected {allowed}, found {value!r:.60}.", where=where, fix="Correct the file.")
+
+
+def _fits(wanted: Any, origin: Any, arguments: tuple[Any, ...], value: Any) -> bool:
+    if origin is Literal:
+        return value in arguments
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    return origin is None and type(value) is wanted
+
+
+def _read_fields(wanted: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        what = f"Expected a table of {wanted.__name__}, found {value!r:.60}."
+        raise UserError("facts-wrong", what, where=where, fix="Correct the file.")
+    hints, known = typing.get_type_hints(wanted), {item.name: item for item in fields(wanted)}
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        what = f"Unknown key {unknown[0]!r}; known: {', '.join(known)}."
+        raise UserError("facts-wrong", what, where=where, fix="Correct the file.")
+    try:
+        return wanted(**{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+    except TypeError as error:
+        raise UserError("facts-wrong", f"A key is missing: {error}.", where=where, fix="Correct the file.") from None

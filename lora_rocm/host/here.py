@@ -1,0 +1,44 @@
+"""This machine's plan: facts, stored verdict and recipe put together, for every command that starts a heavy process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lora_rocm.host.appdir import app_dir
+from lora_rocm.host.environ import EnvPlan, plan
+from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.probe import probe
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.select import select
+from lora_rocm.host.stack import stack_of
+from lora_rocm.host.verdict import stored
+from lora_rocm.recipe.schema import Recipe
+
+RECORDED_APP_DIR = {
+    "windows": r"%LOCALAPPDATA%\lora-rocm",
+    "linux": "~/.cache/lora-rocm",
+    "macos": "~/Library/Caches/lora-rocm",
+}
+"""The program's folder on a recorded machine, where no user's home is known."""
+
+
+def situation_here(
+    recipe: Recipe | None = None, facts: HostFacts | None = None, environ: Mapping[str, str] | None = None
+) -> Situation:
+    """The situation of a start on this machine (or on a recorded one, whose variables count instead of ours)."""
+    live = facts is None
+    found = probe() if facts is None else facts
+    seen = (os.environ if live else found.variables) if environ is None else environ
+    folder = app_dir(seen, found.system) if live else None
+    selection = select(found, seen)
+    stack = stack_of(found, selection)
+    verdict = stored(folder, stack) if folder is not None and stack is not None else None
+    profile = recipe.runtime.profile if recipe is not None else "safe"
+    own = str(folder) if folder is not None else RECORDED_APP_DIR[found.system]
+    return Situation(found, selection, seen, own, recipe, profile, verdict)
+
+
+def plan_here(recipe: Recipe | None = None) -> EnvPlan:
+    """The environment plan for a heavy process on this machine."""
+    return plan(situation_here(recipe))

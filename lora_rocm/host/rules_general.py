@@ -1,0 +1,70 @@
+"""Rules for every machine."""
+
+from __future__ import annotations
+
+from lora_rocm.host.quirks import Rule, Situation, When
+
+ANY = When(amd=False)
+
+
+def _deterministic(situation: Situation) -> str | None:
+    recipe = situation.recipe
+    return ":4096:8" if recipe is not None and recipe.runtime.deterministic else None
+
+
+def _threads(situation: Situation) -> str | None:
+    recipe = situation.recipe
+    return str(recipe.runtime.threads) if recipe is not None and recipe.runtime.threads is not None else None
+
+
+GENERAL_RULES: tuple[Rule, ...] = (
+    Rule("utf8", "PYTHONUTF8", "1", "text files and pipes are UTF-8 on every system", "PEP 540", ANY),
+    Rule(
+        "faulthandler",
+        "PYTHONFAULTHANDLER",
+        "1",
+        "a crash inside a library leaves a stack in worker.log",
+        "https://docs.python.org/3/library/faulthandler.html",
+        ANY,
+    ),
+    Rule(
+        "tokenizers",
+        "TOKENIZERS_PARALLELISM",
+        "false",
+        "one caption at a time needs no threads, and the library warns otherwise",
+        "https://github.com/huggingface/tokenizers",
+        ANY,
+    ),
+    Rule(
+        "telemetry",
+        "HF_HUB_DISABLE_TELEMETRY",
+        "1",
+        "nothing about a run leaves the machine",
+        "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
+        ANY,
+    ),
+    Rule(
+        "cublas-workspace",
+        "CUBLAS_WORKSPACE_CONFIG",
+        _deterministic,
+        "runtime.deterministic: matrix products repeat to the bit",
+        "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
+        ANY,
+    ),
+    Rule(
+        "omp-wait",
+        "OMP_WAIT_POLICY",
+        "PASSIVE",
+        "threads that spin while they wait make training on busy CPU cores several times slower (docs/log.md)",
+        "https://www.openmp.org/spec-html/5.0/openmpse55.html",
+        ANY,
+    ),
+    Rule(
+        "omp-threads",
+        "OMP_NUM_THREADS",
+        _threads,
+        "runtime.threads: results on the CPU depend on the thread count",
+        "https://docs.pytorch.org/docs/stable/threading_environment_variables.html",
+        ANY,
+    ),
+)

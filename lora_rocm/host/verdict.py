@@ -1,0 +1,97 @@
+"""What the self-test found on this very stack, kept until the stack changes, and what follows from it.
+
+The key is (torch, HIP or CUDA, driver, architecture): another driver is another machine. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check. ``name`` is "group.detail", such as "gemm.lora-bf16-TN"; ``detail`` says what was seen."""
+
+    name: str
+    status: Status
+    seconds: float
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status in ("passed", "skipped")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a verdict holds for."""
+
+    torch: str
+    runtime: str
+    """"hip 7.2.1", "cuda 13.0" or "cpu"."""
+    driver: str
+    gpu: str
+    """gfx name, or the name of a GPU of another vendor."""
+
+    @property
+    def key(self) -> str:
+        text = "\n".join(asdict(self).values())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All results on one stack. ``fast`` are the results with the variables of the profile "safe" left out."""
+
+    stack: Stack
+    results: tuple[Result, ...]
+    fast: tuple[Result, ...] = ()
+
+    def failed(self, prefix: str) -> tuple[Result, ...]:
+        """Checks of a group ("gemm", "attention.flash") that did not pass."""
+        return tuple(result for result in self.results if result.name.startswith(prefix) and not result.ok)
+
+    def passed(self, prefix: str) -> bool:
+        """Whether the group was tried and every check of it passed."""
+        tried = [r for r in self.results if r.name.startswith(prefix) and r.status != "skipped"]
+        return bool(tried) and all(result.status == "passed" for result in tried)
+
+    @property
+    def clears_fast(self) -> bool:
+        """Whether the profile "fast" was tried here and everything passed."""
+        return bool(self.fast) and all(result.ok for result in self.fast)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+def verdict_from_json(value: dict[str, Any]) -> Verdict:
+    """The inverse of ``to_json``.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    if value["format"] != FORMAT:
+        raise ValueError(f"format {value['format']}")
+    results, fast = (tuple(Result(**item) for item in value[name]) for name in ("results", "fast"))
+    return Verdict(Stack(**value["stack"]), results, fast)
+
+
+def stored(folder: Path, stack: Stack) -> Verdict | None:
+    """The verdict on this stack, or None; a damaged file counts as none (the self-test is run again)."""
+    try:
+        found = verdict_from_json(json.loads(_path(folder, stack).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.stack == stack else None
+
+
+def _path(folder: Path, stack: Stack) -> Path:
+    return folder / f"selftest-{stack.key}.json"

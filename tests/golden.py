@@ -1,0 +1,24 @@
+"""Reviewed outputs: compared with files under tests/golden; LORA_ROCM_UPDATE_GOLDEN=1 writes them anew for a review."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+GOLDEN = Path(__file__).parent / "golden"
+HOSTS = Path(__file__).parent / "hosts"
+
+
+def machines() -> list[str]:
+    """Names of the recorded machines in tests/hosts."""
+    return sorted(path.stem for path in HOSTS.glob("*.json"))
+
+
+def assert_golden(kind: str, machine: str, text: str) -> None:
+    """``text`` is what the reviewed file says."""
+    path = GOLDEN / kind / f"{machine}.txt"
+    if os.environ.get("LORA_ROCM_UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    assert path.exists(), f"{path} is missing: run with LORA_ROCM_UPDATE_GOLDEN=1, then read it as its owner would"
+    assert path.read_bytes().decode() == text
