@@ -41,8 +41,12 @@ COMMANDS: dict[str, set[str]] = {
     "export": {"RUN", "--format", "--output", "--dtype"},
     "status": {"RUN", "--json"},
     "report": {"RUN"},
+    "doctor": {"--json", "--report", "--facts", "--quick"},
+    "env": {"[RECIPE]", "--set", "--facts", "--shell", "--explain", "--json"},
     "schema": set(),
     "cache stats": {"--dir"},
+    "bench transfer": {"--json"},
+    "bench compute": {"[RECIPE]", "--set", "--json"},
 }
 
 
@@ -152,6 +156,8 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
             ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only"],
             LIBRARIES,
         ),
+        (["env"], LIBRARIES),
+        (["doctor", "--quick"], LIBRARIES),
     ],
 )
 def test_light_commands_stay_light(arguments: list[str], never: tuple[str, ...]) -> None:

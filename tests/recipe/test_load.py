@@ -237,6 +237,8 @@ def test_dump_reads_back_the_same(in_folder: Path) -> None:
         ("train.epochs=3", True),
         ("sample.prompts=[x]", True),
         ("runtime.threads=2", True),
+        ("runtime.profile=fast", True),
+        ("runtime.self_test=no", True),
         ("output.dir=elsewhere", True),
         ("lora.rank=3", False),
         ("train.seed=1", False),
