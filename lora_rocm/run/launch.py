@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
-from lora_rocm.host.environ import environment_json, plan
+from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
+from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.run import prepare, process
 from lora_rocm.run.layout import RunDir, write_json
@@ -64,6 +65,8 @@ def _train_in(
     situation = situation_here(loaded.recipe)
     env_plan = plan(situation)
     write_json(run.environment, environment_json(env_plan, situation.facts))
+    for sentence in machine_notices(situation, env_plan):
+        _say(sentence)
     _say(f"Run directory: {run.path}")
     again = resume_command(recipe_path, overrides, run)
     command = process.worker_command(run, chosen.checkpoint, accept_changes)
@@ -88,6 +91,28 @@ def _train_in(
         _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
     _say(f"Report: {report}")
     return code
+
+
+def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
+    """What the user has to know about the machine before a run starts; ``doctor`` says the rest."""
+    said = [
+        f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
+        for warning in env_plan.warnings
+    ]
+    said += [
+        f"{row.variable}={row.replaced} was set here; training gets {row.value} instead. (lora-rocm env --explain)"
+        for row in env_plan.rows
+        if row.replaced is not None
+    ]
+    torch, recipe = situation.facts.torch, situation.recipe
+    on_cpu = recipe is not None and recipe.runtime.device == "cpu"
+    gpus = [gpu for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia")]
+    if gpus and torch is not None and torch.hip is None and torch.cuda is None and not on_cpu:
+        said.append(
+            f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
+            "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+        )
+    return said
 
 
 def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:

@@ -105,3 +105,26 @@ def test_the_apu_chosen_by_the_user_gets_the_global_form(monkeypatch: pytest.Mon
 def test_no_other_machine_gets_an_override(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = seen_by_child(machine, monkeypatch, tmp_path)
     assert not [name for name in seen if name.startswith(OVERRIDE)]
+
+
+def test_what_harms_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("linux-strix-halo", monkeypatch, tmp_path, **{OVERRIDE: "11.0.0", "HIP_LAUNCH_BLOCKING": "1"})
+    output = capsys.readouterr().out
+    assert "HSA_OVERRIDE_GFX_VERSION=11.0.0 was set here; training gets 11.5.1 instead" in output
+    assert "Warning: HIP_LAUNCH_BLOCKING=1 is set here and is kept" in output
+
+
+def test_a_torch_for_the_cpu_beside_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("broken-no-permission", monkeypatch, tmp_path)
+    assert "cannot use the Radeon RX 7900 XT" in capsys.readouterr().out
+
+
+def test_a_healthy_machine_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("linux-rx7900xtx", monkeypatch, tmp_path)
+    assert "Warning" not in capsys.readouterr().out
