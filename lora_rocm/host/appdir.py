@@ -14,8 +14,9 @@ def app_dir(environ: Mapping[str, str], system: str) -> Path:
     own = environ.get(VARIABLE)
     if own:
         return Path(own)
+    home = Path(environ.get("USERPROFILE" if system == "windows" else "HOME") or os.path.expanduser("~"))
     if system == "windows":
-        return Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "lora-rocm"
+        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "lora-rocm"
     if system == "macos":
-        return Path.home() / "Library" / "Caches" / "lora-rocm"
-    return Path(environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")) / "lora-rocm"
+        return home / "Library" / "Caches" / "lora-rocm"
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "lora-rocm"
