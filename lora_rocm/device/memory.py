@@ -1,0 +1,47 @@
+"""The memory of the device in hand: what tensors may take, and a limit that makes a full one raise."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import torch
+
+from lora_rocm.host.memory import host_reserve
+from lora_rocm.host.quirks import release
+
+FRACTION_OF_PROPERTIES_FROM = (2, 10)
+"""From this torch on a memory fraction is a part of the properties' total, before of the total of mem_get_info."""
+
+
+def device_budget(device: torch.device) -> int:
+    """Bytes that tensors may take on a GPU, as torch and the system see it now.
+
+    The two totals of a ROCm APU may differ (carve-out or GTT), and what is said to be free may be more than there is:
+    so the smaller total, and on Linux no more than what an APU can take from the system.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    limits = [int(properties.total_memory), torch.cuda.mem_get_info(device)[1]]
+    if sys.platform == "linux" and getattr(properties, "is_integrated", 0):
+        memory = psutil.virtual_memory()
+        limits.append(max(0, memory.available - host_reserve(memory.total)))
+    return min(limits)
+
+
+def limit(device: torch.device, limit_bytes: int | None) -> int | None:
+    """Let torch's allocator raise ``torch.OutOfMemoryError`` where this process would hold more than ``limit_bytes``.
+
+    Returns:
+        The limit in bytes; None where there is none: on the CPU, none asked for, or not below what torch counts as the
+        whole (a share of less than the limit must never be set: an APU may report only its carve-out).
+    """
+    if device.type != "cuda" or limit_bytes is None:
+        return None
+    if release(torch.__version__) >= FRACTION_OF_PROPERTIES_FROM:
+        whole = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        whole = torch.cuda.mem_get_info(device)[1]
+    if limit_bytes >= whole:
+        return None
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, device)
+    return limit_bytes
