@@ -1,9 +1,9 @@
 """PCI ids and adapter names of AMD GPUs, and the architecture behind each. Data; standard library only.
 
-The ids are those of libdrm's data/amdgpu.ids (read 2026-11-21), which names the products; the architecture of a product
-is that of AMD's documentation and ``archs``. Traps: 1114 is gfx1152 (llama.cpp#26127), 1902 is gfx1153 although some of
-its products are called 840M like those of 1114, and the graphics of desktop Ryzen (164e, 13c0) is gfx1036. An id that
-is not here is unknown: nothing is inferred from its neighbours.
+The ids are those of libdrm's data/amdgpu.ids, which names the products, and of the kernel's amdgpu_drv.c, which names
+the chips (both read 2026-11-21); the architecture of a product is that of ``archs``. Traps: 1114 is gfx1152
+(llama.cpp#26127); 1902 is gfx1153 although some of its products are called 840M like those of 1114; the graphics of
+desktop Ryzen (164e, 13c0) is gfx1036. An id that is not here is unknown: nothing is inferred from its neighbours.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def run_tool(command: Sequence[str], timeout_s: float) -> str:
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NO_WINDOW}
-    tool = subprocess.Popen(
+    tool: subprocess.Popen[bytes] = subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **apart
     )
     try:
