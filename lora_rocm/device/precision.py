@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from lora_rocm.errors import MachineError
+from lora_rocm.host.archs import arch_of
+from lora_rocm.host.settings import Settings
 
-NO_BF16_ARCHITECTURES = ("gfx10", "gfx900", "gfx906")
-"""RDNA 1 and 2, Vega: no native bf16, although ``is_bf16_supported`` is always true on HIP (torch/cuda/__init__.py)."""
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -35,14 +36,21 @@ def describe(device: torch.device) -> str:
     return f"{properties.name} ({properties.gcnArchName})" if torch.version.hip else str(properties.name)
 
 
-def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of the frozen base and of autocast; the adapter itself is always float32."""
-    fixed = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if mixed_precision in fixed:
-        return fixed[mixed_precision]
+def compute_dtype(mixed_precision: str, device: torch.device, settings: Settings) -> torch.dtype:
+    """The dtype of the frozen base and of autocast; the adapter itself is always float32.
+
+    ``auto`` is what the plan says. Where it says nothing, a GPU gets bf16 if it is known to compute it natively
+    (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py), else fp16, which every GPU computes.
+    """
+    if mixed_precision != "auto":
+        return DTYPES[mixed_precision]
     if device.type != "cuda":
         return torch.float32
+    return DTYPES[settings.precision or ("bf16" if _has_bf16(device) else "fp16")]
+
+
+def _has_bf16(device: torch.device) -> bool:
     if torch.version.hip:
-        arch = torch.cuda.get_device_properties(device).gcnArchName
-        return torch.float16 if arch.startswith(NO_BF16_ARCHITECTURES) else torch.bfloat16
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        arch = arch_of(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+        return arch is not None and arch.bf16
+    return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -6,6 +6,7 @@ Prints one JSON object: component -> bytes, or an error event. Nothing is loaded
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import family_for
+from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -22,9 +24,11 @@ def weight_bytes(recipe: Recipe) -> dict[str, int]:
 
     Raises:
         ModelError: the base model is missing, damaged, or of another family.
+        MachineError: no GPU where one is asked for; damaged settings.
     """
     family = family_for(recipe)
-    dtype = compute_dtype(recipe.train.mixed_precision, choose_device(recipe.runtime.device))
+    device = choose_device(recipe.runtime.device)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ))
     text_dtype = dtype if recipe.lora.train_text_encoder else torch.float32
     dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
     return {

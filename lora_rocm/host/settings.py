@@ -1,6 +1,7 @@
 """Settings of the heavy half that no variable of torch or HIP carries: they travel in one variable of our own.
 
-A child reads them once at its start (``device.precision``); the parent plans them beside the variables.
+A child reads them at its start (``device.apply``, ``device.precision``); the parent plans them beside the variables.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from lora_rocm.errors import MachineError
 
 VARIABLE = "LORA_ROCM_SETTINGS"
 
@@ -39,6 +42,37 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     """The settings that the parent planned; the defaults where there is no parent.
 
     Raises:
-        ValueError, TypeError: the variable is not what the parent writes.
+        MachineError: the variable is not what the parent writes.
     """
-    return Settings(**json.loads(environ.get(VARIABLE) or "{}"))
+    text = environ.get(VARIABLE) or "{}"
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise _damaged(text, "it is no JSON") from None
+    if not isinstance(value, dict):
+        raise _damaged(text, "it is no table of settings")
+    known = get_type_hints(Settings)
+    for key, item in value.items():
+        if key not in known:
+            raise _damaged(text, f"there is no setting {key!r}")
+        if not _fits(item, known[key]):
+            raise _damaged(text, f"{key} cannot be {item!r}")
+    return Settings(**value)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value is of a field's type; ``bool`` is no ``int`` here."""
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    if get_args(wanted):
+        return any(_fits(value, choice) for choice in get_args(wanted))
+    return type(value) is wanted
+
+
+def _damaged(text: str, why: str) -> MachineError:
+    return MachineError(
+        "settings-damaged",
+        f"The program's own variable {VARIABLE} cannot be used: {why}.",
+        where=f"{VARIABLE}={text:.80}",
+        fix=f"Remove {VARIABLE} from the environment: lora-rocm sets it itself for the processes that it starts.",
+    )

@@ -6,6 +6,7 @@ Says what happens as events, one JSON object a line of standard output.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 
+from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, MachineError
 from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
+from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir, write_atomic
@@ -44,14 +47,14 @@ def sample(job: Job) -> None:
     text_too = any(component != "unet" for component in components_of(lora))
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
-    device = choose_device(recipe.runtime.device)
+    device, settings = _start(recipe)
     encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
     encode = encoder.load(device)
     encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
     del encode  # the encoders leave before the model comes
-    model = family.load(compute_dtype(recipe.train.mixed_precision, device), torch.device("cpu"))
+    model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
     adapter = attach_file(family, model, lora, job["strength"])
-    _send(model, device)
+    _send(model, device, settings)
     width, height = (job[side] or asked for side, asked in zip(("width", "height"), picture_size(recipe), strict=True))
     requests = [
         PreviewRequest(
@@ -97,8 +100,9 @@ def export_run(job: Job) -> None:
             "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
         )
     family = family_for(recipe)
-    cpu = torch.device("cpu")
-    model = family.load(compute_dtype(recipe.train.mixed_precision, choose_device(recipe.runtime.device)), cpu)
+    device, settings = _start(recipe)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
+    model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
     path = Path(job["output"] or default_output(run_dir, job["format"]))
@@ -150,8 +154,16 @@ def _recipe_for(job: Job, lora: Path) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
 
-def _send(model: LoadedModel, device: torch.device) -> None:
-    transfer = DeviceTransfer(device, pin=device.type == "cuda")
+def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
+    """The device that the recipe asks for, with the planned settings in force."""
+    settings = settings_from(os.environ)
+    device = choose_device(recipe.runtime.device)
+    apply(settings, device)
+    return device, settings
+
+
+def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
+    transfer = DeviceTransfer(device, pin=device.type == "cuda" and settings.pin_memory)
     for component in model.components.values():
         transfer.send_parameters(component)
     model.device = device

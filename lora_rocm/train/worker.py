@@ -16,9 +16,11 @@ from pathlib import Path
 import filelock
 import torch
 
+from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
@@ -66,14 +68,14 @@ def _explained(error: Exception, run_dir: RunDir) -> LoraRocmError:
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int:
     from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
 
+    settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device)
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
-    torch.backends.cudnn.benchmark = False  # exhaustive search takes minutes and crashes on some cards (unsloth#11636)
-    dtype = compute_dtype(recipe.train.mixed_precision, device)
+    apply(settings, device)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     checkpoint = run.find_checkpoint(session, options.checkpoint)
     session.emit(
         "start",

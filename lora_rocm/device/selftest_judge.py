@@ -1,0 +1,85 @@
+"""What the checks of the self-test share: the form of a check, known answers, and the judgement of what a GPU gave.
+
+Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 hold exactly, so that the CPU's answer in
+float64 is that of the same problem. Before a kernel runs, memory of its answer's size is filled with NaN and given
+back: an answer that was never written, in whole or at its tail, is then read as NaN, not as a good one of before. And
+each variant of a problem is scaled by another power of two (which costs no precision), so that the answer of the
+variant before is wrong for this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAN_BYTE = 0xFF  # four or two of them are a NaN in every float format
+
+
+class WrongAnswerError(Exception):
+    """The device's answer is not that of the CPU; says where and by how much."""
+
+
+class NotHereError(Exception):
+    """This check has nothing to try on this device; says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``."""
+
+    name: str
+    """"group.detail"."""
+    run: Callable[[], None]
+    timeout_s: float = 60.0
+    """Kernels that the first check of a group compiles get more: see ``run.selftest``."""
+
+
+def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
+    """Compare an answer with the known one, element by element, on the CPU.
+
+    Args:
+        found: on any device.
+        wanted: on the CPU, float32 or float64.
+        what: which answer it is, for the message.
+        tolerance: allowed error as a part of the largest wanted number.
+
+    Raises:
+        WrongAnswerError: a number is off by more, or is not finite.
+    """
+    got = found.detach().to("cpu").to(wanted.dtype)
+    if got.shape != wanted.shape:
+        raise WrongAnswerError(f"{what}: shape {tuple(got.shape)} where {tuple(wanted.shape)} was expected")
+    allowed = tolerance * float(wanted.abs().max())
+    wrong = ~((got - wanted).abs() <= allowed)  # so written that NaN is wrong too
+    count = int(wrong.sum())
+    if not count:
+        return
+    first = tuple(int(side) for side in wrong.nonzero()[0])
+    zeros, not_finite = int((got[wrong] == 0).sum()), int((~got[wrong].isfinite()).sum())
+    raise WrongAnswerError(
+        f"{what}: {count} of {wanted.numel()} numbers are wrong ({zeros} of them zero, {not_finite} not finite); "
+        f"the first at {first}: {float(got[first]):.6g}, expected {float(wanted[first]):.6g} +- {allowed:.2g}"
+    )
+
+
+def poison(device: torch.device, *sizes_bytes: int) -> None:
+    """Leave NaN in memory that the allocator will hand out next for tensors of these sizes."""
+    spoilt = [torch.full((size,), NAN_BYTE, dtype=torch.uint8, device=device) for size in sizes_bytes]
+    del spoilt
+
+
+def whole_numbers(shape: tuple[int, ...], limit: int, seed: int) -> Tensor:
+    """Float64 whole numbers from -limit to limit, none of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = torch.randint(1, limit + 1, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, magnitude, -magnitude).double()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a fault falls into the check that caused it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
