@@ -7,6 +7,7 @@ Nothing here was tried by us: we own no AMD GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,3 +150,21 @@ BY_GFX = {arch.gfx: arch for arch in ARCHS}
 def arch_of(gfx: str | None) -> Arch | None:
     """The row of an architecture; None for one that the table does not know."""
     return BY_GFX.get(gfx) if gfx else None
+
+
+GENERIC: dict[str, tuple[str, ...]] = {
+    "gfx9-generic": ("gfx906",),
+    "gfx9-4-generic": ("gfx942", "gfx950"),
+    "gfx10-1-generic": ("gfx1010", "gfx1011", "gfx1012"),
+    "gfx10-3-generic": ("gfx1030", "gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036"),
+    "gfx11-generic": ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+    "gfx12-generic": ("gfx1200", "gfx1201"),
+}
+"""Targets whose kernels run on several architectures (https://llvm.org/docs/AMDGPUUsage.html, generic processors)."""
+
+
+def has_kernels(arch_list: Sequence[str] | None, gfx: str | None) -> bool | None:
+    """Whether a torch with kernels for ``arch_list`` has some for ``gfx``, also generic ones; None: not known."""
+    if not arch_list or gfx is None:
+        return None
+    return any(arch == gfx or gfx in GENERIC.get(arch, ()) for arch in arch_list)

@@ -12,14 +12,15 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.quirks import SETTING, Harm, Level, Rule, Situation
-from lora_rocm.host.rules_amd import AMD_RULES, HARMS
+from lora_rocm.host.harms import HARMS
+from lora_rocm.host.quirks import SETTING, Level, Rule, Situation
+from lora_rocm.host.rules_amd import AMD_RULES
 from lora_rocm.host.rules_general import GENERAL_RULES
 from lora_rocm.host.rules_memory import MEMORY_RULES
 from lora_rocm.host.rules_verdict import VERDICT_RULES
@@ -42,7 +43,11 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class EnvRow:
-    """One planned variable or setting. from_user: the value was there and stays. replaced: a value that did not."""
+    """One planned variable or setting.
+
+    from_user: the value was there and stays; planned is then what the rule would have set, where that differs.
+    replaced: a value that was there and does not stay.
+    """
 
     rule: str
     variable: str
@@ -51,11 +56,13 @@ class EnvRow:
     source: str
     from_user: bool = False
     replaced: str | None = None
+    planned: str | None = None
+    reviewed: str = ""
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A variable of the user's that is known to harm."""
+    """A variable of the user's that is known to harm; the cure is to unset it."""
 
     rule: str
     variable: str
@@ -101,26 +108,25 @@ def plan(situation: Situation) -> EnvPlan:
         value = rule.value if isinstance(rule.value, str) else rule.value(situation)
         if value is not None:
             rows.append(_row(rule, value, situation))
-    warnings = []
-    for harm in HARMS:
-        theirs = situation.environ.get(harm.variable)
-        if theirs is not None and harm.when.holds(situation) and harm.harmful(theirs, situation):
-            warnings.append(_warned(harm, theirs))
+    gone = {row.variable for row in rows if row.replaced is not None}
+    warnings = [
+        Warned(harm.id, name, value, harm.what, harm.source, harm.level)
+        for harm in HARMS
+        for name, value in harm.found(situation)
+        if name not in gone
+    ]
     return EnvPlan(tuple(rows), tuple(warnings))
 
 
 def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
     variable = rule.variable if isinstance(rule.variable, str) else rule.variable(situation)
+    row = EnvRow(rule.id, variable, value, rule.why, rule.source, reviewed=rule.reviewed)
     theirs = situation.environ.get(variable)
     if theirs is None or theirs == value:
-        return EnvRow(rule.id, variable, value, rule.why, rule.source, from_user=theirs is not None)
+        return replace(row, from_user=theirs is not None)
     if rule.over_user:
-        return EnvRow(rule.id, variable, value, rule.why, rule.source, replaced=theirs)
-    return EnvRow(rule.id, variable, theirs, f"set by the user (planned: {value})", rule.source, from_user=True)
-
-
-def _warned(harm: Harm, value: str) -> Warned:
-    return Warned(harm.id, harm.variable, value, harm.what, harm.source, harm.level)
+        return replace(row, replaced=theirs)
+    return replace(row, value=theirs, from_user=True, planned=value)
 
 
 def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a rule about a machine is: data that says where it holds, what it sets, why, and who says so.
 
-The rows are in ``rules_amd`` (AMD) and ``rules_general``; ``environ.plan`` applies them.
+The rows are in ``rules_amd`` (AMD), ``rules_general``, ``rules_memory``, ``rules_verdict`` and ``harms``;
+``environ.plan`` applies them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from lora_rocm.host.archs import Generation, arch_of
+from lora_rocm.host.archs import Generation, arch_of, has_kernels
 from lora_rocm.host.facts import Gpu, HostFacts, System
 from lora_rocm.host.select import Selection
 from lora_rocm.host.verdict import Verdict
@@ -33,6 +35,8 @@ class Situation:
     recipe: Recipe | None = None
     profile: Profile = "safe"
     verdict: Verdict | None = None
+    ranks: int = 1
+    """Processes that train together, each on a GPU of its own."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -41,7 +45,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class When:
-    """Where a rule holds: every condition that is given has to be met. As data, so that docs and tests can read it."""
+    """Where a rule holds: every condition that is given has to be met. As data, so that docs and tests can read it.
+
+    A version that is not known meets no condition about it.
+    """
 
     amd: bool = True
     """Only with an AMD GPU selected."""
@@ -52,10 +59,23 @@ class When:
     """Also for a GPU that the table of architectures does not know."""
     integrated: bool | None = None
     torch_from: str | None = None
-    """Torch of at least this version; one that is not known does not match."""
     torch_below: str | None = None
     safe_profile: bool = False
     """Only in the profile "safe", or where "fast" was not cleared by the self-test."""
+    hip_from: str | None = None
+    hip_below: str | None = None
+    aotriton_from: str | None = None
+    aotriton_below: str | None = None
+    kernel_from: str | None = None
+    kernel_below: str | None = None
+    wsl: bool | None = None
+    several_gpus: bool | None = None
+    """The machine has several AMD GPUs, visible or not."""
+    several_ranks: bool | None = None
+    lacks_kernels: bool = False
+    """The installed torch is known to have no kernels for this GPU."""
+    wheel_has: str | None = None
+    """The installed torch is known to have kernels for this architecture."""
 
     def holds(self, situation: Situation) -> bool:
         """Whether a rule with these conditions is for this machine."""
@@ -64,8 +84,11 @@ class When:
             (gpu is not None or not self.amd)
             and (not self.systems or facts.system in self.systems)
             and self._holds_for(gpu)
-            and (self.torch_from is None or _version_of(facts) >= release(self.torch_from))
-            and (self.torch_below is None or () < _version_of(facts) < release(self.torch_below))
+            and self._holds_for_software(facts)
+            and self._holds_for_wheel(facts, gpu)
+            and _agrees(self.wsl, facts.is_wsl)
+            and _agrees(self.several_gpus, len(facts.amd_gpus) > 1)
+            and _agrees(self.several_ranks, situation.ranks > 1)
             and (not self.safe_profile or not is_fast(situation))
         )
 
@@ -79,12 +102,42 @@ class When:
             return self.unknown_too and gpu is not None
         return arch.generation in self.generations or arch.gfx in self.gfx
 
+    def _holds_for_software(self, facts: HostFacts) -> bool:
+        torch, linux = facts.torch, facts.linux
+        return (
+            _between(self.torch_from, torch.version if torch else None, self.torch_below)
+            and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
+            and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
+            and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
+        )
+
+    def _holds_for_wheel(self, facts: HostFacts, gpu: Gpu | None) -> bool:
+        arch_list = facts.torch.arch_list if facts.torch else None
+        if self.lacks_kernels and (gpu is None or has_kernels(arch_list, gpu.gfx) is not False):
+            return False
+        return self.wheel_has is None or has_kernels(arch_list, self.wheel_has) is True
+
+
+AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
+"""The AOTriton that a torch from this version on brings (pytorch cmake/External/aotriton.cmake)."""
+
+
+def aotriton_of(facts: HostFacts) -> str | None:
+    """Version of the fused attention library: as read, else the one that this version of torch brings."""
+    if facts.torch is None or facts.torch.hip is None:
+        return None
+    if facts.torch.aotriton is not None:
+        return facts.torch.aotriton
+    found = release(facts.torch.version)
+    return next((brought for torch, brought in AOTRITON_OF_TORCH if found >= release(torch)), None)
+
 
 def is_fast(situation: Situation) -> bool:
     """The profile "fast" is asked for, and the self-test has cleared it on this very stack."""
     return situation.profile == "fast" and situation.verdict is not None and situation.verdict.clears_fast
 
 
+Text = str | Callable[[Situation], str]
 Value = str | Callable[[Situation], str | None]
 
 
@@ -93,13 +146,15 @@ class Rule:
     """One row. ``value`` None: it does not apply after all. ``over_user``: it replaces even a value of the user."""
 
     id: str
-    variable: str | Callable[[Situation], str]
+    variable: Text
     value: Value
     why: str
     source: str
     when: When = field(default_factory=When)
     over_user: bool = False
     reviewed: str = "2026-11-21"
+    shown: tuple[str, str] = ("", "")
+    """For the documentation: variable and value in words, where they depend on the machine."""
 
 
 Level = Literal["breaks", "harms", "slows", "note"]
@@ -108,17 +163,32 @@ Level = Literal["breaks", "harms", "slows", "note"]
 
 @dataclass(frozen=True)
 class Harm:
-    """A value that the user set and that harms. It stays (the user's value wins), and is warned about."""
+    """A value that the user set and that harms. It stays (the user's value wins), and is warned about.
+
+    The cure is always the same: the variable is unset. ``variables`` may end in ``*``.
+    """
 
     id: str
-    variable: str
+    variables: tuple[str, ...]
     harmful: Callable[[str, Situation], bool]
+    values: str
+    """The harmful values in words, for the documentation."""
     what: str
     """What it does to training."""
     source: str
     when: When = field(default_factory=When)
     level: Level = "harms"
     reviewed: str = "2026-11-21"
+
+    def found(self, situation: Situation) -> list[tuple[str, str]]:
+        """Variables of the user that harm here, with their values."""
+        if not self.when.holds(situation):
+            return []
+        return [
+            (name, value)
+            for name, value in situation.environ.items()
+            if any(fnmatchcase(name, pattern) for pattern in self.variables) and self.harmful(value, situation)
+        ]
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -127,5 +197,12 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
-def _version_of(facts: HostFacts) -> tuple[int, ...]:
-    return release(facts.torch.version) if facts.torch else ()
+def _between(low: str | None, version: str | None, below: str | None) -> bool:
+    if low is None and below is None:
+        return True
+    found = release(version or "")
+    return bool(found) and (low is None or found >= release(low)) and (below is None or found < release(below))
+
+
+def _agrees(wanted: bool | None, found: bool) -> bool:
+    return wanted is None or wanted is found

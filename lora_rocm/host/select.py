@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_rocm.host.archs import arch_of
+from lora_rocm.host.archs import arch_of, has_kernels
 from lora_rocm.host.facts import Gpu, HostFacts
 
-VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+ROCR = "ROCR_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"
+CUDA = "CUDA_VISIBLE_DEVICES"
+VISIBILITY = (ROCR, HIP, CUDA)
+"""In the order in which the runtimes read them: ROCr hides first (Linux), then HIP counts what is left and reads the
+second, or the third where the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp and device/pal/paldevice.cpp).
+"""
 
 
 @dataclass(frozen=True)
@@ -25,37 +31,53 @@ class Selection:
 
 
 def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
-    """The GPU that the user made visible, else the best: discrete before integrated, known before unknown, then memory.
+    """The GPU that the user made visible, else the best.
 
+    Best is discrete before integrated, then what the installed torch has kernels for, what the table knows, memory.
     With NVIDIA's CUDA build of torch installed the AMD GPU beside it is not the run's, so nothing is selected.
     """
     amd = facts.amd_gpus
     if not amd or (facts.torch is not None and facts.torch.cuda is not None and facts.torch.hip is None):
         return Selection(None)
-    asked = _asked(facts, environ)
-    if asked is not None:
+    best = max(amd, key=lambda gpu: _rank(gpu, facts))
+    if set_by_user(facts, environ):
+        asked = visible(facts, environ)
+        if asked is None:  # by UUID: which one that is cannot be told from here
+            return Selection(best, alone=len(amd) == 1, by_user=True)
         return Selection(asked[0] if asked else None, alone=len(asked) <= 1, by_user=True)
-    best = max(amd, key=_rank)
     if len(amd) == 1:
         return Selection(best)
-    variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
-    return Selection(best, hide_with=(variable, str(best.index)))
+    return Selection(best, hide_with=(HIP if facts.system == "windows" else ROCR, str(best.index)))
 
 
-def _rank(gpu: Gpu) -> tuple[bool, bool, int, int]:
-    return (not gpu.integrated, arch_of(gpu.gfx) is not None, gpu.vram_bytes or 0, -gpu.index)
+def set_by_user(facts: HostFacts, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that limit what is visible. Windows has no ROCr; HIP takes an empty list for none at all."""
+    rocr = (ROCR,) if facts.system != "windows" and ROCR in environ else ()
+    return rocr + tuple(name for name in (HIP, CUDA) if environ.get(name))
 
 
-def _asked(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
-    """What the user made visible, in that order; None where no variable says anything that we can read."""
-    by_index = {str(gpu.index): gpu for gpu in facts.amd_gpus}
-    for variable in VISIBILITY:
-        if variable == "ROCR_VISIBLE_DEVICES" and facts.system == "windows":
-            continue
-        value = environ.get(variable)
-        if value is None:
-            continue
-        words = [word.strip() for word in value.split(",") if word.strip()]
-        if all(word in by_index for word in words):
-            return [by_index[word] for word in words]
-    return None
+def visible(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
+    """The AMD GPUs that HIP lists, in its order; None where a variable names them in a way that facts do not know."""
+    listed: list[Gpu] | None = sorted(facts.amd_gpus, key=lambda gpu: gpu.index)
+    if facts.system != "windows" and ROCR in environ:
+        listed = _chosen(listed, environ[ROCR])
+    second = environ.get(HIP) or environ.get(CUDA)
+    return _chosen(listed, second) if second else listed
+
+
+def _chosen(listed: Sequence[Gpu] | None, value: str) -> list[Gpu] | None:
+    """Positions in a list, as the runtimes read them: what follows the first that does not exist is not read."""
+    if listed is None or "GPU-" in value:
+        return None
+    found: list[Gpu] = []
+    for word in value.split(","):
+        if not word.strip().isdecimal() or int(word) >= len(listed):
+            break
+        if listed[int(word)] not in found:
+            found.append(listed[int(word)])
+    return found
+
+
+def _rank(gpu: Gpu, facts: HostFacts) -> tuple[bool, bool, bool, int, int]:
+    kernels = has_kernels(facts.torch.arch_list if facts.torch else None, gpu.gfx) is not False
+    return (not gpu.integrated, kernels, arch_of(gpu.gfx) is not None, gpu.vram_bytes or 0, -gpu.index)
