@@ -132,7 +132,9 @@ class Sources:
         """A path of the machine, below ``root`` where there is one."""
         if self.root is None:
             return Path(text)
-        return self.root / text.replace(":", "").replace("\\", "/").lstrip("/")
+        if text[1:2] == ":":
+            text = text[0] + text[2:]
+        return self.root / text.replace("\\", "/").lstrip("/")
 
 
 def this_machine() -> Sources:
