@@ -170,7 +170,7 @@ def run_tool(
             raise process.error_from_event(event)
         on_event(event)
     if code:
-        raise process._died(f"The process {module}", code, log.encode())
+        raise process.died(f"The process {module}", code, log.encode())
     return code
 
 
@@ -182,7 +182,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code
-        raise process._died(f"The process {module}", 1, traceback.format_exc().encode()) from None
+        raise process.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:

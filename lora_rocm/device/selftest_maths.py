@@ -63,7 +63,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 @cache
 def _problem(sizes: Sizes, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """a [M, K], b [K, N] in float64, and their product in float32 (which holds it exactly)."""
+    """Operands [M, K] and [K, N] in float64, and their product in float32 (which holds it exactly)."""
     rows, inner, columns = sizes
     a_MK, b_KN = whole_numbers((rows, inner), limit, seed=1), whole_numbers((inner, columns), limit, seed=2)
     return a_MK, b_KN, (a_MK @ b_KN).float()

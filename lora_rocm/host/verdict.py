@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
 FORMAT = 1
+FORMATS = ("fp32", "fp16", "bf16")
+UNUSABLE = (
+    (("copies",), ("pageable", "pinned", "mapped"), "no way of copying to the GPU and back works"),
+    (("gemm",), FORMATS, "matrix products fail in every number format"),
+    (("conv.miopen", "conv.native"), FORMATS, "convolutions fail in every number format"),
+)
+"""Groups, the kinds of checks in each of them, and what it means when every kind has failures."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,17 @@ class Stack:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All results on one stack. ``fast`` are the results with the variables of the profile "safe" left out."""
+    """All results on one stack.
+
+    Attributes:
+        fast: results with the variables of the profile "safe" left out; empty where that was not tried.
+        remedies: ids of ``rules_verdict.REMEDIES`` with which ``results`` were got, and that training needs too.
+    """
 
     stack: Stack
     results: tuple[Result, ...]
     fast: tuple[Result, ...] = ()
+    remedies: tuple[str, ...] = ()
 
     def failed(self, prefix: str) -> tuple[Result, ...]:
         """Checks of a group ("gemm", "attention.flash") that did not pass."""
@@ -65,8 +79,24 @@ class Verdict:
 
     @property
     def clears_fast(self) -> bool:
-        """Whether the profile "fast" was tried here and everything passed."""
-        return bool(self.fast) and all(result.ok for result in self.fast)
+        """Whether the profile "fast" was tried here and everything passed that could be tried."""
+        return all(result.ok for result in self.fast) and any(result.status == "passed" for result in self.fast)
+
+    @property
+    def unusable(self) -> str:
+        """Why this GPU cannot be trained on at all; empty where it can."""
+        for groups, kinds, what in UNUSABLE:
+            if all(self._all_fail(group, kinds) for group in groups):
+                return what
+        return ""
+
+    def _all_fail(self, group: str, kinds: tuple[str, ...]) -> bool:
+        """Whether every kind of check in the group that was tried has failures, and at least one was tried."""
+        tried = [
+            result for result in self.results if result.name.startswith(f"{group}.") and result.status != "skipped"
+        ]
+        by_kind = [[result for result in tried if kind in re.split("[.-]", result.name)] for kind in kinds]
+        return any(by_kind) and all(any(not result.ok for result in found) for found in by_kind if found)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -81,17 +111,18 @@ def verdict_from_json(value: dict[str, Any]) -> Verdict:
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
     results, fast = (tuple(Result(**item) for item in value[name]) for name in ("results", "fast"))
-    return Verdict(Stack(**value["stack"]), results, fast)
+    return Verdict(Stack(**value["stack"]), results, fast, tuple(value["remedies"]))
 
 
 def stored(folder: Path, stack: Stack) -> Verdict | None:
     """The verdict on this stack, or None; a damaged file counts as none (the self-test is run again)."""
     try:
-        found = verdict_from_json(json.loads(_path(folder, stack).read_text(encoding="utf-8")))
+        found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.stack == stack else None
 
 
-def _path(folder: Path, stack: Stack) -> Path:
+def path_of(folder: Path, stack: Stack) -> Path:
+    """Where the verdict on a stack is kept."""
     return folder / f"selftest-{stack.key}.json"

@@ -181,7 +181,7 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
     if shutil.disk_usage(run_dir.path).free < FULL_BYTES:
         raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir.path)
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
-    raise _died("The training process", returncode, _tail_bytes(run_dir.worker_log, log_start), fix)
+    raise died("The training process", returncode, _tail_bytes(run_dir.worker_log, log_start), fix)
 
 
 def error_from_event(event: Event) -> LoraRocmError:
@@ -190,7 +190,8 @@ def error_from_event(event: Event) -> LoraRocmError:
     return branch(event["code"], event["what"], where=event["where"], fix=event["fix"])
 
 
-def _died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
+def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
+    """The error for a child that ended without a word of its own; ``log`` is the end of what it wrote."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
         what += " The system does this when memory (RAM) runs out."
@@ -256,34 +257,59 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
         LoraRocmError: the error event that it wrote.
         WorkerDiedError: it failed without one.
     """
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+    code, log = follow_tool([sys.executable, "-m", module, *arguments], env, on_event)
+    if code:
+        raise died(f"The process {module}", code, log)
+    return 0
+
+
+def follow_tool(
+    command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
+) -> tuple[int | None, bytes]:
+    """Run a heavy child that writes events, to its end: exit code, and the end of its standard error.
+
+    The code is None where ``is_late``, asked all the time, said that it hangs, and it was killed. Its standard input
+    ends when this process does.
+
+    Raises:
+        LoraRocmError: the error event that it wrote.
+    """
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         log, output = Path(folder) / "tool.log", Path(folder) / "events.jsonl"
         reader = EventReader(output)
         problem: Event | None = None
+        late = False
         with log.open("wb") as errors, output.open("wb") as events:
-            command = [sys.executable, "-m", module, *arguments]
             tool = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=events, stderr=errors, env=dict(env), **_own_group()
+                command, stdin=subprocess.PIPE, stdout=events, stderr=errors, env=dict(env), **_own_group()
             )
+            assert tool.stdin is not None
             try:
                 ended = False
-                while not ended:
+                while not ended and not late:
                     ended = tool.poll() is not None
                     for event in reader.poll():
                         if event["type"] == "error":
                             problem = event
                         else:
                             on_event(event)
+                    late = not ended and is_late()
                     time.sleep(0 if ended else POLL_S)
             finally:
-                if tool.poll() is None:
-                    kill_tree(tool.pid)
-                    tool.wait()
+                _end(tool)
         if problem is not None:
             raise error_from_event(problem)
-        if tool.returncode:
-            raise _died(f"The process {module}", tool.returncode, _tail_bytes(log, 0))
-    return tool.returncode
+        return None if late else tool.returncode, _tail_bytes(log, 0)
+
+
+def _end(tool: subprocess.Popen[bytes]) -> None:
+    """Kill a child that still runs. One that hangs inside a driver cannot die; it is left behind."""
+    if tool.poll() is None:
+        kill_tree(tool.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tool.wait(KILL_WAIT_S)
+    if tool.stdin is not None:
+        tool.stdin.close()
 
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
@@ -304,7 +330,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     said = done.stderr.decode("utf-8", "replace").strip()
     if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
         raise BRANCHES[done.returncode]("child-failed", said)
-    raise _died(f"The process {module}", done.returncode, done.stderr)
+    raise died(f"The process {module}", done.returncode, done.stderr)
 
 
 def _last_object(output: bytes) -> dict[str, Any] | None:

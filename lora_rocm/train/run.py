@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
@@ -138,7 +140,9 @@ def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device:
 
 
 def _pins(recipe: Recipe, device: torch.device) -> bool:
-    return device.type == "cuda" and recipe.runtime.pin_memory != "no"
+    asked = recipe.runtime.pin_memory
+    planned = settings_from(os.environ).pin_memory if asked == "auto" else asked == "yes"
+    return device.type == "cuda" and planned
 
 
 def _load_model(
