@@ -1,0 +1,57 @@
+"""Situations on recorded machines, and variations of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from lora_rocm.host.facts import HostFacts, load_facts
+from lora_rocm.host.here import situation_here
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.stack import stack_of
+from lora_rocm.host.verdict import Result, Stack, Verdict
+from tests.golden import HOSTS
+
+
+@cache
+def facts_of(machine: str) -> HostFacts:
+    return load_facts(HOSTS / f"{machine}.json")
+
+
+def situation(machine: str | HostFacts, environ: dict[str, str] | None = None, **changes: Any) -> Situation:
+    """A start on a recorded machine; its own variables count where no others are given."""
+    facts = facts_of(machine) if isinstance(machine, str) else machine
+    return replace(situation_here(None, facts, environ), **changes)
+
+
+def with_torch(machine: str, **changes: Any) -> HostFacts:
+    facts = facts_of(machine)
+    assert facts.torch is not None
+    return replace(facts, torch=replace(facts.torch, **changes))
+
+
+def with_linux(machine: str, **changes: Any) -> HostFacts:
+    facts = facts_of(machine)
+    assert facts.linux is not None
+    return replace(facts, linux=replace(facts.linux, **changes))
+
+
+def with_gpu(machine: str, **changes: Any) -> HostFacts:
+    """The machine with its first GPU changed."""
+    facts = facts_of(machine)
+    return replace(facts, gpus=(replace(facts.gpus[0], **changes), *facts.gpus[1:]))
+
+
+def fast(machine: str | HostFacts) -> Situation:
+    """Profile fast, cleared by the self-test on this very software."""
+    made = situation(machine)
+    stack = stack_of(made.facts, made.selection) or Stack("0", "none", "none", "none")
+    passed = tuple(
+        Result(f"{group}.{name}", "passed", 0.1)
+        for group, name in (
+            ("copy", "pinned"), ("gemm", "lora-bf16-TN"), ("conv", "bf16-3x3"), ("attention", "flash-bf16"),
+            ("attention", "math-bf16"), ("training", "bf16"), ("memory", "reuse"),
+        )
+    )  # fmt: skip
+    return replace(made, profile="fast", verdict=Verdict(stack, passed, passed))
