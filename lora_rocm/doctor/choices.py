@@ -1,0 +1,147 @@
+"""What was chosen: the GPU among several, the user's variables, what the owner's rules replace, and what they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from lora_rocm.doctor.cures import REPORT, unset
+from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.host import environ
+from lora_rocm.host.archs import arch_of
+from lora_rocm.host.environ import EnvPlan
+from lora_rocm.host.facts import Gpu
+from lora_rocm.host.quirks import Situation
+
+OWN = "lora-rocm design, section 6"
+
+
+def _named(gpu: Gpu) -> str:
+    return f"{gpu.name} ({gpu.gfx or 'architecture unknown'})"
+
+
+def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
+    gpu = situation.gpu
+    if gpu is None or arch_of(gpu.gfx) is not None:
+        return None
+    return Finding(
+        "unknown-gpu",
+        "harms",
+        "This GPU is not in the table of architectures",
+        f"{_named(gpu)}, PCI {gpu.pci_id or 'id unknown'}",
+        "nothing is known about it: the plan is the safest there is, slower than need be, and training may still fail",
+        (f"Please report it with the file that this writes: {REPORT}",),
+        "lora_rocm/host/archs.py",
+    )
+
+
+def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
+    selection = situation.selection
+    if selection.hide_with is None or selection.gpu is None:
+        return None
+    name, value = selection.hide_with
+    others = Counter(_named(gpu) for gpu in situation.facts.amd_gpus if gpu != selection.gpu)
+    shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in others.items())
+    return Finding(
+        "gpu-chosen",
+        "note",
+        f"Of {others.total() + 1} AMD GPUs a run uses {_named(selection.gpu)}",
+        f"also there: {shown}",
+        f"the others are hidden from it ({name}={value}); set {name} yourself to choose otherwise",
+        (),
+        "lora_rocm/host/select.py",
+    )
+
+
+def _variable(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
+    found = [warned for warned in plan.warnings if warned.rule == rule]
+    if not found:
+        return None
+    names = list(dict.fromkeys(warned.variable for warned in found))
+    return Finding(
+        f"variable-{rule}",
+        found[0].level,
+        f"A variable that harms is set: {', '.join(names)}",
+        "; ".join(f"{warned.variable}={warned.value}" for warned in found),
+        found[0].what,
+        unset(situation, names),
+        found[0].source,
+    )
+
+
+def _replaced(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
+    row = next((row for row in plan.rows if row.rule == rule and row.replaced is not None), None)
+    if row is None or any(warned.variable == row.variable for warned in plan.warnings):
+        return None
+    return Finding(
+        f"replaced-{rule}",
+        "note" if rule == "owner-ipc" or situation.facts.system == "windows" else "harms",
+        f"{row.variable}={row.replaced} is in the environment",
+        f"{row.variable}={row.replaced}; lora-rocm runs with {row.value}",
+        f"other programs still get it; runs of lora-rocm do not. Why: {row.why}",
+        unset(situation, [row.variable]),
+        row.source,
+    )
+
+
+def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
+    if not any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows):
+        return None
+    return Finding(
+        "owner-ipc",
+        "note",
+        "HIP_DISABLE_IPC=1 is set, and no runtime was found that reads it",
+        "searched: rocm-systems, clr, rccl, TheRock, aiter",
+        "none known; the rule behind it is kept in code: no tensor of a GPU ever crosses to another process",
+        (),
+        OWN,
+    )
+
+
+def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
+    row = next((row for row in plan.rows if row.rule.startswith("owner-gfx1151")), None)
+    if row is None:
+        return None
+    windows = situation.facts.system == "windows"
+    known = "Windows does not read it" if windows else "on Linux it is the card's own version and changes nothing"
+    return Finding(
+        "owner-gfx1151",
+        "note",
+        f"{row.variable}={row.value} is set, which no program needs",
+        "the variable is read by libhsakmt (Linux) only",
+        f"none: {known}; it is there to replace a wrong value that other programs leave behind (11.0.0 crashes)",
+        (),
+        f"{OWN}; TheRock#1719; libhsakmt src/topology.c",
+    )
+
+
+def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
+    facts = situation.facts
+    lines = [f"{item.what}: {item.why}" for item in facts.unread]
+    native = facts.linux is not None and not facts.linux.wsl and not facts.linux.container
+    log_unread = native and facts.linux is not None and facts.linux.kernel_log is None and situation.gpu is not None
+    if log_unread and not any("kernel log" in line.lower() or "kmsg" in line for line in lines):
+        lines.append("kernel log: not readable for this user")
+    if not lines:
+        return None
+    return Finding(
+        "unread",
+        "note",
+        "Some facts could not be read" if len(lines) > 1 else "One fact could not be read",
+        "; ".join(lines),
+        "what depends on them was not checked",
+        ("sudo dmesg | grep -iE 'amdgpu|kfd'",) if log_unread else (),
+    )
+
+
+CHOICE_CHECKS: dict[str, Check] = {
+    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in environ.RULES if rule.over_user},
+    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in environ.HARMS},
+    "unknown-gpu": _unknown,
+}
+NOTES: dict[str, Check] = {
+    "gpu-chosen": _hides,
+    "owner-ipc": _ipc,
+    "owner-gfx1151": _override,
+    "unread": _unread,
+}

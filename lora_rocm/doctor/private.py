@@ -1,0 +1,191 @@
+"""Removes what is private from texts and facts: paths of a user, names of user and host, tokens, addresses, serials.
+
+A report is made from facts that went through here, so nothing later has to be careful. Names are learnt from this
+machine (environment) and from every path that shows one (/home/NAME, C:\\Users\\NAME), then removed wherever they are a
+word of their own. Rather too much is removed than too little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote_to_bytes
+
+T = TypeVar("T")
+
+HOME, USER, HOST, SECRET = "<home>", "<user>", "<host>", "<secret>"
+SEPARATOR = r"[\\/]+"
+NAME = r"""[^\\/:;,*?"'<>|\r\n]+"""
+USER_PATHS = (
+    rf"(?:[a-z]:|{SEPARATOR}(?:mnt{SEPARATOR})?[a-z](?={SEPARATOR})|){SEPARATOR}"
+    rf"(?:users|documents and settings){SEPARATOR}({NAME})",
+    rf"(?:{SEPARATOR}(?:var|usr|export))?{SEPARATOR}home{SEPARATOR}({NAME})",
+    rf"{SEPARATOR}(?:run{SEPARATOR})?media{SEPARATOR}({NAME})",
+    rf"~({NAME})(?={SEPARATOR})",
+)
+SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
+COMMON_NAMES = {"root", "user", "admin", "administrator", "system", "ubuntu", "default", "amd", "localhost", "home"}
+"""Names that tell nothing; taken out of paths, left in other texts."""
+USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
+HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")
+HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
+
+UUID = r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@", "<login>@"),
+    (r"\b[\w.+%-]+@[\w-]+(?:\.[\w-]+)+\b", "<e-mail>"),
+    (r"(?<=\bbearer )\S+", SECRET),
+    (
+        r"\b((?:[a-z0-9]+[_-])*(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|credential)s?)"
+        r"(\s*[=:]\s*)[^\s;,]+",
+        rf"\1\2{SECRET}",
+    ),
+    (r"\b(?:hf|ghp|gho|ghs|ghu|github_pat|glpat|sk|xoxb|xoxp|pypi)[_-][\w-]{8,}", SECRET),
+    (r"\bAKIA[0-9A-Z]{12,}\b", SECRET),
+    (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+", SECRET),
+    (UUID, "<uuid>"),
+    (r"\bS-1-5-21(?:-\d+)+\b", "<sid>"),
+    (r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b", "<mac>"),
+    (r"\b(serial(?: ?(?:number|no))?|s/n|unique[_ ]id)(\.?\s*[=:#]?\s*)[\w-]{4,}", r"\1\2<serial>"),
+    (r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?::\d+)?(?![\d.])", "<address>"),
+    (r"\b[A-Za-z0-9+/_-]*(?=[A-Za-z+/_-]*\d)(?=[\d+/_-]*[A-Za-z])[A-Za-z0-9+/_]{40,}={0,2}", SECRET),
+)
+VERSION = re.compile(r"[\d.]+")
+PUBLIC_ROOTS = re.compile(
+    r"(?:/(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp)(?:/|$)|/var/(?!home)|[a-z]:[\\/]+(?:windows|program files)|"
+    r"%\w+%|~|<home>|\.|<)",
+    re.IGNORECASE,
+)
+PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """What to remove: names of users and hosts, and homes as whole paths."""
+
+    users: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
+    homes: tuple[str, ...] = ()
+
+    def text(self, text: str) -> str:
+        """``text`` without anything private."""
+        if VERSION.fullmatch(text):
+            return text
+        cleaned = _plain(text)
+        for home in sorted(self.homes, key=len, reverse=True):
+            cleaned = re.sub(_loose_path(home), HOME, cleaned, flags=re.IGNORECASE)
+        for pattern in USER_PATHS:
+            cleaned = re.sub(pattern, _to_home, cleaned, flags=re.IGNORECASE)
+        cleaned = re.sub(r"\\\\(?![?.]\\)[^\\/\s;]+\\", lambda _: rf"\\{HOST}" + "\\", cleaned)
+        for pattern, replacement in PATTERNS:
+            cleaned = re.sub(pattern, replacement, cleaned, flags=re.IGNORECASE)
+        cleaned = _without_names(cleaned, self.users, USER)
+        return _without_names(cleaned, self.hosts, HOST)
+
+    def path_list(self, text: str) -> str:
+        """A value that may be a list of paths: those outside the system's own folders go altogether."""
+        windows = "\\" in text or ";" in text or re.match(r"[A-Za-z]:", text) is not None
+        separator = ";" if windows else ":"
+        parts = [self.text(part) for part in _plain(text).split(separator)]
+        kept = ["<path>" if PATH_START.match(part) and not PUBLIC_ROOTS.match(part) else part for part in parts]
+        return separator.join(kept) if "://" not in text else self.text(text)
+
+    def value(self, value: T, name: str = "") -> T:
+        """A dataclass, dict, tuple or text with every text in it cleaned; keys and literals stay."""
+        return self._value(value, name)  # type: ignore[no-any-return]
+
+    def _value(self, value: Any, name: str) -> Any:
+        if isinstance(value, str):
+            return self.path_list(value) if name in ("path", "hip_path", "app_dir", "variables") else self.text(value)
+        if isinstance(value, Mapping):
+            return {key: self._value(item, name) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._value(item, name) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changed = {f.name: self._value(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+            kept = {key: item for key, item in changed.items() if key not in LITERALS}
+            return dataclasses.replace(value, **kept)
+        return value
+
+
+LITERALS = ("system", "vendor", "gfx", "gfx_source", "arch_source", "arch_list", "status", "smart_app_control")
+"""Fields that hold words of ours."""
+
+
+def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> Private:
+    """What is private on a machine: from its variables, its host name, and the paths in ``texts``."""
+    users = {environ.get(name, "") for name in USER_VARIABLES}
+    hosts = {environ.get(name, "").strip("\\") for name in HOST_VARIABLES} | {node, node.partition(".")[0]}
+    homes = {environ[name] for name in HOME_VARIABLES if len(environ.get(name, "")) > 3}
+    for text in [*texts, *(environ[name] for name in HOME_VARIABLES if name in environ)]:
+        users.update(_names_in(_plain(text)))
+        hosts.update(re.findall(r"\\\\(?![?.]\\)([^\\/\s;]+)\\", text))
+    words = {word for user in users for word in re.split(r"[\s._@-]+", user) if len(word) >= 4}
+    return Private(frozenset(_telling(users | words)), frozenset(_telling(hosts)), tuple(_plain(home) for home in homes))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in nested dataclasses, dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from texts_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from texts_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from texts_in(getattr(value, field.name))
+
+
+def home_of(path: str | Path) -> str:
+    """A path for a message: the home of this user is left out."""
+    return str(path)
+
+
+def _telling(names: Iterable[str]) -> Iterator[str]:
+    for name in map(_plain, names):
+        if len(name) >= 2 and name.lower() not in COMMON_NAMES and not name.startswith(("<", "wsl")):
+            yield name
+
+
+def _plain(text: str) -> str:
+    """Composed letters, and percent-encoding undone where it is UTF-8."""
+    for _ in range(3):
+        if not re.search(r"%[0-9a-fA-F]{2}", text):
+            break
+        try:
+            decoded = unquote_to_bytes(text).decode("utf-8")
+        except UnicodeDecodeError:
+            break
+        text = decoded
+    return unicodedata.normalize("NFC", text)
+
+
+def _names_in(text: str) -> Iterator[str]:
+    for pattern in USER_PATHS:
+        for found in re.finditer(pattern, text, re.IGNORECASE):
+            name = found[1].strip()
+            if name.lower() not in SHARED_FOLDERS:
+                yield name
+
+
+def _to_home(found: re.Match[str]) -> str:
+    return found[0] if found[1].strip().lower() in SHARED_FOLDERS else HOME
+
+
+def _loose_path(path: str) -> str:
+    """The path with either separator, single or doubled."""
+    return SEPARATOR.join(re.escape(part) for part in re.split(SEPARATOR, path.rstrip("\\/"))) + r"(?![^\W_])"
+
+
+def _without_names(text: str, names: Iterable[str], instead: str) -> str:
+    """Names that are words of their own; an underscore ends a word, too."""
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text, flags=re.IGNORECASE)
+    return text

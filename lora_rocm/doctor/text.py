@@ -1,0 +1,100 @@
+"""Findings as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+
+from lora_rocm.doctor.checks import as_intended
+from lora_rocm.doctor.cures import REPORT
+from lora_rocm.doctor.finding import LEVELS, Finding
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.stack import stack_of
+from lora_rocm.host.wheels import SECOND_CLASS
+
+WIDTH = 110
+LEVEL_WORDS = {
+    "breaks": "BREAKS (training cannot work, or is wrong)",
+    "harms": "HARMS (training may break)",
+    "slows": "SLOWS",
+    "note": "NOTES",
+}
+QUIET = "note"
+"""A machine about which there are only notes is healthy: it gets one line, and the notes are in --json and --report."""
+
+
+def machine_text(situation: Situation) -> str:
+    """ "Radeon RX 7900 XTX (gfx1100), torch 2.13.0+rocm7.2"."""
+    facts, gpu = situation.facts, as_intended(situation).gpu
+    torch = f"torch {facts.torch.version}" if facts.torch is not None else "no torch"
+    if gpu is not None:
+        return f"{gpu.name} ({gpu.gfx or 'architecture unknown'}), {torch}"
+    others = [other.name for other in facts.gpus if other.vendor in ("nvidia", "apple")]
+    return f"{others[0] if others else facts.cpu or 'processor unknown'}, {torch}"
+
+
+def healthy(found: tuple[Finding, ...]) -> bool:
+    """Whether there are only notes."""
+    return all(finding.level == QUIET for finding in found)
+
+
+def tested_text(situation: Situation, tested_on: str) -> str:
+    """What the self-test says; ``tested_on`` is its date, or empty."""
+    when = f" on {tested_on}" if tested_on else ""
+    if situation.verdict is not None:
+        return f"self-test passed{when}"
+    if stack_of(situation.facts, situation.selection) is None:
+        return "no GPU to test"
+    return "not tested yet (lora-rocm doctor does it)"
+
+
+def second_class_text(situation: Situation) -> str:
+    """What it means that no AMD GPU is used; empty where one is."""
+    if as_intended(situation).gpu is not None:
+        return ""
+    facts = situation.facts
+    if any(gpu.vendor == "nvidia" for gpu in facts.gpus):
+        return SECOND_CLASS["cuda"]
+    none = "Apple's GPU is not used" if facts.system == "macos" else "there is no AMD GPU for training"
+    return f"{none}, so it runs on the CPU; {SECOND_CLASS['cpu']}"
+
+
+def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str = "") -> str:
+    """All that is printed: one line for a healthy machine."""
+    machine, second = machine_text(situation), second_class_text(situation)
+    if healthy(found):
+        ends = [f"{machine}, {tested_text(situation, tested_on)}", *([second] if second else [])]
+        notes = f" {_number(len(found), 'note')} in: {REPORT}" if found else ""
+        return f"Nothing wrong: {'; '.join(ends)}.{notes}\n"
+    counts = Counter(finding.level for finding in found)
+    words = [f"{counts[level]} {level}" for level in LEVELS if counts[level] and level != QUIET]
+    words += [_number(counts[QUIET], QUIET)] if counts[QUIET] else []
+    lines = [f"{machine}: {', '.join(words)}", *([f"({second}.)"] if second else [])]
+    for level in LEVELS:
+        chosen = [finding for finding in found if finding.level == level]
+        if chosen:
+            lines += ["", LEVEL_WORDS[level]]
+        for number, finding in enumerate(chosen):
+            lines += ([""] if number and level != QUIET else []) + finding_lines(finding)
+    return "\n".join(lines) + "\n"
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """One finding: title, what was read, what it does, what cures it, who says so."""
+    lines = [f"  {finding.title}"]
+    for name, text in (("read", finding.evidence), ("effect", finding.effect)):
+        lines += _wrapped(name, text)
+    for number, line in enumerate(finding.cure):
+        lines.append(f"    {'cure:   ' if not number else '        '}{line}")
+    return lines + (_wrapped("source", finding.source) if finding.source else [])
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    start = f"    {name + ':':<8}"
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )
