@@ -8,10 +8,11 @@ STAMP := .venv/.installed
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup_venv.py
-	@"$(PYTHON)" scripts/setup_venv.py --dev
+$(STAMP): pyproject.toml constraints.txt scripts/install.py scripts/venv_state.py lora_rocm/host/wheels.py
+	@"$(PYTHON)" scripts/install.py --dev
 
-install: $(STAMP) ## make .venv and install everything into it
+install: ## make .venv and install everything into it (ARGS=--repair, --upgrade, --dry-run)
+	@"$(PYTHON)" scripts/install.py --dev $(ARGS)
 
 demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the package
 	$(BIN)/lora-rocm demo

@@ -124,7 +124,7 @@ KNOWN: tuple[Known, ...] = (
         "windows",
         ("gfx1151",),
         "batched matrix products of ROCm 7.14.0 were reported to fail on this GPU under Windows (ROCm#6517). The "
-        f"self-test (lora-rocm doctor) shows it; if so, install again with {INDEX_VARIABLE}=amd-next",
+        f"self-test (lora-rocm doctor) shows it; if so, set {INDEX_VARIABLE}=amd-next and install with --upgrade",
     ),
     Known(
         "amd",
@@ -171,6 +171,8 @@ class WheelChoice:
     notes: tuple[str, ...] = ()
     else_default: bool = False
     by_user: bool = False
+    override: str | None = None
+    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture serve this GPU, on Linux."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
             note = f"{named(amd)} is not used: {weak}. {_ask_for_amd()}"
             return _Use("cpu", amd, "there is no GPU worth training on, so for the CPU.", (note,))
     if amd is not None:
-        others = () if nvidia is None else (f"{nvidia.name} is not used: AMD comes first here",)
-        return _Use("rocm", amd, "", others)
+        return _Use("rocm", amd, "", _left_out(facts, amd))
     hidden = selection.by_user and facts.system != "macos"
     notes = ("a variable such as HIP_VISIBLE_DEVICES hides every AMD GPU",) if hidden else ()
     if nvidia is not None:
@@ -243,6 +244,13 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
             "cpu", None, "this is a Mac; lora-rocm does not use Apple's GPU, so training runs on the CPU.", notes
         )
     return _Use("cpu", None, "no GPU seen that training could use, so for the CPU.", notes)
+
+
+def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
+    nvidia = tuple(f"{gpu.name} is not used: AMD comes first here" for gpu in facts.gpus if gpu.vendor == "nvidia")
+    others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
+    variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
+    return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
 
 
 def _ask_for_amd() -> str:
@@ -274,8 +282,9 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
         if (arch.amd_windows if windows else arch.amd_linux) == "none":
             reported = f"; reported: {arch.reported}" if arch.reported else ""
             raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
+    override = None if windows else arch.override
     made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
-    return _warned(facts, gpu, index, made)
+    return _warned(facts, gpu, index, replace(made, override=override))
 
 
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
@@ -364,6 +373,19 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
         return f"it is built for {built} and cannot use the AMD GPU"
     if choice.kind == "cuda" and torch.cuda is None:
         return f"it is built for {built} and cannot use the NVIDIA GPU"
-    if choice.kind == "rocm" and (torch.arch_list == () or has_kernels(torch.arch_list, choice.gfx) is False):
+    lacks = torch.arch_list == () or has_kernels(torch.arch_list, choice.gfx) is False
+    if choice.kind == "rocm" and lacks and makeshift(torch, choice) is None:
         return f"it has no kernels for {choice.gfx}, only for {', '.join(torch.arch_list or ()) or 'no GPU at all'}"
     return None
+
+
+def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
+    """Why an installed torch serves only by pretending another architecture, as the end of a sentence."""
+    if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:
+        return None
+    pretended = "gfx" + choice.override.replace(".", "")
+    if not has_kernels(torch.arch_list, pretended):
+        return None
+    return (
+        f"it has no kernels for {choice.gfx} and needs HSA_OVERRIDE_GFX_VERSION={choice.override}, which lora-rocm sets"
+    )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.host.archs import ARCHS
 from lora_rocm.host.facts import Gpu, HostFacts, Linux, Torch, facts_from_json, load_facts
-from lora_rocm.host.wheels import ANY_TORCH, AS_CPU, BY_ID, INDEXES, UNSERVED, WheelChoice, choose, mismatch
+from lora_rocm.host.wheels import ANY_TORCH, AS_CPU, BY_ID, INDEXES, UNSERVED, WheelChoice, choose, makeshift, mismatch
 from tests.golden import HOSTS, machines
 
 INDEX = "LORA_ROCM_TORCH_INDEX"
@@ -106,7 +106,9 @@ def test_who_is_served_where_several_could(first: Gpu, second: Gpu | None, kind:
 
 def test_what_the_user_made_visible_decides() -> None:
     pair = (Gpu("amd", "RX", 0, "gfx1100", integrated=False), Gpu("amd", "Raphael", 1, "gfx1036", integrated=True))
-    assert choose(machine(gpus=pair), {}).gfx == "gfx1100"
+    made = choose(machine(gpus=pair), {})
+    assert made.gfx == "gfx1100" and "Raphael (gfx1036) is left out" in made.notes[0]
+    assert choose(machine(gpus=pair[:1] * 2), {}).notes == ()
     assert choose(machine(gpus=pair), {"HIP_VISIBLE_DEVICES": "1"}).gfx == "gfx1036"
     hidden = choose(machine(gpus=pair), {"HIP_VISIBLE_DEVICES": "-1"})
     assert hidden.kind == "cpu" and any("hides" in note for note in hidden.notes)
@@ -229,6 +231,7 @@ def test_a_newer_python_passes_where_the_user_chose() -> None:
 
 
 ROCM = WheelChoice("torch", None, "", "rocm", "gfx1100")
+RDNA2 = replace(ROCM, gfx="gfx1031", override="10.3.0")
 
 
 @pytest.mark.parametrize(
@@ -246,11 +249,24 @@ ROCM = WheelChoice("torch", None, "", "rocm", "gfx1100")
         (Torch("2.13.0", cuda="13.0"), replace(ROCM, kind="cuda"), None),
         (Torch("2.13.0", cuda="13.0"), replace(ROCM, kind="cpu"), None),
         (Torch("2.13.0+cpu"), replace(ROCM, kind=None), None),
+        (Torch("2.13.0", hip="7.2", arch_list=("gfx1030",)), RDNA2, None),
+        (Torch("2.13.0", hip="7.2", arch_list=("gfx1100",)), RDNA2, "no kernels for gfx1031"),
+        (Torch("2.13.0", hip="7.2", arch_list=()), RDNA2, "no GPU at all"),
     ],
 )
 def test_mismatch(torch: Torch, choice: WheelChoice, word: str | None) -> None:
     found = mismatch(torch, choice)
     assert found is None if word is None else word in str(found)
+
+
+def test_makeshift() -> None:
+    pretends = Torch("2.13.0", hip="7.2", arch_list=("gfx1030",))
+    assert "HSA_OVERRIDE_GFX_VERSION=10.3.0" in str(makeshift(pretends, RDNA2))
+    assert makeshift(replace(pretends, arch_list=("gfx1030", "gfx1031")), RDNA2) is None
+    assert makeshift(replace(pretends, arch_list=None), RDNA2) is None
+    assert makeshift(pretends, ROCM) is None
+    assert choose(machine("gfx1031"), {}).override == "10.3.0"
+    assert choose(machine("gfx1031", "windows"), {}).override is None
 
 
 def test_the_table_is_whole() -> None:

@@ -1,0 +1,290 @@
+"""Make ``.venv`` ready: the torch for this machine's GPU, then this package. Standard library only, any system.
+
+    python scripts/install.py [--dev] [--repair | --upgrade]
+    python scripts/install.py --dry-run [--facts FILE]
+
+A torch that is in ``.venv`` and can use this machine's GPU is kept. Run again, it does nothing until the project, the
+GPU or the variables change. Which torch and why: ``lora_rocm/host/wheels.py``.
+
+Environment (both win over the table, and are remembered until ``--repair``):
+    LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.
+    LORA_ROCM_TORCH_INDEX: where to take torch from: an address, or ``amd``, ``amd-next``, ``cpu``, ...
+
+Exit codes: 0 ready; 2 the user's input; 3 something on this machine is missing or does not fit; 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+OLDEST_PYTHON = (3, 11)
+ROOT = Path(__file__).resolve().parent.parent
+if sys.version_info < OLDEST_PYTHON or sys.maxsize < 2**32:  # before anything that such a Python cannot read
+    sys.stderr.write(f"install: A 64-bit Python 3.11 or newer is needed. This is {sys.version} ({sys.executable})\n")
+    sys.exit(3)
+sys.path.insert(0, str(ROOT))
+
+from lora_rocm.errors import LoraRocmError, MachineError, storage_error  # noqa: E402
+from lora_rocm.host.archs import has_kernels  # noqa: E402
+from lora_rocm.host.facts import HostFacts, load_facts  # noqa: E402
+from lora_rocm.host.probe import probe  # noqa: E402
+from lora_rocm.host.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
+from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
+
+UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]
+QUICK = ["--retries", "0", "--timeout", "10"]
+
+
+def torch_command(choice: WheelChoice, upgrade: bool = False) -> list[str]:
+    """What installs torch: the only step that knows its index."""
+    index = ["--index-url", choice.url] if choice.url else []
+    return ["-m", "pip", "install", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
+
+
+def package_command(dev: bool) -> list[str]:
+    """What installs this package, editable, with everything it needs, and torch kept as it is."""
+    return ["-m", "pip", "install", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", ".[dev]" if dev else "."]
+
+
+def useless(venv: Venv, found: Found) -> str | None:
+    """Why nothing can be installed into the venv."""
+    if found.python is None:
+        return f"its Python is gone or broken: {found.broken}"
+    if found.python < OLDEST_PYTHON:
+        return "it was made by an old Python"
+    if not venv.has_pip() and not (venv.run("-m", "ensurepip") and venv.has_pip()):
+        return "its pip does not work, and none could be added"
+    return None
+
+
+def ready_venv(venv: Venv, repair: bool) -> Found:
+    """See that ``.venv`` has a Python that runs, and pip; what else it holds."""
+    if not (venv.python.exists() or venv.stamp.exists()):
+        venv.make()
+    found = venv.look()
+    why = useless(venv, found)
+    if why is None:
+        return found
+    if not repair:
+        fix = f"Make it anew: {again('--repair')}"
+        raise MachineError("venv-broken", f"{venv.folder.name} cannot be used: {why}.", where=str(venv.folder), fix=fix)
+    say(f"{venv.folder.name} cannot be used: {why}")
+    venv.make(clear=True)
+    return venv.look()
+
+
+def unfit(found: Found, choice: WheelChoice) -> str | None:
+    """Why the torch in the venv cannot be used, as the end of a sentence."""
+    if found.broken:
+        return f"it cannot be imported: {found.broken}"
+    return mismatch(found.torch, choice) if found.torch is not None else None
+
+
+def older(release: str, requirement: str) -> bool:
+    """Whether the installed torch is older than what the table names; always where it names no version."""
+    wanted = requirement.partition("==")[2]
+    numbers = [tuple(int(number) for number in re.findall(r"\d+", text)) for text in (release, wanted)]
+    return not wanted or numbers[0] < numbers[1]
+
+
+def ready_torch(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upgrade: bool) -> None:
+    """Install torch where there is none; replace one only where that was asked for."""
+    if found.release is None:
+        install_torch(venv, choice)
+        return
+    why = unfit(found, choice)
+    if why is not None and not repair:
+        raise torch_unfit(found, why)
+    if why is None and found.torch is not None and repair:
+        why = makeshift(found.torch, choice)
+    if why is None and upgrade and choice.by_user and found.release != choice.requirement.partition("==")[2]:
+        why = f"{choice.requirement} is wanted, {choice.why.rstrip('.')}"
+    if why is not None:
+        say(f"replacing torch {found.release}: {why}")
+        if not venv.run(*UNINSTALL, hush=True):  # half installed: pip does not know its files
+            venv.make(clear=True)
+        install_torch(venv, choice)
+    elif upgrade and older(found.release, choice.requirement):
+        install_torch(venv, choice, upgrade=True)
+
+
+def torch_unfit(found: Found, why: str) -> MachineError:
+    """The torch in the venv is not taken: which, why and what to do."""
+    what = f"The torch {found.release} in .venv does not serve this machine: {why}."
+    fix = f"Replace it: {again('--repair')}. Or keep to the CPU: set {INDEX_VARIABLE}=cpu and run this again."
+    return MachineError("torch-unfit", what, where=str(ROOT / ".venv"), fix=fix)
+
+
+def install_torch(venv: Venv, choice: WheelChoice, upgrade: bool = False) -> None:
+    """Install the chosen torch; for the CPU from the first index that answers."""
+    say(f"installing {choice.requirement} from {choice.url or 'the default package index'}: {choice.why}")
+    if choice.else_default:
+        if venv.run(*torch_command(choice, upgrade), *QUICK, hush=True):
+            return
+        say("no answer from there; taking the default index, whose torch for Linux is larger and runs on the CPU too")
+        choice = replace(choice, url=None)
+    if not venv.run(*torch_command(choice, upgrade)):
+        what = "torch could not be installed (pip says why above)."
+        fix = "Common: no network, a proxy to set (HTTPS_PROXY), a full disk. Then run this again."
+        raise MachineError("torch-failed", what, where=choice.url or "the default package index", fix=fix)
+
+
+def verified(venv: Venv, choice: WheelChoice) -> Found:
+    """Look at the torch in the venv, say what it is, refuse one that cannot use this machine's GPU."""
+    found = venv.look()
+    why = "there is none, though pip reported no error" if found.release is None else unfit(found, choice)
+    if why is not None:
+        raise torch_unfit(found, why)
+    torch = found.torch
+    assert torch is not None  # there is a release, and nothing is broken
+    kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
+    kernels = f", kernels for {choice.gfx}" if has_kernels(torch.arch_list, choice.gfx) else ""
+    say(f"torch {torch.version} ({kind}{kernels})")
+    poor = makeshift(torch, choice)
+    if poor is not None:
+        say(f"note: {poor}; {again('--repair')} takes {choice.requirement}, which does not")
+    return found
+
+
+def install_package(venv: Venv, release: str, dev: bool) -> None:
+    """Install this package beside torch, which the constraint keeps as it is."""
+    say("installing lora-rocm and its packages")
+    venv.constraint.write_text(f"torch=={release}\n", encoding="utf-8")
+    if not venv.run(*package_command(dev)):
+        what = f"The packages could not be installed beside torch {release} (pip says why above)."
+        fix = (
+            f"Common: no network, a full disk, or a torch that is too old (needed: {ANY_TORCH}; {again('--upgrade')})."
+        )
+        raise MachineError("packages-failed", what, where=str(venv.folder), fix=fix)
+
+
+def fingerprint(choice: WheelChoice | None = None) -> str:
+    """Of the project's files, or of a choice."""
+    if choice is not None:
+        return json.dumps([choice.requirement, choice.url, choice.gfx, choice.by_user])
+    inputs = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in inputs) + os.fsencode(ROOT)).hexdigest()
+
+
+def read_stamp(venv: Venv) -> dict[str, object]:
+    """What was installed the last time; empty where nothing was, or an older version of this file wrote it."""
+    try:
+        stamp = json.loads(venv.stamp.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def install(options: argparse.Namespace, facts: HostFacts) -> None:
+    """Do what is not yet done."""
+    venv = Venv(ROOT)
+    stamp, force = read_stamp(venv), options.repair or options.upgrade
+    asked = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    if not asked and not options.repair:
+        asked = dict(stamp.get("asked") or {})  # type: ignore[call-overload]
+    choice = choose(facts, {**os.environ, **asked})
+    same = stamp.get("project") == fingerprint() and bool(stamp.get("dev") or not options.dev) and venv.python.exists()
+    if same and not force and stamp.get("choice") == fingerprint(choice):
+        venv.stamp.touch()  # newer than its inputs again, for make
+        return
+    for text in (*choice.warnings, *choice.notes):
+        say(f"note: {text}")
+    if same and not force:
+        verified(venv, choice)  # another GPU, or other variables: the packages stay
+    else:
+        ready_torch(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
+        install_package(venv, str(verified(venv, choice).release), options.dev)
+        _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
+        say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
+    new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
+    venv.stamp.write_text(json.dumps({**new, "choice": fingerprint(choice)}), encoding="utf-8")
+    say("ready; next: lora-rocm doctor")
+
+
+def quoted(command: list[str], windows: bool) -> str:
+    """A command line for a shell of that system."""
+    if windows:
+        return " ".join(f'"{word}"' if set(word) & set(' []<>&|^%"') else word for word in command)
+    return shlex.join(command)
+
+
+def _kept(facts: HostFacts, choice: WheelChoice) -> str:
+    """What becomes of the torch that a machine has, as the end of a sentence."""
+    assert facts.torch is not None
+    repair = f"{again('--repair', facts.system == 'windows')} replaces it"
+    wrong, poor = mismatch(facts.torch, choice), makeshift(facts.torch, choice)
+    if wrong is not None:
+        return f"does not serve: {wrong}. {repair}"
+    return "is kept" if poor is None else f"is kept, though {poor}. {repair}"
+
+
+def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
+    """What would be done on a machine, and why: the exact commands, in order."""
+    windows = facts.system == "windows"
+    machine, inside = ("py -3", r".venv\Scripts\python.exe") if windows else ("python3", ".venv/bin/python")
+    first = [*torch_command(choice), *(QUICK if choice.else_default else [])]
+    lines = [f"torch: {choice.requirement}", f"from: {choice.url or 'the default package index'}", f"why: {choice.why}"]
+    lines += [f"note: {text}" for text in (*choice.warnings, *choice.notes)]
+    if facts.torch is not None:
+        lines.append(f"here already: torch {facts.torch.version}, which {_kept(facts, choice)}")
+    lines += ["", "In the folder of the repository:", f"  {machine} {quoted(venv_command(), windows)}"]
+    lines.append(f"  {inside} {quoted(first, windows)}")
+    if choice.else_default:
+        plain = torch_command(replace(choice, url=None))
+        lines.append(f"  where that does not answer: {inside} {quoted(plain, windows)}")
+    lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
+    lines.append(f"  {inside} {quoted(package_command(dev), windows)}")
+    lines.append(f"  {inside} -m pip check")
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Make .venv ready for lora-rocm.")
+    parser.add_argument("--dev", action="store_true", help="also the tools for tests and checks")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--repair", action="store_true", help="make anew what is broken, replace a torch that does not fit"
+    )
+    how.add_argument("--upgrade", action="store_true", help="take the torch that the table names now, and the packages")
+    how.add_argument("--dry-run", action="store_true", help="print the commands and the reasons, run nothing")
+    parser.add_argument("--facts", type=Path, metavar="FILE", help="with --dry-run: another machine, as JSON")
+    options = parser.parse_args(arguments)
+    if options.facts is not None and not options.dry_run:
+        parser.error("--facts goes with --dry-run: nothing can be installed on another machine")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Install, or say what would be installed."""
+    options = parse(arguments)
+    try:
+        facts = load_facts(options.facts) if options.facts is not None else probe()
+        if options.dry_run:
+            own = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+            environ = os.environ if options.facts is None else {**facts.variables, **own}
+            print(describe(facts, choose(facts, environ), options.dev))
+        else:
+            install(options, facts)
+    except LoraRocmError as error:
+        print(f"install: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"install: {storage_error(error, error.filename or ROOT)}", file=sys.stderr)
+        return MachineError.exit_code
+    except KeyboardInterrupt:
+        print("install: stopped; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

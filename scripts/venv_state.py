@@ -1,0 +1,142 @@
+"""The ``.venv`` below this checkout: what is in it, seen from outside, and how commands are run for it.
+
+Standard library only. The torch in it may crash or hang when it is imported, so a child with a time limit looks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_rocm.errors import MachineError
+from lora_rocm.host.facts import Torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINT = ".venv/torch-constraint.txt"
+LOOK_TIMEOUT_S = 300.0  # the first import of a torch of 10 GB, with a virus scanner watching
+LOOK = """
+import importlib.metadata, json, sys
+def say(**found):
+    print("found", json.dumps(found), flush=True)
+say(python=sys.version_info[:2])
+try:
+    wheel = importlib.metadata.distribution("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit()
+say(release=wheel.metadata["Version"] or "")  # as pip knows it; __version__ may have "+cu130" more
+devices = None
+if any(extra.startswith("device-") for extra in wheel.metadata.get_all("Provides-Extra") or []):
+    names = [(wheel.metadata["Name"] or "").replace("_", "-") for wheel in importlib.metadata.distributions()]
+    devices = [name[len("amd-torch-device-"):] for name in names if name.startswith("amd-torch-device-")]
+import torch
+flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+say(version=torch.__version__, hip=torch.version.hip, cuda=torch.version.cuda,
+    archs=devices if devices is not None else flags.split() if flags else None)
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in ``.venv``. ``python`` None: it does not run. ``broken``: why it or its torch cannot be used."""
+
+    python: tuple[int, ...] | None = None
+    release: str | None = None
+    torch: Torch | None = None
+    broken: str = ""
+
+
+def say(text: str) -> None:
+    """One line of progress, seen at once."""
+    print(f"install: {text}", flush=True)
+
+
+def again(option: str, windows: bool = os.name == "nt") -> str:
+    """How to start the installer once more with an option."""
+    return r"scripts\windows\install.bat " + option if windows else f"python3 scripts/install.py {option}"
+
+
+def venv_command(clear: bool = False) -> list[str]:
+    """What makes the venv, for the Python of the machine."""
+    return ["-m", "venv", *(["--clear"] if clear else []), ".venv"]
+
+
+def call(command: list[str], hush: bool = False) -> bool:
+    """Run a command in the repository's folder, its output where ours goes; True when it ended well."""
+    # PIP_USER=0: a "user = true" in somebody's pip configuration would refuse every install into a venv.
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUTF8": "1"}
+    quiet = subprocess.DEVNULL if hush else None
+    return subprocess.run(command, env=environ, cwd=ROOT, stderr=quiet).returncode == 0
+
+
+def ask(command: list[str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Run a command; exit code (None: it took too long), output and errors."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        return None, (error.stdout or b"").decode("utf-8", "replace"), ""
+    except OSError as error:
+        return 1, "", str(error)
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+class Venv:
+    """``.venv`` below a folder, and the commands that fill it."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / ".venv"
+        self.python = self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        self.constraint = root / CONSTRAINT
+        self.stamp = self.folder / ".installed"
+
+    def run(self, *arguments: str, hush: bool = False) -> bool:
+        return call([str(self.python), *arguments], hush)
+
+    def has_pip(self) -> bool:
+        return ask([str(self.python), "-m", "pip", "--version"], LOOK_TIMEOUT_S)[0] == 0
+
+    def look(self) -> Found:
+        """Ask its Python, in a process of its own because a torch may crash or hang when imported."""
+        code, output, errors = ask([str(self.python), "-W", "ignore", "-c", LOOK], LOOK_TIMEOUT_S)
+        seen: dict[str, object] = {}
+        for line in output.splitlines():
+            if line.startswith("found {") and line.endswith("}"):  # others are of torch, or torn when it was killed
+                seen.update(json.loads(line.removeprefix("found ")))
+        last = (errors.strip().splitlines() or [f"it ended with exit code {code}"])[-1]
+        broken = "" if code == 0 else last if code is not None else f"no answer within {LOOK_TIMEOUT_S:.0f} s"
+        found = Found(broken=broken)
+        if "python" in seen:
+            found = replace(found, python=tuple(seen["python"]))  # type: ignore[arg-type]
+        if "release" in seen:
+            release = str(seen["release"])
+            found = replace(found, release=release, broken=broken or ("" if release else "it is half installed"))
+        if "version" in seen:
+            found = replace(found, torch=_torch(seen))
+        return found
+
+    def make(self, clear: bool = False) -> None:
+        if importlib.util.find_spec("ensurepip") is None:
+            fix = "On Debian and Ubuntu: sudo apt install python3-venv"
+            raise MachineError("no-venv-module", "This Python has no venv module.", where=sys.executable, fix=fix)
+        if Path(sys.prefix).resolve() == self.folder.resolve():
+            fix = "Start this with the Python that is installed on the machine."
+            raise MachineError("inside-venv", "This is the Python of the .venv to be made.", where=sys.prefix, fix=fix)
+        say(f"making {self.folder}")
+        if not call([sys.executable, *venv_command(clear)]):
+            what, fix = "The virtual environment could not be made (see above).", "Is the disk full, or read-only?"
+            raise MachineError("venv-failed", what, where=str(self.folder), fix=fix)
+
+
+def _torch(seen: dict[str, object]) -> Torch:
+    archs = seen["archs"]
+    return Torch(
+        str(seen["version"]),
+        hip=None if seen["hip"] is None else str(seen["hip"]),
+        cuda=None if seen["cuda"] is None else str(seen["cuda"]),
+        arch_list=tuple(str(arch).split(":")[0] for arch in archs) if isinstance(archs, list) else None,
+        arch_source="asked",
+    )
