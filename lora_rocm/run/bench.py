@@ -1,0 +1,184 @@
+"""``lora-rocm bench``: starts the child that measures, survives it, and shows what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_rocm import __version__
+from lora_rocm.errors import WorkerDiedError
+from lora_rocm.host.environ import plan
+from lora_rocm.host.here import plan_here, situation_here
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run import bench_tables
+from lora_rocm.run.layout import write_json
+from lora_rocm.run.process import run_tool
+from lora_rocm.run.wording import size_text
+
+MODULE = "lora_rocm.device.bench"
+MAX_DEATHS = 5
+"""After so many rows that ended the child the rest is not tried: nothing here works."""
+WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
+WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
+VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}
+"""AMD: the variables in which the profiles fast and safe differ, here set whatever the user set."""
+NO_VARIANTS: dict[str, dict[str, str]] = {"": {}}
+GROUPS = {"gemm": "Matrix products", "attention": "Attention", "convolution": "Convolutions"}
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Measured:
+    """What the children of one benchmark said."""
+
+    machine: Event = field(default_factory=dict)
+    links: list[Any] = field(default_factory=list)
+    rows: list[Event] = field(default_factory=list)
+
+
+def transfer(json_path: Path | None) -> int:
+    """Measure copies, print the table; returns the exit code.
+
+    Raises:
+        LoraRocmError: the child could not start, or the file cannot be written.
+    """
+    found = Measured()
+    _measure("transfer", {}, plan_here().applied_to(os.environ), found)
+    _say(_machine_text(found.machine))
+    if not found.machine["gpu"]:
+        _say("There is no GPU to measure, or this PyTorch does not see it; these are copies in main memory.")
+        link = None
+    else:
+        link = found.links[0] if found.links else None
+        _say(_bus_text(found.machine, link))
+    _say("", *bench_tables.transfer_table(found.rows, link))
+    return _finish("transfer", found, {"links": found.links}, json_path)
+
+
+def compute(recipe_path: str | None, overrides: Sequence[str], json_path: Path | None) -> int:
+    """Measure matrix products, attention and convolutions, print the tables; returns the exit code.
+
+    Raises:
+        LoraRocmError: the recipe is wrong, the child could not start, or the file cannot be written.
+    """
+    recipe = load_recipe(recipe_path, overrides).recipe if recipe_path is not None else None
+    shapes, situation, found = _shapes(recipe), situation_here(recipe), Measured()
+    env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
+    amd = situation.gpu is not None and torch is not None and torch.hip is not None
+    variants = VARIANTS if amd else NO_VARIANTS
+    for variant, variables in variants.items():
+        _measure("compute", shapes, {**env, **variables}, found, variant)
+    _say(_machine_text(found.machine))
+    if not found.machine["gpu"]:
+        _say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small pictures.")
+    if amd:
+        _say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
+    for group, heading in GROUPS.items():
+        _say("", f"{heading}:", *bench_tables.compute_table(found.rows, group, tuple(variants)))
+    return _finish("compute", found, {"shapes": shapes}, json_path)
+
+
+def _shapes(recipe: Recipe | None) -> dict[str, int]:
+    """What of a recipe decides the shapes; nothing without one (the child knows the defaults)."""
+    if recipe is None:
+        return {}
+    return {
+        "rank": recipe.lora.rank,
+        "resolution": recipe.data.resolution,
+        "batch_size": recipe.train.batch_size,
+    }
+
+
+def _measure(tool: str, shapes: Mapping[str, int], env: Mapping[str, str], found: Measured, variant: str = "") -> None:
+    """All rows into ``found``. After a row that ends the child, a new one goes on behind it."""
+    begun: Event = {}
+    rows = 0
+
+    def on_event(event: Event) -> None:
+        nonlocal begun, rows
+        match event["type"]:
+            case "machine":
+                found.machine = _fields(event)
+            case "link":
+                found.links = event["links"]
+            case "begin":
+                begun = {**event, "at": time.monotonic()}
+            case "row":
+                rows = event["number"] + 1
+                found.rows.append({**_fields(event), "variant": variant})
+
+    deaths = 0
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        job = Path(folder) / "job.json"
+        while True:
+            write_json(job, {"start": rows, "shapes": dict(shapes)})
+            try:
+                run_tool(MODULE, [tool, str(job)], env, on_event)
+                return
+            except WorkerDiedError as error:
+                deaths += 1
+                if not begun or deaths >= MAX_DEATHS:
+                    raise
+                if rows <= begun["number"]:
+                    rows = begun["number"] + 1
+                    found.rows.append(_died(begun, error, variant))
+
+
+def _died(begun: Event, error: WorkerDiedError, variant: str) -> Event:
+    """The row that ended the child."""
+    hung = time.monotonic() - begun["at"] >= begun["limit_s"]
+    how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {_how(error)}"
+    empty = {"amount": None, "seconds": None, "per_second": None}
+    return {**begun["fields"], **empty, "problem": how, "variant": variant}
+
+
+def _how(error: WorkerDiedError) -> str:
+    """The reason from the first line of the error: "killed by signal SIGSEGV"."""
+    return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
+
+
+def _fields(event: Event) -> Event:
+    return {key: value for key, value in event.items() if key not in ("type", "number")}
+
+
+def _machine_text(machine: Event) -> str:
+    runtime = f", HIP {machine['hip']}" if machine["hip"] else f", CUDA {machine['cuda']}" if machine["cuda"] else ""
+    others = f", {len(machine['gpus'])} GPUs" if len(machine["gpus"]) > 1 else ""
+    threads = "" if machine["gpu"] else f", threads: {machine['threads']}"
+    memory = f", {size_text(machine['budget_bytes'])} for tensors" if machine["budget_bytes"] else ""
+    return f"{machine['device']}{others}{threads}{memory}, torch {machine['torch']}{runtime}"
+
+
+def _bus_text(machine: Event, link: Event | None) -> str:
+    if machine["integrated"]:
+        return "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
+    if link is None:
+        return "What the bus allows is not known: the system does not tell the width and speed of its link."
+    return (
+        f"PCIe {link['generation']}.0 x{link['width']} ({link['address']}): "
+        f"{link['gb_per_s']} GB/s each way, less what the bus's own protocol takes"
+    )
+
+
+def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> int:
+    missing = bench_tables.problems(found.rows)
+    if missing:
+        _say("", "Not measured (-):", *(f"  {problem}" for problem in missing))
+    if json_path is not None:
+        head = {"bench": what, "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_json(json_path, {**head, "machine": found.machine, **more, "rows": found.rows})
+        _say("", f"Wrote {json_path}")
+    return 0
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,93 @@
+"""Figures of a benchmark as aligned text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lora_rocm.run.wording import size_text
+
+Row = Mapping[str, Any]
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+BOTH_WAYS = "both at once"
+TO_HOST_OR_DEVICE = ("host to device", "device to host", BOTH_WAYS)
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Columns of equal width; the first ``left`` are flush left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
+    """GB/s (10^9 bytes a second) by copy and size; at the end the share of what the bus allows."""
+    sizes = sorted({row["size_bytes"] for row in rows})
+    of_the_bus = ["of the bus"] if link else []
+    lines = [["GB/s", "", *(size_text(size).replace(".0 ", " ") for size in sizes), *of_the_bus]]
+    for copy, memory in _distinct((row["copy"], row["memory"]) for row in rows):
+        by_size = {row["size_bytes"]: row for row in rows if (row["copy"], row["memory"]) == (copy, memory)}
+        cells = [_cell(by_size.get(size), 1e9) for size in sizes]
+        lines.append([copy, memory, *cells, *([_share(copy, by_size, link)] if link else [])])
+    return aligned(lines, left=2)
+
+
+def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
+    rates = [row["per_second"] for row in by_size.values() if row["per_second"]]
+    if copy not in TO_HOST_OR_DEVICE or not rates:
+        return ""
+    allowed = link["gb_per_s"] * 1e9 * (2 if copy == BOTH_WAYS else 1)
+    return f"{max(rates) / allowed:.0%}"
+
+
+def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> list[str]:
+    """TFLOP/s of one group by shape and number format; one column a variant where there are several."""
+    of_group = [row for row in rows if row["group"] == group]
+    dtypes = [name for name in DTYPE_NAMES if any(row["dtype"] == name for row in of_group)]
+    columns = [(dtype, variant) for dtype in dtypes for variant in variants]
+    titles = [f"{DTYPE_NAMES[dtype]} {variant}".strip() for dtype, variant in columns]
+    lines = [["TFLOP/s", "", "", *titles]]
+    for name, way, shape in _distinct((row["name"], row["way"], tuple(row["shape"])) for row in of_group):
+        same = {
+            (row["dtype"], row["variant"]): row
+            for row in of_group
+            if (row["name"], row["way"], tuple(row["shape"])) == (name, way, shape)
+        }
+        cells = [_cell(same.get(column), 1e12) for column in columns]
+        lines.append([name, way, "x".join(map(str, shape)), *cells])
+    return aligned(lines, left=3)
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """Each reason why a figure is missing, with the rows that it concerns."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["problem"]:
+            found.setdefault(row["problem"], []).append(title(row))
+    return [f"{'; '.join(_distinct(titles))}: {problem}" for problem, titles in found.items()]
+
+
+def title(row: Row) -> str:
+    """A row in words, without its number format."""
+    if "copy" in row:
+        return f"{row['copy']} ({row['memory']})"
+    variant = f", {row['variant']}" if row.get("variant") else ""
+    return f"{row['name']} {row['way']}{variant}"
+
+
+def _cell(row: Row | None, unit: float) -> str:
+    if row is None:
+        return ""
+    if row["per_second"] is None:
+        return "-"
+    value = row["per_second"] / unit
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,55 @@
+"""The limit of the allocator and the budget of a device, on properties that are made up."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_rocm.device import memory
+from lora_rocm.host.memory import GIB
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A GPU of 16 GiB, of which the driver says 20; what was set of it."""
+    found: list[float] = []
+    properties = SimpleNamespace(total_memory=16 * GIB, is_integrated=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 20 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: found.append(share))
+    return found
+
+
+@pytest.mark.parametrize(("version", "share"), [("2.13.0+rocm7.2", 0.5), ("2.10.0", 0.5), ("2.9.1+rocm6.4", 0.4)])
+def test_the_share_is_of_what_this_torch_counts(
+    version: str, share: float, fractions: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert memory.limit(GPU, 8 * GIB) == 8 * GIB
+    assert fractions == [share]
+
+
+def test_no_limit_where_none_is_meant(fractions: list[float]) -> None:
+    assert memory.limit(torch.device("cpu"), GIB) is None
+    assert memory.limit(GPU, None) is None
+    assert memory.limit(GPU, 62 * GIB) is None  # an APU whose properties tell only a part
+    assert fractions == []
+
+
+def test_the_budget_is_the_smaller_total(fractions: list[float]) -> None:
+    assert memory.device_budget(GPU) == 16 * GIB
+
+
+def test_an_apu_leaves_the_system_its_part(fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=60 * GIB, is_integrated=1)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 62 * GIB))
+    free = SimpleNamespace(total=64 * GIB, available=20 * GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    assert memory.device_budget(GPU) == 20 * GIB - int(0.2 * 64 * GIB)
