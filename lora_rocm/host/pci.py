@@ -76,7 +76,7 @@ def gfx_of_id(pci_id: str | None) -> str | None:
 def gfx_of_name(name: str) -> str | None:
     """Architecture by an adapter's name ("AMD Radeon(TM) 8060S Graphics"); None where the name does not say it."""
     for pattern, gfx in NAMES:
-        if re.search(rf"(?<![0-9A-Za-z])(?:RX ?|PRO ?)?(?:{pattern})(?![0-9])", name, re.IGNORECASE):
+        if re.search(rf"(?<![0-9A-Za-z])(?:RX ?|PRO ?)?W?(?:{pattern})(?![0-9])", name, re.IGNORECASE):
             return gfx
     return None
 

@@ -35,10 +35,11 @@ def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
     """Read what can be read.
 
     Args:
-        deep: also what takes seconds: kernel log, events of the display driver, the database of rpm.
+        deep: also what takes seconds: kernel log, events of the display driver, the database of rpm; and tools that
+            failed before are asked again.
         sources: another world than this machine's, for tests.
     """
-    look = Look(sources or this_machine())
+    look = Look(sources or this_machine(), again=deep)
     bits = struct.calcsize("P") * 8
     python = f"{'.'.join(map(str, sys.version_info[:3]))} {bits}-bit"
     facts = HostFacts("probe", look.sources.system, python, cpu="", cpu_count=look.sources.cpu_count)

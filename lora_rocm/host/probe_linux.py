@@ -163,13 +163,16 @@ def _firmware_package(look: Look, deep: bool) -> str | None:
         if found:
             return found.group(1)
     if deep and (look.exists("/var/lib/rpm") or look.exists("/usr/lib/sysimage/rpm")):
-        command = ["rpm", "-q", "--qf", "%{VERSION}-%{RELEASE}\n", *RPM_NAMES]
-        try:
-            lines = look.sources.run(command, TOOL_TIMEOUT_S).splitlines()
-        except OSError:  # one of the two names is not installed, or there is no rpm
-            return None
-        return next((line for line in lines if re.match(r"\d", line)), None)
+        return next((version for name in RPM_NAMES if (version := _rpm_version(look, name))), None)
     return None
+
+
+def _rpm_version(look: Look, package: str) -> str | None:
+    try:
+        said = look.sources.run(["rpm", "-q", "--qf", "%{VERSION}-%{RELEASE}\n", package], TOOL_TIMEOUT_S)
+    except OSError:  # not installed, or there is no rpm
+        return None
+    return next((line for line in said.splitlines() if re.match(r"\d", line)), None)
 
 
 def _dpkg_version(status: str, package: str) -> str | None:

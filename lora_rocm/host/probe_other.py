@@ -212,7 +212,7 @@ def nvidia_gpus(look: Look) -> list[Gpu]:
     command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
     said = look.ask("nvidia-smi", command, SMI_TIMEOUT_S, about)
     rows = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
-    gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and row[0].isdecimal() and row[2].isdecimal()]
+    gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and row[0].isdecimal()]
     if said is not None and len(gpus) < len(rows):
         look.note("nvidia-smi", "it writes another format")
     return gpus or _nvidia_of_proc(look, about)
@@ -227,7 +227,7 @@ def _smi_gpu(row: list[str]) -> Gpu:
         integrated=False,
         pci_id=f"{NVIDIA}:{device_id.lower().removeprefix('0x')[:4]}",
         pci_address=address.lower()[-12:],
-        vram_bytes=int(mib) * MIB,
+        vram_bytes=int(mib) * MIB if mib.isdecimal() else None,  # "[N/A]" where it shares the machine's memory
         driver=driver,
     )
 

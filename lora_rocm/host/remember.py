@@ -157,8 +157,10 @@ def this_machine() -> Sources:
 class Look:
     """One probe's reads. What cannot be read is noted and becomes None."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, again: bool = False) -> None:
         self.sources = sources
+        self.again = again
+        """Ask tools anew that failed before."""
         self.unread: list[Unread] = []
         self.boot = ""
         """Changes with every start of the machine; part of what a remembered answer holds for."""
@@ -231,14 +233,14 @@ class Look:
             self.note(tool, error)
             return None
 
-    def ask(self, tool: str, command: Sequence[str], timeout_s: float, about: str, again: bool = False) -> str | None:
+    def ask(self, tool: str, command: Sequence[str], timeout_s: float, about: str) -> str | None:
         """What a slow tool says, remembered for this boot and ``about`` (a driver's version, a wheel).
 
-        A failure is remembered too: a tool that hangs must not cost its timeout at every start. ``again`` asks anew.
+        A failure is remembered too: a tool that hangs must not cost its timeout at every start.
         """
         key = "\n".join([self.boot, about, *command])
         known = recalled(self.sources.app_dir, tool, key)
-        if known is not None and not (again and known.get("failed")):
+        if known is not None and not (self.again and known.get("failed")):
             if known.get("failed"):
                 self.note(tool, f"{known['failed']} (remembered; lora-rocm doctor asks again)")
             return known.get("said")
