@@ -1,8 +1,7 @@
 @echo off
 rem Trains a LoRA on the tiny base model that ships with the package.
-setlocal
-cd /d "%~dp0..\.."
-call "%~dp0_begin.bat"
-if %ERRORLEVEL% equ 0 "%LORA_ROCM%" demo %*
-call "%~dp0_end.bat" %ERRORLEVEL% "%~f0"
-exit /b %ERRORLEVEL%
+setlocal disabledelayedexpansion
+set "LR_FILE=%~f0"
+set "LR_DO=demo"
+set LR_ARGS=%*
+"%~dp0_run.bat"

@@ -1,6 +1,7 @@
 @echo off
-rem Makes .venv ready; safe to run again.   install.bat [--dev]
-setlocal
-call "%~dp0_begin.bat" %*
-call "%~dp0_end.bat" %ERRORLEVEL% "%~f0"
-exit /b %ERRORLEVEL%
+rem Makes .venv ready, with the torch for this machine; safe to run again.   install.bat [--dev] [--repair] [--upgrade]
+setlocal disabledelayedexpansion
+set "LR_FILE=%~f0"
+set "LR_DO=install"
+set LR_ARGS=%*
+"%~dp0_run.bat"

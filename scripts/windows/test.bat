@@ -1,8 +1,7 @@
 @echo off
 rem Runs the tests.   test.bat [pytest options]
-setlocal
-cd /d "%~dp0..\.."
-call "%~dp0_begin.bat" --dev
-if %ERRORLEVEL% equ 0 ".venv\Scripts\python.exe" -m pytest -n 2 %*
-call "%~dp0_end.bat" %ERRORLEVEL% "%~f0"
-exit /b %ERRORLEVEL%
+setlocal disabledelayedexpansion
+set "LR_FILE=%~f0"
+set "LR_DO=test"
+set LR_ARGS=%*
+"%~dp0_run.bat"

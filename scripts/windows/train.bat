@@ -1,7 +1,7 @@
 @echo off
-rem Trains with a recipe; one can be dropped onto this file.   train.bat recipes\sdxl.yaml [options]
-setlocal
-call "%~dp0_begin.bat"
-if %ERRORLEVEL% equ 0 "%LORA_ROCM%" train %*
-call "%~dp0_end.bat" %ERRORLEVEL% "%~f0"
-exit /b %ERRORLEVEL%
+rem Trains. A recipe or a folder of pictures can be dropped onto this file.   train.bat RECIPE [options]
+setlocal disabledelayedexpansion
+set "LR_FILE=%~f0"
+set "LR_DO=train"
+set LR_ARGS=%*
+"%~dp0_run.bat"

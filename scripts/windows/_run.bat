@@ -1,0 +1,107 @@
+@echo off
+rem The other files here end in this one: without "call", which would read percent signs and carets in paths again.
+rem LR_FILE is the file that was started, LR_DO what for, LR_ARGS its arguments as they were written.
+set "LR_WINDOW="
+set "LR_CODE_PAGE="
+for %%r in ("%~dp0..\..") do set "LR_ROOT=%%~fr"
+set "LR_PROGRAM=%LR_ROOT%\.venv\Scripts\lora-rocm.exe"
+
+rem The Explorer starts   cmd.exe /c ""C:\...\train.bat" "   and with something dropped   ""C:\...\train.bat" "C:\my pics""
+rem where a path without spaces has no quotes, not even around &. So what was dropped is read from that line.
+if defined LORA_ROCM_SCRIPTED goto python
+if not defined CMDCMDLINE goto python
+set "LR_LINE=%CMDCMDLINE:"=?%"
+set "LR_LINE=%LR_LINE:*/c ??=%"
+set "LR_DROP=%LR_LINE:*.bat? =%"
+if /i not "%LR_LINE%"=="%LR_FILE%? %LR_DROP%" goto python
+set "LR_DROP=%LR_DROP:?=%"
+if not defined LR_DROP goto window
+if not "%LR_DROP: --=%"=="%LR_DROP%" goto python
+if not "%LR_DROP:~1,2%"==":\" if not "%LR_DROP:~0,2%"=="\\" goto python
+set LR_ARGS="%LR_DROP%"
+:window
+set "LR_WINDOW=1"
+
+:python
+for /f "tokens=2 delims=:." %%c in ('chcp') do set "LR_CODE_PAGE=%%c"
+chcp 65001 >nul
+if not defined PYTHONUTF8 set "PYTHONUTF8=1"
+rem Each is tried for real: "py" may know no Python 3, and "python" may be the door to the Microsoft Store.
+set LR_NEW_ENOUGH=-c "import sys; sys.exit(sys.version_info < (3, 11))"
+set "LR_PYTHON=py -3"
+%LR_PYTHON% %LR_NEW_ENOUGH% >nul 2>nul
+if %ERRORLEVEL% equ 0 goto folder
+set "LR_PYTHON=python"
+%LR_PYTHON% %LR_NEW_ENOUGH% >nul 2>nul
+if %ERRORLEVEL% equ 0 goto folder
+echo Python 3.11 or newer was not found. Install it from https://www.python.org (64 bit) and run this again. 1>&2
+set "LR_CODE=3"
+goto leave
+
+:folder
+set "LR_AT_ROOT=%LR_WINDOW%"
+if "%LR_DO%"=="demo" set "LR_AT_ROOT=1"
+if "%LR_DO%"=="test" set "LR_AT_ROOT=1"
+rem pushd, because cd cannot go to a network path.
+if defined LR_AT_ROOT pushd "%LR_ROOT%"
+set "LR_SETUP="
+if "%LR_DO%"=="install" set LR_SETUP=%LR_ARGS%
+if "%LR_DO%"=="test" set "LR_SETUP=--dev"
+%LR_PYTHON% "%LR_ROOT%\scripts\install.py" %LR_SETUP%
+set "LR_CODE=%ERRORLEVEL%"
+if %LR_CODE% equ 0 goto %LR_DO%
+goto back
+
+:train
+if not defined LR_ARGS echo Drop a recipe or a folder of pictures onto train.bat, or name one: train.bat RECIPE 1>&2
+if not defined LR_ARGS set "LR_CODE=2"
+if not defined LR_ARGS goto back
+set "LR_ONE=%LR_ARGS:"=%"
+if not defined LR_ONE goto recipe
+if not exist "%LR_ONE%\*" goto recipe
+rem In single quotes the program reads the path as it is; one inside it is doubled.
+set "LR_ONE=%LR_ONE:'=''%"
+set LR_ARGS=sdxl.yaml --set "data.path='%LR_ONE%'"
+:recipe
+"%LR_PROGRAM%" train %LR_ARGS%
+goto done
+
+:resume
+"%LR_PROGRAM%" train --resume latest %LR_ARGS%
+goto done
+
+:doctor
+:demo
+:sample
+"%LR_PROGRAM%" %LR_DO% %LR_ARGS%
+goto done
+
+:test
+"%LR_ROOT%\.venv\Scripts\python.exe" -m pytest -n 2 %LR_ARGS%
+goto done
+
+:shell
+set "LR_PLAN=%TEMP%\lora-rocm-%RANDOM%.txt"
+"%LR_PROGRAM%" env --shell cmd >"%LR_PLAN%"
+set "LR_CODE=%ERRORLEVEL%"
+for /f "usebackq tokens=1* delims= " %%a in ("%LR_PLAN%") do if /i "%%a"=="set" set %%b
+del "%LR_PLAN%"
+if not %LR_CODE% equ 0 goto back
+set "VIRTUAL_ENV=%LR_ROOT%\.venv"
+set "PATH=%LR_ROOT%\.venv\Scripts;%PATH%"
+rem The prompt itself kept the window open. The @ keeps cmd from taking off the quotes around a program's path.
+set "LR_WINDOW="
+if defined LR_ARGS "%ComSpec%" /d /c @%LR_ARGS%
+if not defined LR_ARGS "%ComSpec%" /k
+
+:done
+set "LR_CODE=%ERRORLEVEL%"
+:install
+:back
+if defined LR_AT_ROOT popd
+:leave
+if defined LR_CODE_PAGE chcp %LR_CODE_PAGE% >nul
+if not defined LR_WINDOW exit /b %LR_CODE%
+pause
+rem Not exit /b: of a dropped path with an & and no quotes, cmd would then run the rest as a command.
+exit %LR_CODE%

@@ -1,0 +1,138 @@
+"""A checkout as the .bat files see it, with stand-ins for Python and for the program, under Wine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BAT_FOLDER = Path(__file__).parents[2] / "scripts" / "windows"
+PYTHONS = ("py", "python")
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Call:
+    """One start of a stand-in."""
+
+    program: str
+    path: str
+    line: str
+    folder: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """code: exact exit code of the started command line. said: both output streams. calls: in order."""
+
+    code: int
+    said: str
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def programs(self) -> list[str]:
+        return [call.program for call in self.calls]
+
+    def last(self, program: str) -> Call:
+        return [call for call in self.calls if call.program == program][-1]
+
+
+def windows_path(path: Path) -> str:
+    """As Wine shows it: its drive Z: is the root folder."""
+    return "Z:" + str(path).replace("/", "\\")
+
+
+class Stage:
+    """``root`` is the checkout. Every run starts one command line exactly as given, without a shell in between."""
+
+    def __init__(self, root: Path, environment: Mapping[str, str]) -> None:
+        self.root, self.environment = root, dict(environment)
+        self.recorder = Path(environment["TMPDIR"]) / "recorder.exe"
+        self.bin = root.parent / "bin"
+        self.bin.mkdir(exist_ok=True)
+        self.work = root.parent / "work"
+        self.work.mkdir(exist_ok=True)
+        for program in (*PYTHONS, "launch"):
+            self.put(self.bin / f"{program}.exe")
+        self.put(root / ".venv" / "Scripts" / "lora-rocm.exe")
+        self.put(root / ".venv" / "Scripts" / "python.exe")
+        shutil.copytree(BAT_FOLDER, root / "scripts" / "windows")
+
+    def put(self, path: Path) -> None:
+        """A stand-in of that name."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.hardlink_to(self.recorder)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Break one of the copied .bat files, for negative controls."""
+        path = self.root / "scripts" / "windows" / name
+        text = path.read_bytes().decode("ascii")
+        assert old in text
+        path.write_bytes(text.replace(old, new).encode("ascii"))
+
+    def bat(self, name: str) -> str:
+        return windows_path(self.root / "scripts" / "windows" / name)
+
+    def prefix_link(self, name: str, target: Path) -> None:
+        """A drive (``e:``) or a share (``unc/server/share``) of the Wine prefix that is ``target``."""
+        link = Path(self.environment["WINEPREFIX"]) / "dosdevices" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+
+    def run(
+        self,
+        line: str,
+        *,
+        folder: Path | None = None,
+        stdin: bytes | int = b"",
+        codes: Mapping[str, str] | None = None,
+        says: Mapping[str, str] | None = None,
+        **variables: str,
+    ) -> Outcome:
+        """Run a command line; ``codes`` and ``says`` are exit codes and words of the stand-ins."""
+        log = self.root.parent / "log"
+        for old in self.root.parent.glob("log*"):
+            old.unlink()
+        (self.root.parent / "line").write_text(line, encoding="utf-8")
+        environment: dict[str, str] = {
+            **self.environment,
+            "WINEPATH": windows_path(self.bin),
+            "RECORDER_LOG": windows_path(log),
+            "RECORDER_LINE": windows_path(self.root.parent / "line"),
+            **{f"RECORDER_CODES_{name.replace('-', '_')}": value for name, value in (codes or {}).items()},
+            **{f"RECORDER_SAYS_{name.replace('-', '_')}": value for name, value in (says or {}).items()},
+            **variables,
+        }
+        command = ["wine", windows_path(self.bin / "launch.exe")]
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=folder or self.work,
+            **({"stdin": stdin} if isinstance(stdin, int) else {"input": stdin}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+        )
+        entries: list[dict[str, Any]] = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()]
+        end = entries.pop()
+        assert end["program"] == "launch", done.stdout
+        for entry in entries:
+            entry["environment"] = dict(row.split("=", 1) for row in entry["environment"] if not row.startswith("="))
+        return Outcome(end["code"], done.stdout.decode("utf-8", "replace"), [Call(**entry) for entry in entries])
+
+    def double_click(self, name: str, dropped: str = "", **options: Any) -> Outcome:
+        """As the Explorer does it. Wine has no CMDCMDLINE, so it is set; ``dropped`` is as the Explorer writes it."""
+        line = f'C:\\windows\\system32\\cmd.exe /c ""{self.bat(name)}" {dropped}"'
+        return self.run(line, CMDCMDLINE=line, **options)
+
+    def prompt(self, name: str, arguments: str = "", **options: Any) -> Outcome:
+        """As typed at a prompt or in a script: ``arguments`` as they stand there."""
+        return self.run(f'cmd.exe /c ""{self.bat(name)}" {arguments}"', **options)

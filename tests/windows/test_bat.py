@@ -1,0 +1,293 @@
+"""The .bat files under Wine's cmd, with stand-ins for Python and for the program: steps, arguments, places, exit codes.
+
+Each run is one command line started without a shell in between, so the exact exit code is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.windows import conftest
+from tests.windows.stage import Stage, windows_path
+
+CHECK = 'py -3 -c "import sys; sys.exit(sys.version_info < (3, 11))"'
+ENV = {"lora-rocm": 'rem why\nset "HSA_X=11.5.1"\nset "CACHE=C:\\a & b (c)\\d!"\nNOT=1\n'}
+
+STEPS = {
+    "install": ("--repair --upgrade", ["--repair", "--upgrade"], None),
+    "demo": ("", [], ["demo"]),
+    "train": ('my.yaml --set "train.seed=1"', [], ["train", "my.yaml", "--set", "train.seed=1"]),
+    "resume": ("my.yaml", [], ["train", "--resume", "latest", "my.yaml"]),
+    "doctor": ("--json", [], ["doctor", "--json"]),
+    "sample": ('runs\\x --prompt "a cat"', [], ["sample", "runs\\x", "--prompt", "a cat"]),
+    "test": ("-k name", ["--dev"], ["-m", "pytest", "-n", "2", "-k", "name"]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_in_order(stage: Stage, name: str) -> None:
+    typed, setup, started = STEPS[name]
+    outcome = stage.prompt(f"{name}.bat", typed)
+    assert outcome.code == 0 and outcome.said == ""
+    check, install, *rest = outcome.calls
+    assert check.line.rstrip() == CHECK
+    assert install.arguments == ["-3", windows_path(stage.root / "scripts" / "install.py"), *setup]
+    program = ".venv\\Scripts\\python.exe" if name == "test" else ".venv\\Scripts\\lora-rocm.exe"
+    assert [call.arguments for call in rest] == ([] if started is None else [started])
+    assert all(call.path == f"{windows_path(stage.root)}\\{program}" for call in rest)
+    at_root = name in ("demo", "test")
+    assert install.folder == windows_path(stage.root if at_root else stage.work)
+
+
+def test_every_file_is_tried_here(stage: Stage) -> None:
+    files = {path.stem for path in (stage.root / "scripts" / "windows").glob("[!_]*.bat")}
+    assert files == {*STEPS, "shell"}
+
+
+@pytest.mark.parametrize("name", ["train", "test", "shell"])
+def test_a_failing_setup_stops(stage: Stage, name: str) -> None:
+    outcome = stage.prompt(f"{name}.bat", "x.yaml", codes={"py": "0,3"})
+    assert (outcome.code, outcome.programs) == (3, ["py", "py"])
+
+
+def test_a_setup_that_stops_nothing_is_noticed(stage: Stage) -> None:
+    stage.edit("_run.bat", "if %LR_CODE% equ 0 goto %LR_DO%", "goto %LR_DO%")
+    assert "lora-rocm" in stage.prompt("train.bat", "x.yaml", codes={"py": "0,3"}).programs
+
+
+@pytest.mark.parametrize("code", [2, 130, 300, -1073741819])
+def test_the_exit_code_passes_through(stage: Stage, code: int) -> None:
+    assert stage.prompt("train.bat", "x.yaml", codes={"lora-rocm": str(code)}).code == code
+
+
+def test_a_lost_exit_code_is_noticed(stage: Stage) -> None:
+    stage.edit("_run.bat", "exit /b %LR_CODE%", "exit /b 0")
+    assert stage.prompt("train.bat", "x.yaml", codes={"lora-rocm": "4"}).code == 0
+
+
+WORDS = '"(x) [y].yaml" "a & b" "c^d" x,y;z=1 "wow! !OS!" "<a>|b" "\u00fc \u65e5\u672c" "say \\"hi\\""'
+
+
+def test_arguments_arrive_as_written(stage: Stage) -> None:
+    outcome = stage.prompt("sample.bat", WORDS)
+    program = f'"{windows_path(stage.root)}\\.venv\\Scripts\\lora-rocm.exe"'
+    assert outcome.calls[-1].line == f"{program} sample {WORDS}"
+    words = [
+        "sample",
+        "(x) [y].yaml",
+        "a & b",
+        "c^d",
+        "x,y;z=1",
+        "wow! !OS!",
+        "<a>|b",
+        "\u00fc \u65e5\u672c",
+        'say "hi"',
+    ]
+    assert outcome.calls[-1].arguments == words
+
+
+def test_delayed_expansion_would_eat_exclamation_marks(stage: Stage) -> None:
+    """Negative control."""
+    stage.edit("sample.bat", "setlocal disabledelayedexpansion", "setlocal enabledelayedexpansion")
+    assert "wow! !OS!" not in stage.prompt("sample.bat", WORDS).calls[-1].arguments
+
+
+@pytest.fixture(scope="module")
+def reads_percent_once(wine_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip where the interpreter itself, without any file of ours, reads percent signs in an argument again."""
+    bare = tmp_path_factory.mktemp("bare") / "bare.bat"
+    bare.write_bytes(b"@echo %*\r\n")
+    command = ["wine", "cmd", "/c", windows_path(bare), "50%", "100%OS%"]
+    done = subprocess.run(command, env=wine_environment, capture_output=True, encoding="utf-8")
+    if "50%" not in done.stdout:
+        pytest.skip(f"this Wine loses percent signs in any %*: {done.stdout.strip()!a}; Windows does not")
+
+
+@pytest.mark.usefixtures("reads_percent_once")
+def test_percent_signs_arrive_as_written(stage: Stage) -> None:
+    assert stage.prompt("train.bat", '"50% of.yaml"').calls[-1].arguments == ["train", "50% of.yaml"]
+
+
+@pytest.mark.usefixtures("reads_percent_once")
+def test_a_folder_with_a_percent_sign(wine_environment: dict[str, str], tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "50% off", wine_environment)
+    assert stage.prompt("train.bat", "x.yaml").calls[-1].arguments == ["train", "x.yaml"]
+
+
+@pytest.mark.parametrize("folder", ["a (x) [y]", "a & b", "\u00fc \u65e5\u672c", "it's", "c^d", "wow!", "a=b,c;d"])
+def test_folders_with_odd_names(wine_environment: dict[str, str], tmp_path: Path, folder: str) -> None:
+    stage = Stage(tmp_path / folder, wine_environment)
+    outcome = stage.double_click(
+        "train.bat", f'"{windows_path(tmp_path / folder / "a b.yaml")}"', codes={"lora-rocm": "4"}
+    )
+    assert (outcome.code, outcome.programs) == (4, ["py", "py", "lora-rocm"])
+    assert "Press any key" in outcome.said
+    assert outcome.calls[-1].arguments == ["train", windows_path(tmp_path / folder / "a b.yaml")]
+    assert outcome.calls[-1].folder == windows_path(tmp_path / folder)
+
+
+def test_another_drive(stage: Stage) -> None:
+    stage.prefix_link("e:", stage.root.parent)
+    outcome = stage.run(f'cmd.exe /c ""E:\\{stage.root.name}\\scripts\\windows\\train.bat" x.yaml"', folder=Path("/"))
+    assert outcome.calls[-1].arguments == ["train", "x.yaml"]
+    assert outcome.calls[-1].path == f"E:\\{stage.root.name}\\.venv\\Scripts\\lora-rocm.exe"
+    assert outcome.calls[-1].folder == "Z:\\"  # relative paths start where the command was typed
+
+
+def test_a_network_path(stage: Stage) -> None:
+    """Wine goes there itself; Windows cannot, and pushd gives it a drive letter instead."""
+    stage.prefix_link("unc/server/share", stage.root.parent)
+    bat = f"\\\\server\\share\\{stage.root.name}\\scripts\\windows\\demo.bat"
+    line = f'cmd.exe /c ""{bat}" "'
+    outcome = stage.run(line, CMDCMDLINE=line)
+    assert outcome.programs == ["py", "py", "lora-rocm"]
+    assert outcome.calls[-1].folder.lower() == f"\\\\server\\share\\{stage.root.name}".lower()
+    assert "Press any key" in outcome.said
+
+
+@pytest.mark.parametrize("ending", ["", "\\"])
+def test_a_dropped_folder_of_pictures(stage: Stage, ending: str) -> None:
+    pictures = stage.root.parent / "it's & [x] #2 \u00fc"
+    pictures.mkdir()
+    (pictures / "a.png").touch()
+    outcome = stage.double_click("train.bat", f'"{windows_path(pictures)}{ending}"')
+    value = windows_path(pictures).replace("'", "''") + ending
+    assert outcome.calls[-1].arguments == ["train", "sdxl.yaml", "--set", f"data.path='{value}'"]
+
+
+def test_a_dropped_path_without_quotes(stage: Stage) -> None:
+    """The Explorer puts quotes only around spaces; cmd takes what follows an & for another command."""
+    outcome = stage.double_click("train.bat", "Z:\\Tom&Jerry\\x^y.yaml", codes={"lora-rocm": "2"})
+    assert outcome.code == 2 and "recognize" not in outcome.said
+    assert outcome.calls[-1].arguments == ["train", "Z:\\Tom&Jerry\\x^y.yaml"]
+
+
+def test_what_follows_an_ampersand_would_run(stage: Stage) -> None:
+    """Negative control."""
+    stage.edit("_run.bat", "exit %LR_CODE%", "exit /b %LR_CODE%")
+    assert "recognize" in stage.double_click("train.bat", "Z:\\Tom&Jerry\\x^y.yaml").said
+
+
+def test_train_without_a_recipe_says_what_to_drop(stage: Stage) -> None:
+    outcome = stage.double_click("train.bat")
+    assert outcome.code == 2 and "Drop a recipe" in outcome.said and "Press any key" in outcome.said
+
+
+def test_a_missing_python_is_explained(stage: Stage) -> None:
+    outcome = stage.double_click("install.bat", codes={"py": "1", "python": "9009"})
+    assert (outcome.code, outcome.programs) == (3, ["py", "python"])  # 9009: the door to the Microsoft Store
+    assert "https://www.python.org" in outcome.said and "Press any key" in outcome.said
+    for program in ("py", "python"):
+        (stage.bin / f"{program}.exe").unlink()
+    outcome = stage.prompt("install.bat")
+    assert outcome.code == 3 and "https://www.python.org" in outcome.said
+
+
+def test_a_launcher_without_python_leads_to_the_other_one(stage: Stage) -> None:
+    outcome = stage.prompt("train.bat", "x.yaml", codes={"py": "103"})
+    assert outcome.programs == ["py", "python", "python", "lora-rocm"]
+
+
+NOT_THE_EXPLORER = {
+    "cmd /c": "cmd /c train.bat {path}",
+    "another file that was double-clicked": 'cmd.exe /c ""Z:\\other.bat" "',
+    "a program that starts it": 'cmd.exe /c ""{bat}""',
+    "PowerShell with options": 'cmd.exe /c ""{bat}" {path} --set lora.rank=2"',
+    "PowerShell with a relative path": 'cmd.exe /c ""{bat}" my.yaml"',
+    "a pipe": 'cmd.exe /S /D /c" {bat} {path}"',
+}
+
+
+@pytest.mark.parametrize("start", NOT_THE_EXPLORER)
+def test_no_waiting_when_a_script_starts_it(stage: Stage, start: str) -> None:
+    line = NOT_THE_EXPLORER[start].format(bat=stage.bat("train.bat"), path="Z:\\x.yaml")
+    outcome = stage.prompt("train.bat", "x.yaml", CMDCMDLINE=line)
+    assert "Press any key" not in outcome.said
+    assert outcome.calls[-1].arguments == ["train", "x.yaml"]
+
+
+def test_a_script_can_say_that_it_is_one(stage: Stage) -> None:
+    outcome = stage.double_click("train.bat", "Z:\\x.yaml", LORA_ROCM_SCRIPTED="1")
+    assert "Press any key" not in outcome.said and outcome.calls[-1].folder == windows_path(stage.work)
+
+
+def test_a_window_that_closes_is_noticed(stage: Stage) -> None:
+    """Negative control of the tests that look for the question."""
+    stage.edit("_run.bat", 'set "LR_WINDOW=1"', 'set "LR_WINDOW="')
+    assert "Press any key" not in stage.double_click("demo.bat").said
+
+
+def test_an_open_pipe_as_input_is_not_waited_for(stage: Stage) -> None:
+    reading, writing = os.pipe()
+    try:
+        outcome = stage.prompt("train.bat", "x.yaml", stdin=reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert outcome.programs == ["py", "py", "lora-rocm"]
+
+
+def test_text_is_utf8_and_the_users_variables_survive(stage: Stage) -> None:
+    mine = {"HSA_ENABLE_SDMA": "0", "LORA_ROCM_HOME": "D:\\caches (x) & y"}
+    found = stage.prompt("doctor.bat", **mine).calls[-1].environment
+    assert found["PYTHONUTF8"] == "1" and {name: found[name] for name in mine} == mine
+    assert stage.prompt("doctor.bat", PYTHONUTF8="0").calls[-1].environment["PYTHONUTF8"] == "0"
+
+
+def test_the_code_page_is_put_back(stage: Stage) -> None:
+    stage.put(stage.bin / "chcp.exe")
+    outcome = stage.prompt("doctor.bat", says={"chcp": "Aktive Codepage: 850."}, codes={"lora-rocm": "3"})
+    assert [call.arguments for call in outcome.calls if call.program == "chcp"] == [[], ["65001"], ["850"]]
+    assert outcome.code == 3
+
+
+def test_nothing_is_left_behind_in_a_calling_script(stage: Stage) -> None:
+    caller = stage.work / "caller.bat"
+    text = f'@echo off\ncall "{stage.bat("train.bat")}" x.yaml\ncd\nset\n'.replace("\u00fc", "?")
+    caller.write_bytes(
+        text.replace(stage.root.name.replace("\u00fc", "?"), "link").replace("\n", "\r\n").encode("ascii")
+    )
+    (stage.root.parent / "link").symlink_to(stage.root)
+    said = stage.run(f'cmd.exe /c "{windows_path(caller)}"').said
+    assert windows_path(stage.work) in said and "PATH=" in said
+    assert "LR_" not in said and "PYTHONUTF8" not in said
+
+
+def test_the_shell_has_the_planned_variables(stage: Stage) -> None:
+    outcome = stage.prompt("shell.bat", 'py "a & b"', says=ENV, codes={"py": "0,0,41"})
+    assert outcome.code == 41
+    assert outcome.calls[2].arguments == ["env", "--shell", "cmd"]
+    command = outcome.calls[-1]
+    assert (command.program, command.arguments) == ("py", ["a & b"])
+    planned = {name: command.environment.get(name) for name in ("HSA_X", "CACHE", "NOT")}
+    assert planned == {"HSA_X": "11.5.1", "CACHE": "C:\\a & b (c)\\d!", "NOT": None}
+    assert command.environment["PATH"].startswith(windows_path(stage.root / ".venv" / "Scripts"))
+    assert command.environment["VIRTUAL_ENV"] == windows_path(stage.root / ".venv")
+
+
+def test_the_shell_is_a_prompt_without_a_command(stage: Stage) -> None:
+    outcome = stage.double_click("shell.bat", says=ENV, stdin=b"lora-rocm hello\r\n")
+    assert outcome.calls[-1].arguments == ["hello"] and outcome.calls[-1].environment["HSA_X"] == "11.5.1"
+    assert "Press any key" not in outcome.said
+
+
+def test_the_shell_needs_a_plan(stage: Stage) -> None:
+    outcome = stage.prompt("shell.bat", "py", codes={"lora-rocm": "3"})
+    assert (outcome.code, outcome.programs) == (3, ["py", "py", "lora-rocm"])
+
+
+def test_missing_programs_skip_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "")
+    monkeypatch.delenv("LORA_ROCM_REQUIRE_WINE", raising=False)
+    conftest.require({"git": "git"})
+    with pytest.raises(pytest.skip.Exception, match="levitate"):
+        conftest.require({"levitate": "package of that name"})
+    for name, value in {"CI": "true", "LORA_ROCM_REQUIRE_WINE": "1"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(pytest.fail.Exception, match="levitate"):
+                conftest.require({"levitate": "package of that name"})
