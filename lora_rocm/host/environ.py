@@ -101,13 +101,15 @@ class EnvPlan:
 
 def plan(situation: Situation) -> EnvPlan:
     """The table for one start of a heavy process on this machine."""
-    rows = []
+    planned: dict[str, EnvRow] = {}  # of two rules for a variable the later counts: what the self-test saw comes last
     for rule in RULES:
         if not rule.when.holds(situation):
             continue
         value = rule.value if isinstance(rule.value, str) else rule.value(situation)
         if value is not None:
-            rows.append(_row(rule, value, situation))
+            row = _row(rule, value, situation)
+            planned[row.variable] = row
+    rows = tuple(planned.values())
     gone = {row.variable for row in rows if row.replaced is not None}
     warnings = [
         Warned(harm.id, name, value, harm.what, harm.source, harm.level)
@@ -115,7 +117,7 @@ def plan(situation: Situation) -> EnvPlan:
         for name, value in harm.found(situation)
         if name not in gone
     ]
-    return EnvPlan(tuple(rows), tuple(warnings))
+    return EnvPlan(rows, tuple(warnings))
 
 
 def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:

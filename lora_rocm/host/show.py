@@ -61,7 +61,7 @@ def _table(situation: Situation, env_plan: EnvPlan, explain: bool) -> Iterator[s
         width = max((len(_name(row)) for row in rows), default=0)
         for row in rows:
             mark = _mark(row)
-            yield f"  {_name(row):<{width}} = {row.value}" + (f"   <- {mark}" if mark else "")
+            yield f"  {_name(row):<{width}} = {_value(row)}" + (f"   <- {mark}" if mark else "")
             if explain:
                 yield from (f"      {line}" for line in _reasons(row))
     if env_plan.warnings:
@@ -95,6 +95,11 @@ def _machine(situation: Situation) -> Iterator[str]:
 
 def _name(row: EnvRow) -> str:
     return row.variable.removeprefix(SETTING)
+
+
+def _value(row: EnvRow) -> str:
+    """Of a setting without the quotes of JSON."""
+    return row.value.strip('"') if row.variable.startswith(SETTING) else row.value
 
 
 def _mark(row: EnvRow) -> str:

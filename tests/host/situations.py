@@ -14,6 +14,9 @@ from lora_rocm.host.verdict import Result, Stack, Verdict
 from tests.golden import HOSTS
 
 
+DTYPE_CHECKS = ("gemm.lora", "conv.miopen", "conv.native", "attention.math", "attention.flash", "training.step")
+
+
 @cache
 def facts_of(machine: str) -> HostFacts:
     return load_facts(HOSTS / f"{machine}.json")
@@ -47,11 +50,6 @@ def fast(machine: str | HostFacts) -> Situation:
     """Profile fast, cleared by the self-test on this very software."""
     made = situation(machine)
     stack = stack_of(made.facts, made.selection) or Stack("0", "none", "none", "none")
-    passed = tuple(
-        Result(f"{group}.{name}", "passed", 0.1)
-        for group, name in (
-            ("copy", "pinned"), ("gemm", "lora-bf16-TN"), ("conv", "bf16-3x3"), ("attention", "flash-bf16"),
-            ("attention", "math-bf16"), ("training", "bf16"), ("memory", "reuse"),
-        )
-    )  # fmt: skip
+    checks = [f"{check}-{dtype}" for dtype in ("bf16", "fp16") for check in DTYPE_CHECKS]
+    passed = tuple(Result(name, "passed", 0.1) for name in ("copies.pinned", "memory.reuse", *checks))
     return replace(made, profile="fast", verdict=Verdict(stack, passed, passed))
