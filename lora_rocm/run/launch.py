@@ -15,7 +15,7 @@ from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
-from lora_rocm.run import prepare, process
+from lora_rocm.run import prepare, process, selftest
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
@@ -62,7 +62,7 @@ def _train_in(
     overrides: Sequence[str],
     accept_changes: bool,
 ) -> int:
-    situation = situation_here(loaded.recipe)
+    situation = selftest.ensure(situation_here(loaded.recipe), loaded.recipe, _say)
     env_plan = plan(situation)
     write_json(run.environment, environment_json(env_plan, situation.facts))
     for sentence in machine_notices(situation, env_plan):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.errors import MachineError
 from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
+from lora_rocm.host.verdict import Verdict
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import launch
 from lora_rocm.run.layout import RunDir
@@ -128,3 +130,25 @@ def test_a_healthy_machine_is_told_nothing(
 ) -> None:
     seen_by_child("linux-rx7900xtx", monkeypatch, tmp_path)
     assert "Warning" not in capsys.readouterr().out
+
+
+def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def no_test(situation: Situation, say: object) -> Verdict:
+        asked.append(situation.facts.gpus[0].name)
+        raise MachineError("gpu-unusable", "All copies arrive as zeros.")
+
+    monkeypatch.setattr(launch.selftest, "self_test", no_test)
+    facts = load_facts(HOSTS / "linux-rx7900xtx.json")
+    monkeypatch.setattr(launch, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    with pytest.raises(MachineError, match="zeros"):
+        launch.train("recipe.yaml", run_dir=tmp_path / "run")
+    assert asked == ["Radeon RX 7900 XTX"] and not (tmp_path / "run" / "seen.json").exists()
+
+
+@pytest.mark.parametrize("machine", ["cpu-only", "nvidia-rtx4090", "broken-no-permission"])
+def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(launch, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    assert launch.train("recipe.yaml", run_dir=tmp_path / "run") == 0
