@@ -7,10 +7,10 @@ from functools import partial
 
 from lora_rocm.doctor.cures import REPORT, unset
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.host import environ
 from lora_rocm.host.archs import arch_of
-from lora_rocm.host.environ import EnvPlan
+from lora_rocm.host.environ import RULES, EnvPlan
 from lora_rocm.host.facts import Gpu
+from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
 
 OWN = "lora-rocm design, section 6"
@@ -135,8 +135,8 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 CHOICE_CHECKS: dict[str, Check] = {
-    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in environ.RULES if rule.over_user},
-    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in environ.HARMS},
+    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in RULES if rule.over_user},
+    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in HARMS},
     "unknown-gpu": _unknown,
 }
 NOTES: dict[str, Check] = {

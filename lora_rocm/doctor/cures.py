@@ -45,7 +45,10 @@ KERNEL_PARAMETER: dict[str, tuple[str, ...]] = {
 OTHER_PARAMETER = ("Add {parameter} to the kernel's command line in your boot loader.", RESTART)
 
 KERNEL: dict[str, tuple[str, ...]] = {
-    "ubuntu": ("sudo apt update && sudo apt install {hwe}", "Or a mainline kernel: https://kernel.ubuntu.com/mainline/"),
+    "ubuntu": (
+        "sudo apt update && sudo apt install {hwe}",
+        "Or a mainline kernel: https://kernel.ubuntu.com/mainline/",
+    ),
     "debian": (
         "echo 'deb http://deb.debian.org/debian {codename}-backports main' | "
         "sudo tee /etc/apt/sources.list.d/backports.list",

@@ -223,7 +223,9 @@ def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
     if eased is not None:
         effect += f"; lora-rocm runs with {eased.variable}={eased.value} against it, which costs speed"
-    return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, row.cure(situation.facts), row.source)
+    return Finding(
+        row.id, row.level, row.title, _evidence(row, situation), effect, row.cure(situation.facts), row.source
+    )
 
 
 WHERE = {

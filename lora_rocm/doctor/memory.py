@@ -1,7 +1,7 @@
 """Memory of APUs, main memory, swap, shared memory and disk: whether a training run fits.
 
-Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960 (amdgpu.gttsize
-alone does not raise the limit). The thresholds are ours.
+Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960
+(amdgpu.gttsize alone does not raise the limit). The thresholds are ours.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
         "harms" if memory < COMFORTABLE_BYTES else "slows",
         "The BIOS sets more memory aside for the GPU than is good",
         f"carve-out {size_text(gpu.vram_bytes)}, main memory that is left {size_text(memory)}",
-        "torch uses either the carve-out or mapped memory, the larger; the other lies idle, and loading a model may swap",
+        "torch uses the larger of carve-out and mapped memory; the other lies idle, and loading a model may swap",
         (
             "In the BIOS: set UMA frame buffer (dedicated graphics memory) to the smallest, 512 MB.",
             *kernel_parameter(situation.facts, parameter),
@@ -164,7 +164,7 @@ def _shm(situation: Situation, plan: EnvPlan) -> Finding | None:
         "note",
         "Shared memory is small",
         f"/dev/shm holds {size_text(linux.shm_bytes)}",
-        "runs with runtime.workers above 0, or on several GPUs, may die with a bus error; the default (0, one GPU) runs",
+        "runs with runtime.workers above 0, or on several GPUs, may die with a bus error; by default there are none",
         (docker,) if linux.container else ("sudo mount -o remount,size=8G /dev/shm",),
         "https://docs.pytorch.org/docs/stable/multiprocessing.html",
     )

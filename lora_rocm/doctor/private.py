@@ -1,7 +1,7 @@
-"""Removes what is private from texts and facts: paths of a user, names of user and host, tokens, addresses, serials.
+r"""Removes what is private from texts and facts: paths of a user, names of user and host, tokens, addresses, serials.
 
 A report is made from facts that went through here, so nothing later has to be careful. Names are learnt from this
-machine (environment) and from every path that shows one (/home/NAME, C:\\Users\\NAME), then removed wherever they are a
+machine (environment) and from every path that shows one (/home/NAME, C:\Users\NAME), then removed wherever they are a
 word of their own. Rather too much is removed than too little.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -19,14 +18,16 @@ T = TypeVar("T")
 
 HOME, USER, HOST, SECRET = "<home>", "<user>", "<host>", "<secret>"
 SEPARATOR = r"[\\/]+"
-NAME = r"""[^\\/:;,*?"'<>|\r\n]+"""
+WINDOWS_NAME = r"""[^\\/:;,*?"'<>|\r\n]+(?=[\\/:;,"'<>)|\r\n]|$)|[^\\/\s:;,*?"'<>|]+"""
+POSIX_NAME = r"""[^\\/\s:;,"'<>|()]+"""
 USER_PATHS = (
     rf"(?:[a-z]:|{SEPARATOR}(?:mnt{SEPARATOR})?[a-z](?={SEPARATOR})|){SEPARATOR}"
-    rf"(?:users|documents and settings){SEPARATOR}({NAME})",
-    rf"(?:{SEPARATOR}(?:var|usr|export))?{SEPARATOR}home{SEPARATOR}({NAME})",
-    rf"{SEPARATOR}(?:run{SEPARATOR})?media{SEPARATOR}({NAME})",
-    rf"~({NAME})(?={SEPARATOR})",
+    rf"(?:users|documents and settings){SEPARATOR}({WINDOWS_NAME})",
+    rf"(?:{SEPARATOR}(?:var|usr|export))?{SEPARATOR}home{SEPARATOR}({POSIX_NAME})",
+    rf"{SEPARATOR}(?:run{SEPARATOR})?media{SEPARATOR}({POSIX_NAME})",
+    rf"(?<![\w~])~({POSIX_NAME})(?={SEPARATOR})",
 )
+"""Paths that show a user's name; a name has spaces on Windows only."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = {"root", "user", "admin", "administrator", "system", "ubuntu", "default", "amd", "localhost", "home"}
 """Names that tell nothing; taken out of paths, left in other texts."""
@@ -125,7 +126,9 @@ def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> P
         users.update(_names_in(_plain(text)))
         hosts.update(re.findall(r"\\\\(?![?.]\\)([^\\/\s;]+)\\", text))
     words = {word for user in users for word in re.split(r"[\s._@-]+", user) if len(word) >= 4}
-    return Private(frozenset(_telling(users | words)), frozenset(_telling(hosts)), tuple(_plain(home) for home in homes))
+    return Private(
+        frozenset(_telling(users | words)), frozenset(_telling(hosts)), tuple(_plain(home) for home in homes)
+    )
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -141,11 +144,6 @@ def texts_in(value: Any) -> Iterator[str]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from texts_in(getattr(value, field.name))
-
-
-def home_of(path: str | Path) -> str:
-    """A path for a message: the home of this user is left out."""
-    return str(path)
 
 
 def _telling(names: Iterable[str]) -> Iterator[str]:

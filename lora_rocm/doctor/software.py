@@ -21,7 +21,12 @@ OLDEST_HIP: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("", (7, 1), "faults of the older ROCm are not worked around here"),
 )
 """Architecture (empty: any other), oldest HIP, why."""
-TORCHVISION = {(2, 14): (0, 29), (2, 13): (0, 28), (2, 12): (0, 27), (2, 11): (0, 26)}
+TORCHVISION: dict[tuple[int, ...], tuple[int, int]] = {
+    (2, 14): (0, 29),
+    (2, 13): (0, 28),
+    (2, 12): (0, 27),
+    (2, 11): (0, 26),
+}
 SLOW = "training would run on the CPU, some hundred times slower; a model such as SDXL is out of reach"
 KERNELS = "the first operation on the GPU ends in invalid device function, or in a crash"
 

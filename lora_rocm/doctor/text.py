@@ -8,7 +8,7 @@ from collections import Counter
 from lora_rocm.doctor.checks import as_intended
 from lora_rocm.doctor.cures import REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
-from lora_rocm.host.quirks import Situation
+from lora_rocm.host.quirks import Level, Situation
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.wheels import SECOND_CLASS
 
@@ -19,12 +19,12 @@ LEVEL_WORDS = {
     "slows": "SLOWS",
     "note": "NOTES",
 }
-QUIET = "note"
+QUIET: Level = "note"
 """A machine about which there are only notes is healthy: it gets one line, and the notes are in --json and --report."""
 
 
 def machine_text(situation: Situation) -> str:
-    """ "Radeon RX 7900 XTX (gfx1100), torch 2.13.0+rocm7.2"."""
+    """The GPU or processor, and torch: "Radeon RX 7900 XTX (gfx1100), torch 2.13.0+rocm7.2"."""
     facts, gpu = situation.facts, as_intended(situation).gpu
     torch = f"torch {facts.torch.version}" if facts.torch is not None else "no torch"
     if gpu is not None:

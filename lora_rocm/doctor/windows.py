@@ -196,7 +196,9 @@ def _smart_app_control(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _vc_runtime(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = situation.facts.windows
-    unread = any("visual c++" in item.what.lower() or "vcruntime" in item.what.lower() for item in situation.facts.unread)
+    unread = any(
+        "visual c++" in item.what.lower() or "vcruntime" in item.what.lower() for item in situation.facts.unread
+    )
     if windows is None or windows.vc_runtime is not None or unread:
         return None
     return Finding(

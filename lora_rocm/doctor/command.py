@@ -1,0 +1,132 @@
+"""``lora-rocm doctor``: what is wrong with a machine, the most harmful first, and what cures it.
+
+A machine about which there are only notes is healthy: one line on standard output. Progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lora_rocm import __version__
+from lora_rocm.doctor.checks import findings
+from lora_rocm.doctor.finding import Finding
+from lora_rocm.doctor.report import write_report
+from lora_rocm.doctor.text import healthy, machine_text, report_text
+from lora_rocm.errors import LoraRocmError, MachineError
+from lora_rocm.host.environ import EnvPlan, plan
+from lora_rocm.host.facts import load_facts
+from lora_rocm.host.here import situation_here
+from lora_rocm.host.probe import probe
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.select import select
+from lora_rocm.host.stack import stack_of
+from lora_rocm.host.verdict import path_of
+from lora_rocm.run.selftest import self_test
+
+JSON_FORMAT = 1
+
+
+def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, quick: bool) -> int:
+    """Examine this machine, or a recorded one, and print what was found.
+
+    The GPU is tested too, unless ``quick``, on a recorded machine, or where something else breaks first.
+
+    Returns:
+        0, or 3 where something of level "breaks" was found.
+
+    Raises:
+        UserError: the file of facts is none.
+        StorageError: the report cannot be written there.
+    """
+    live = facts_path is None
+    situation = _here() if facts_path is None else situation_here(facts=load_facts(facts_path))
+    env_plan = plan(situation)
+    found = findings(situation, env_plan)
+    if live and not quick and not _breaks(found) and stack_of(situation.facts, situation.selection) is not None:
+        situation, trouble = _tested(situation)
+        env_plan = plan(situation)
+        found = trouble + findings(situation, env_plan)
+    tested_on = _tested_on(situation)
+    if live:
+        found = tuple(replace(finding, cure=tuple(map(_with_own_python, finding.cure))) for finding in found)
+    if report_file is not None:
+        write_report(report_file, situation, live=live, tested_on=tested_on)
+        _say(f"Report: {report_file}")
+    if as_json:
+        text = json.dumps(as_data(situation, env_plan, found), indent=1, ensure_ascii=False) + "\n"
+    else:
+        text = report_text(situation, found, tested_on)
+    sys.stdout.write(text)
+    return MachineError.exit_code if _breaks(found) else 0
+
+
+def as_data(situation: Situation, env_plan: EnvPlan, found: tuple[Finding, ...]) -> dict[str, Any]:
+    """What ``--json`` prints; the keys are frozen by a test, new ones raise ``format``."""
+    return {
+        "format": JSON_FORMAT,
+        "lora_rocm": __version__,
+        "machine": machine_text(situation),
+        "healthy": healthy(found),
+        "findings": [finding.to_json() for finding in found],
+        "variables": [asdict(row) for row in env_plan.variables],
+        "settings": [asdict(row) for row in env_plan.setting_rows],
+        "selftest": situation.verdict.to_json() if situation.verdict is not None else None,
+        "facts": situation.facts.to_json(),
+    }
+
+
+def _here() -> Situation:
+    """This machine, with the facts that take longer to read, and the stored verdict."""
+    situation, facts = situation_here(), probe(deep=True)
+    return replace(situation, facts=facts, selection=select(facts, situation.environ))
+
+
+def _breaks(found: tuple[Finding, ...]) -> bool:
+    return any(finding.level == "breaks" for finding in found)
+
+
+def _tested(situation: Situation) -> tuple[Situation, tuple[Finding, ...]]:
+    """The situation with a new verdict; or as it was, and why the test could not be made."""
+    try:
+        return replace(situation, verdict=self_test(situation, _say)), ()
+    except LoraRocmError as error:
+        trouble = Finding(
+            "selftest-impossible",
+            "breaks",
+            "The self-test of the GPU could not be made",
+            f"{error.what} {error.where}".strip(),
+            "torch does not get as far as using the GPU; a run would not either",
+            (error.fix or "lora-rocm doctor --quick",),
+            "self-test of this machine",
+        )
+        return situation, (trouble,)
+
+
+def _tested_on(situation: Situation) -> str:
+    """The day of the stored verdict ("2026-11-21"); empty where there is none."""
+    if situation.verdict is None:
+        return ""
+    try:
+        changed = path_of(Path(situation.app_dir), situation.verdict.stack).stat().st_mtime
+    except OSError:
+        return ""
+    return time.strftime("%Y-%m-%d", time.localtime(changed))
+
+
+def _with_own_python(line: str) -> str:
+    """Commands for pip, with the Python that runs this program where it can be written without quotes."""
+    start = "python -m pip "
+    if not line.startswith(start) or " " in sys.executable:
+        return line
+    return f"{sys.executable} -m pip {line.removeprefix(start)}"
+
+
+def _say(text: str) -> None:
+    """Progress, on standard error: standard output is the result."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
