@@ -96,7 +96,7 @@ class Linux:
     amdgpu_version: str | None = None
     """Version of an amdgpu module that is not the kernel's own (DKMS)."""
     drm_version: str | None = None
-    """Interface version of the amdgpu driver, "3.64"."""
+    """Interface version of the amdgpu driver, "3.64"; it is in the kernel's log only."""
     ttm_pages_limit: int | None = None
     """Pages of 4 KiB that GPUs may map in all."""
     shm_bytes: int | None = None
@@ -147,6 +147,7 @@ class Torch:
     """Architectures it has kernels for; None where neither files nor metadata tell it."""
     arch_source: Literal["files", "metadata", "asked"] | None = None
     aotriton: str | None = None
+    """Version of the bundled attention kernels; only Linux's file names tell it."""
 
 
 @dataclass(frozen=True)

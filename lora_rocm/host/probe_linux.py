@@ -40,7 +40,7 @@ def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
     kernel = look.line("/proc/sys/kernel/osrelease")
     if not kernel:
         look.note("version of the kernel", "/proc/sys/kernel/osrelease is empty or not there")
-    wsl = "microsoft" in kernel.lower()
+    wsl = "microsoft" in kernel.lower() or look.exists("/dev/dxg")
     log = _log(look) if deep else None
     gpus = tuple(_with_firmware(look, gpu) for gpu in linux_gpus(look, wsl))
     memory, available, swap = _memory(look)
@@ -95,10 +95,10 @@ def _memory(look: Look) -> tuple[int | None, int | None, int | None]:
     if text and total is None:
         look.note("/proc/meminfo", "no line MemTotal")
     limit = look.line("/sys/fs/cgroup/memory.max")  # "max" where there is no limit
-    if not limit.isdecimal() or total is None or int(limit) >= total:
+    if not re.fullmatch(r"\d{1,18}", limit) or total is None or int(limit) >= total:
         return total, available, swap
     used = look.number("/sys/fs/cgroup/memory.current") or 0
-    cache = re.search(r"^inactive_file (\d+)$", look.text("/sys/fs/cgroup/memory.stat") or "", re.MULTILINE)
+    cache = re.search(r"^inactive_file (\d{1,18})$", look.text("/sys/fs/cgroup/memory.stat") or "", re.MULTILINE)
     free = max(int(limit) - used + (int(cache.group(1)) if cache else 0), 0)
     return int(limit), min(free, int(limit), available if available is not None else free), swap
 

@@ -24,6 +24,7 @@ VENDORS: dict[str, Vendor] = {AMD: "amd", NVIDIA: "nvidia", "8086": "intel"}
 NO_ATOMICS = 0b1100  # CRAT_IOLINK_FLAGS_NO_ATOMICS_32_BIT and _64_BIT, kernel amdkfd/kfd_crat.h
 VRAM_HEAPS = ("1", "2")  # HSA_MEM_HEAP_TYPE_FB_PUBLIC and _PRIVATE, kernel amdkfd/kfd_topology.h
 MIB = 1 << 20
+NUMBER = r"\d{1,15}"
 SMI_TIMEOUT_S = 15.0
 SMI_FIELDS = "index,name,memory.total,driver_version,pci.bus_id,pci.device_id"
 NVIDIA_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
@@ -148,7 +149,7 @@ def _atomics(look: Look, folder: str, cpus: set[int]) -> bool | None:
 
 def _amd_name(look: Look, device: str | None, pci_id: str | None) -> str:
     if device is None or pci_id is None:
-        return "AMD GPU"
+        return f"AMD GPU {pci_id}" if pci_id else "AMD GPU"
     revision = look.line(f"{device}/revision").lower().removeprefix("0x")
     packages = look.sources.site_packages
     bundled = tuple(str(folder / "torch" / "share" / "libdrm" / "amdgpu.ids") for folder in packages)
@@ -212,7 +213,7 @@ def nvidia_gpus(look: Look) -> list[Gpu]:
     command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
     said = look.ask("nvidia-smi", command, SMI_TIMEOUT_S, about)
     rows = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
-    gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and row[0].isdecimal()]
+    gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and re.fullmatch(NUMBER, row[0])]
     if said is not None and len(gpus) < len(rows):
         look.note("nvidia-smi", "it writes another format")
     return gpus or _nvidia_of_proc(look, about)
@@ -227,7 +228,9 @@ def _smi_gpu(row: list[str]) -> Gpu:
         integrated=False,
         pci_id=f"{NVIDIA}:{device_id.lower().removeprefix('0x')[:4]}",
         pci_address=address.lower()[-12:],
-        vram_bytes=int(mib) * MIB if mib.isdecimal() else None,  # "[N/A]" where it shares the machine's memory
+        vram_bytes=int(mib) * MIB
+        if re.fullmatch(NUMBER, mib)
+        else None,  # "[N/A]" where it shares the machine's memory
         driver=driver,
     )
 
@@ -247,10 +250,10 @@ def read_macos(look: Look, base: HostFacts, deep: bool) -> HostFacts:
     said = look.run("sysctl", ["/usr/sbin/sysctl", "machdep.cpu.brand_string", "hw.memsize", "vm.swapusage"], 5.0) or ""
     values = dict(re.findall(r"^([\w.]+): (.*)$", said, re.MULTILINE))
     chip = values.get("machdep.cpu.brand_string", "")
-    swap = re.search(r"total = (\d+(?:\.\d+)?)M", values.get("vm.swapusage", ""))
+    swap = re.search(rf"total = ({NUMBER}(?:\.\d+)?)M", values.get("vm.swapusage", ""))
     pages = look.run("vm_stat", ["/usr/bin/vm_stat"], 5.0) or ""
-    size = re.search(r"page size of (\d+) bytes", pages)
-    free = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.", pages, re.MULTILINE)
+    size = re.search(rf"page size of ({NUMBER}) bytes", pages)
+    free = re.findall(rf"^Pages (?:free|inactive|speculative):\s+({NUMBER})\.", pages, re.MULTILINE)
     apple = (Gpu("apple", chip, integrated=True),) if chip.startswith("Apple") else ()
     return replace(
         base,

@@ -17,7 +17,7 @@ from lora_rocm.host.probe import probe, relevant
 from lora_rocm.host.probe_other import KFD_NODES
 from lora_rocm.host.remember import Look, Sources, this_machine
 from tests.golden import HOSTS, machines
-from tests.host.fake_machine import Tools, linux_machine, put, windows_machine
+from tests.host.fake_machine import Registry, Tools, linux_machine, put, windows_machine
 
 DAMAGED = "broken-unknown-gpu"
 WARM_S = 0.05
@@ -138,6 +138,26 @@ def test_a_garbled_file_never_raises(path: str, content: bytes, tmp_path: Path) 
     assert facts_from_json(read.to_json(), "here") == read
 
 
+ODD = st.one_of(st.none(), st.integers(), st.binary(max_size=20), st.text(max_size=20), st.lists(st.text(), max_size=2))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(odd=ODD, said=st.text(max_size=80) | st.just("device# 0\nName:\ngcnArchName: gfx1\n"))
+def test_a_garbled_registry_never_raises(odd: object, said: str, tmp_path: Path) -> None:
+    root = tmp_path / "machine"
+    if root.exists():
+        shutil.rmtree(root)
+    sources, tools = windows_machine(root, host("windows-rx7900xtx-raphael"))
+    assert isinstance(sources.registry, Registry)
+    content = sources.registry.content
+    garbled = {key: dict.fromkeys(values, odd) for key, values in content.items()}
+    tools.answers = dict.fromkeys(tools.answers, said)
+    read = probe(deep=True, sources=replace(sources, registry=Registry(garbled)))
+    assert facts_from_json(read.to_json(), "here") == read
+    content[next(key for key in content if key.endswith("0000"))]["HardwareInformation.qwMemorySize"] = odd
+    assert len(probe(sources=sources).gpus) == 2
+
+
 @pytest.mark.parametrize("answer", ["", "\0\xff garbage", "{", "[[1]]", "a,b\n" * 50, '{"MatchingDeviceId": 3}'])
 @pytest.mark.parametrize("name", ["nvidia-rtx4090", "wsl-rx7900xtx", "windows-rx9070xt"])
 def test_a_tool_that_writes_another_format_never_raises(name: str, answer: str, tmp_path: Path) -> None:
@@ -192,3 +212,25 @@ def test_variables_are_those_of_the_stack_and_hold_no_secret() -> None:
         "LD_LIBRARY_PATH": "/opt/rocm/lib",
     }
     assert relevant({"LD_LIBRARY_PATH": "/usr/lib"}) == {}
+
+
+def test_a_value_that_is_no_text_can_be_printed() -> None:
+    assert relevant({"HIP_PATH": "/opt/\udcff"}) == {"HIP_PATH": "/opt/?"}
+
+
+def test_a_large_machine_is_read_warm_in_time(tmp_path: Path) -> None:
+    """Eight GPUs, two hundred other PCI devices, a package database of 4 MB, a full folder of packages."""
+    facts = host("linux-mi300x")
+    sources, _ = linux_machine(tmp_path, facts)
+    for number in range(200):
+        put(tmp_path, f"/sys/bus/pci/devices/0001:{number:02x}:00.0/class", "0x060400\n")
+    stanza = "Package: package{}\nStatus: install ok installed\nDescription: " + "x" * 2000 + "\n\n"
+    put(tmp_path, "/var/lib/dpkg/status", "".join(stanza.format(number) for number in range(2000)))
+    for number in range(500):
+        (tmp_path / "site-packages" / f"package{number}-1.0.dist-info").mkdir()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert len(probe(sources=sources).gpus) == 8
+        times.append(time.perf_counter() - start)
+    assert min(times) < WARM_S
