@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None, table: Table = checks) -> int:
     """Run the checks that are asked for; the exit code says nothing about what they found."""
     parser = argparse.ArgumentParser(prog="lora_rocm.device.selftest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks or groups")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")
     parser.add_argument("--only", nargs="*", default=[], metavar="GROUP")
     parser.add_argument("--watch-parent", action="store_true", help="end when standard input ends")
     options = parser.parse_args(arguments)
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None, table: Table = checks) -> int:
     chosen = [check for check in table(device) if not options.only or _group(check) in options.only]
     _emit("checks", names=[check.name for check in chosen])
     for check in chosen:
-        if check.name in options.skip or _group(check) in options.skip:
+        if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
             continue
         _emit("begin", name=check.name, timeout_s=check.timeout_s)
         result, works = run_check(check, device)

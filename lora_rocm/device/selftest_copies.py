@@ -33,6 +33,8 @@ Read = Callable[[Tensor, str], Tensor]
 def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
     """Copy to the device. ``mapped``: ``tensor`` lies in a mapped file, and is otherwise sent like any other."""
     pinned = method.startswith("pinned")
+    if pinned and not torch.cuda.is_available():
+        raise NotHereError("pinned memory needs a GPU")
     arrived = (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=method == "pinned-async", copy=True)
     synchronize(device)
     return arrived
@@ -69,8 +71,6 @@ def _random_bytes(count: int) -> Tensor:
 
 
 def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read: Read) -> None:
-    if method.startswith("pinned") and not torch.cuda.is_available():
-        raise NotHereError("pinned memory needs a GPU")
     for name, dtype in DTYPES.items():
         what = f"{name} {size_bytes} bytes"
         window, fingerprint = _window(size_bytes, name)

@@ -15,8 +15,6 @@ STEPS, RANK, LEARNING_RATE = 10, 16, 1e-3
 TOLERANCES = {"bf16": 0.02, "fp16": 0.005}
 """Of a loss, as a part of the CPU's: two or three eps (0.0078, 0.00098), for a few roundings in a row. Averages over a
 batch shrink them, and updates that follow slightly different gradients add them up again (sound: 0.005, 0.0002)."""
-LEAST_GAIN = 0.2
-"""Part of the loss that ten steps take away at the very least (sound ones take a third)."""
 
 
 class Lora(nn.Module):
@@ -87,8 +85,6 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
         if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # so written that NaN is wrong too
             raise WrongAnswerError(f"loss of step {step} in {dtype} is {loss:.6g}; the CPU has {wanted:.6g}")
-    if not found[-1] < found[0] * (1 - LEAST_GAIN):
-        raise WrongAnswerError(f"{STEPS} steps in {dtype} changed the loss from {found[0]:.6g} to {found[-1]:.6g} only")
     for name, parameter in network.named_parameters():
         after = parameter.detach().cpu()
         if parameter.requires_grad and not (after.isfinite().all() and (after != before[name]).any()):
