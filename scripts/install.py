@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import re
@@ -183,13 +184,18 @@ def read_stamp(venv: Venv) -> dict[str, object]:
     return stamp if isinstance(stamp, dict) else {}
 
 
+def asked_for(stamp: dict[str, object], forget: bool) -> dict[str, str]:
+    """The two variables as they are set now, else as they were when the venv was made."""
+    now = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    then = stamp.get("asked")
+    return now if now or forget or not isinstance(then, dict) else then
+
+
 def install(options: argparse.Namespace, facts: HostFacts) -> None:
     """Do what is not yet done."""
     venv = Venv(ROOT)
     stamp, force = read_stamp(venv), options.repair or options.upgrade
-    asked = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if not asked and not options.repair:
-        asked = dict(stamp.get("asked") or {})  # type: ignore[call-overload]
+    asked = asked_for(stamp, options.repair)
     choice = choose(facts, {**os.environ, **asked})
     same = stamp.get("project") == fingerprint() and bool(stamp.get("dev") or not options.dev) and venv.python.exists()
     if same and not force and stamp.get("choice") == fingerprint(choice):
@@ -269,9 +275,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         facts = load_facts(options.facts) if options.facts is not None else probe()
         if options.dry_run:
-            own = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-            environ = os.environ if options.facts is None else {**facts.variables, **own}
-            print(describe(facts, choose(facts, environ), options.dev))
+            here = options.facts is None
+            asked = asked_for(read_stamp(Venv(ROOT)) if here else {}, forget=False)
+            print(describe(facts, choose(facts, {**(os.environ if here else facts.variables), **asked}), options.dev))
         else:
             install(options, facts)
     except LoraRocmError as error:
@@ -287,4 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a path that the console's encoding lacks
     sys.exit(main())

@@ -22,7 +22,7 @@ LOOK_TIMEOUT_S = 300.0  # the first import of a torch of 10 GB, with a virus sca
 LOOK = """
 import importlib.metadata, json, sys
 def say(**found):
-    print("found", json.dumps(found), flush=True)
+    print("\\nfound", json.dumps(found), flush=True)
 say(python=sys.version_info[:2])
 try:
     wheel = importlib.metadata.distribution("torch")
@@ -113,7 +113,8 @@ class Venv:
             found = replace(found, python=tuple(seen["python"]))  # type: ignore[arg-type]
         if "release" in seen:
             release = str(seen["release"])
-            found = replace(found, release=release, broken=broken or ("" if release else "it is half installed"))
+            half = "" if release and "version" in seen else "it is half installed"
+            found = replace(found, release=release, broken=broken or half)
         if "version" in seen:
             found = replace(found, torch=_torch(seen))
         return found

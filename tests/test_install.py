@@ -429,6 +429,17 @@ def test_facts_are_for_a_dry_run_only(stand: Stand, capsys: pytest.CaptureFixtur
     assert "goes with --dry-run" in capsys.readouterr().err
 
 
+def test_a_dry_run_here_knows_what_the_user_chose_before(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_gpu(stand)
+    stand.states = [EMPTY, CPU_TORCH]
+    monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "cpu")
+    stand.run()
+    monkeypatch.delenv("LORA_ROCM_TORCH_INDEX")
+    assert stand.run("--dry-run") == 0 and "why: as LORA_ROCM_TORCH_INDEX asks." in capsys.readouterr().out
+
+
 def test_variables_without_sense(
     stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -528,7 +539,7 @@ def test_look_at_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_look_at_a_torch_that_talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = look(tmp_path, monkeypatch, "print('found {torn')\nprint('{}')" + FAKE)
+    found = look(tmp_path, monkeypatch, "print('found {torn')\nprint('{}', end='')" + FAKE)
     assert found.torch is not None and found.broken == ""
 
 

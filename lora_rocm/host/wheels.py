@@ -227,11 +227,12 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
     amd = None if facts.system == "macos" else selection.gpu
     if amd is not None and not selection.by_user:
         weak = AS_CPU.get(amd.gfx or "")
+        hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
         if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
-            note = f"{named(amd)} is left out: the NVIDIA card beside it serves. {_ask_for_amd()}"
+            note = f"{named(amd)} is left out: the NVIDIA card beside it serves.{hint}"
             return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", (note,))
         if weak is not None:
-            note = f"{named(amd)} is not used: {weak}. {_ask_for_amd()}"
+            note = f"{named(amd)} is not used: {weak}.{hint}"
             return _Use("cpu", amd, "there is no GPU worth training on, so for the CPU.", (note,))
     if amd is not None:
         return _Use("rocm", amd, "", _left_out(facts, amd))
@@ -251,10 +252,6 @@ def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
     others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
     variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
     return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
-
-
-def _ask_for_amd() -> str:
-    return f"To use it all the same: {INDEX_VARIABLE}=amd"
 
 
 def named(gpu: Gpu) -> str:
