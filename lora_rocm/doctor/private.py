@@ -35,6 +35,7 @@ USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")
 HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
 
+OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 UUID = r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"
 PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@", "<login>@"),
@@ -52,10 +53,14 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\bS-1-5-21(?:-\d+)+\b", "<sid>"),
     (r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b", "<mac>"),
     (r"\b(serial(?: ?(?:number|no))?|s/n|unique[_ ]id)(\.?\s*[=:#]?\s*)[\w-]{4,}", r"\1\2<serial>"),
-    (r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?::\d+)?(?![\d.])", "<address>"),
-    (r"\b[A-Za-z0-9+/_-]*(?=[A-Za-z+/_-]*\d)(?=[\d+/_-]*[A-Za-z])[A-Za-z0-9+/_]{40,}={0,2}", SECRET),
+    (
+        rf"(?<![\d.])(?:10|127|169|172|192|[4-9]\d|1\d\d|2[0-4]\d|25[0-5])(?:\.{OCTET}){{3}}(?::\d+)?(?![\d.])",
+        "<address>",
+    ),
+    (r"\b[0-9a-f]{32,}\b", SECRET),
+    (r"(?-i:\b(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=[\w+-]*\d)[A-Za-z0-9+_-]{40,}={0,2})", SECRET),
 )
-VERSION = re.compile(r"[\d.]+")
+"""What it looks like, and what stands for it. An address that begins with a small number may be a version, and stays."""
 PUBLIC_ROOTS = re.compile(
     r"(?:/(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp)(?:/|$)|/var/(?!home)|[a-z]:[\\/]+(?:windows|program files)|"
     r"%\w+%|~|<home>|\.|<)",
@@ -74,8 +79,6 @@ class Private:
 
     def text(self, text: str) -> str:
         """``text`` without anything private."""
-        if VERSION.fullmatch(text):
-            return text
         cleaned = _plain(text)
         for home in sorted(self.homes, key=len, reverse=True):
             cleaned = re.sub(_loose_path(home), HOME, cleaned, flags=re.IGNORECASE)
@@ -89,11 +92,15 @@ class Private:
 
     def path_list(self, text: str) -> str:
         """A value that may be a list of paths: those outside the system's own folders go altogether."""
-        windows = "\\" in text or ";" in text or re.match(r"[A-Za-z]:", text) is not None
+        cleaned = self.text(text)
+        if "://" in cleaned:
+            return cleaned
+        windows = "\\" in cleaned or ";" in cleaned or re.match(r"[A-Za-z]:", cleaned) is not None
         separator = ";" if windows else ":"
-        parts = [self.text(part) for part in _plain(text).split(separator)]
-        kept = ["<path>" if PATH_START.match(part) and not PUBLIC_ROOTS.match(part) else part for part in parts]
-        return separator.join(kept) if "://" not in text else self.text(text)
+        return separator.join(
+            "<path>" if PATH_START.match(part) and not PUBLIC_ROOTS.match(part) else part
+            for part in cleaned.split(separator)
+        )
 
     def value(self, value: T, name: str = "") -> T:
         """A dataclass, dict, tuple or text with every text in it cleaned; keys and literals stay."""
@@ -149,7 +156,7 @@ def texts_in(value: Any) -> Iterator[str]:
 def _telling(names: Iterable[str]) -> Iterator[str]:
     for name in map(_plain, names):
         if len(name) >= 2 and name.lower() not in COMMON_NAMES and not name.startswith(("<", "wsl")):
-            yield name
+            yield from {name, name.upper(), name.lower(), name.casefold()}  # one letter may be two in capitals
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,209 @@
+"""Every check fires on its fault and is silent on healthy machines; what is told comes in order of harm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lora_rocm.doctor.checks import CHECKS, as_intended, findings
+from lora_rocm.doctor.finding import LEVELS, Finding
+from lora_rocm.doctor.known_bad import BAD
+from lora_rocm.host.environ import RULES
+from lora_rocm.host.harms import HARMS
+from tests.doctor.injections import (
+    APU,
+    DEBIAN_612,
+    EXPECTED_ON_HEALTHY,
+    GIB,
+    HEALTHY,
+    INJECTIONS,
+    LINUX,
+    NVIDIA,
+    RAPHAEL,
+    STRIX_615,
+    WINDOWS,
+    WSL,
+    case,
+    closed,
+    facts_of,
+    log,
+    on,
+)
+from tests.golden import machines
+
+
+def ids(found: tuple[Finding, ...]) -> list[str]:
+    return [finding.id for finding in found]
+
+
+def told(*made: object) -> dict[str, Finding]:
+    return {finding.id: finding for finding in findings(*made)}  # type: ignore[arg-type]
+
+
+def test_every_check_has_an_injection() -> None:
+    assert set(INJECTIONS) == set(CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_fires_on_its_fault(check: str) -> None:
+    found = {finding.id: finding for finding in findings(*INJECTIONS[check]())}
+    assert check in found, sorted(found)
+    finding = found[check]
+    assert finding.title and finding.evidence and finding.effect
+    assert finding.cure or finding.level == "note"
+    assert all(line and "{" not in line.replace("workers: 0", "").replace("runtime: {", "") for line in finding.cure)
+
+
+@pytest.mark.parametrize("machine", HEALTHY)
+def test_is_silent_on_healthy_machines(machine: str) -> None:
+    situation, plan = case(HEALTHY[machine])
+    fired = {name for name, check in CHECKS.items() if check(as_intended(situation), plan) is not None}
+    assert fired <= EXPECTED_ON_HEALTHY
+
+
+@pytest.mark.parametrize("machine", machines())
+def test_comes_in_order_of_harm_and_never_twice(machine: str) -> None:
+    found = findings(*case(facts_of(machine)))
+    levels = [LEVELS.index(finding.level) for finding in found]
+    assert levels == sorted(levels)
+    assert len(set(ids(found))) == len(found) and len({finding.title for finding in found}) == len(found)
+    table = list(CHECKS)
+    for level in LEVELS:
+        places = [table.index(finding.id) for finding in found if finding.level == level]
+        assert places == sorted(places)
+
+
+def test_every_harm_and_every_rule_over_the_user_is_in_the_table() -> None:
+    assert {f"variable-{harm.id}" for harm in HARMS} <= set(CHECKS)
+    assert {f"replaced-{rule.id}" for rule in RULES if rule.over_user} <= set(CHECKS)
+
+
+@pytest.mark.parametrize("row", BAD, ids=lambda row: row.id)
+def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
+    assert row.source and row.low < row.below  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("made", "absent"),
+    [
+        (on(LINUX, linux={"kernel": "6.17.9-arch1-1"}), "kernel-rdna3-sdma"),
+        (on(LINUX, linux={"kernel": "7.1.0-arch1-1"}), "kernel-rdna3-sdma"),
+        (on(LINUX, linux={"kernel": ""}), "kernel-rdna3-sdma"),
+        (on(APU, linux={"kernel": "6.18.4-arch1-1"}), "kernel-strix-halo"),
+        (on(APU, gpu={"mes_firmware": "0x80"}), "firmware-mes"),
+        (on(APU, gpu={"mes_firmware": "garbled"}), "firmware-mes"),
+        (on(WINDOWS, gpu={"driver_product": "26.3.1"}), "adrenalin-rdna4"),
+        (on(WINDOWS, gpu={"driver_product": None}), "adrenalin-rdna4"),
+        (on(LINUX, linux={"drm_version": "3.59"}), "drm-old"),
+        (on(LINUX, torch={"arch_list": ("gfx11-generic",)}), "torch-no-kernels"),
+        (on(LINUX, torch={"arch_list": None}), "torch-no-kernels"),
+        (case(facts_of("linux-rx6700xt")), "torch-no-kernels"),
+        (on(LINUX, libraries={"bitsandbytes": "0.50.1"}), "library-bitsandbytes"),
+        (on(WINDOWS, gpu={"driver_product": "26.7.2"}), "stale-dll"),
+        (on(WINDOWS, windows={"hip_path": "C:\\Program Files\\AMD\\ROCm\\7.14\\"}), "hip-sdk"),
+        (on(WINDOWS, windows={"smart_app_control": "evaluation"}), "smart-app-control"),
+        (on(WINDOWS, windows={"tdr_delay_s": 60}), "tdr-delay"),
+        (on(WINDOWS, windows={"page_file_bytes": None}), "page-file"),
+        (on(LINUX, memory_bytes=16 * GIB, swap_bytes=None), "main-memory"),
+        (on(LINUX, linux={"kfd": closed("/dev/kfd"), "wsl": True}), "no-permission"),
+        (on(WSL, torch={"hip": "7.14.26221"}), "wsl-detection"),
+        (on(APU, linux=DEBIAN_612), "kernel-strix-halo"),
+        (on(NVIDIA, gpus=(*NVIDIA.gpus, RAPHAEL)), "unknown-gpu"),
+        (log("amdgpu 0000:03:00.0: amdgpu: SMU is initialized successfully!")(), "log-hang"),
+        (log("amdgpu 0000:03:00.0: amdgpu: PSP runtime database doesn't exist")(), "log-no-firmware"),
+    ],
+)
+def test_is_silent_next_to_its_fault(made: object, absent: str) -> None:
+    assert absent not in ids(findings(*made))  # type: ignore[misc]
+
+
+def test_only_the_root_of_a_missing_driver_is_told() -> None:
+    found = findings(*on(LINUX, linux={"amdgpu_loaded": False, "kfd": None, "render_nodes": ()}))
+    assert ids(found)[0] == "amdgpu-not-loaded" and "kfd-missing" not in ids(found)
+
+
+def test_secure_boot_is_named_only_where_a_module_of_its_own_may_be_refused() -> None:
+    own = told(*on(LINUX, linux={"amdgpu_loaded": False, "amdgpu_version": "6.16.6"}))["amdgpu-not-loaded"]
+    plain = told(*on(LINUX, linux={"amdgpu_loaded": False}))["amdgpu-not-loaded"]
+    assert any("Secure Boot" in line for line in own.cure)
+    assert not any("Secure Boot" in line for line in plain.cure)
+    assert "Secure Boot" not in str(findings(*on(WINDOWS, windows={"tdr_events": 3, "vc_runtime": None})))
+
+
+def test_an_integrated_gpu_beside_nvidia_is_left_alone() -> None:
+    beside = replace(RAPHAEL, index=0)
+    found = findings(*on(NVIDIA, gpus=(*NVIDIA.gpus, beside), linux={"kfd": closed("/dev/kfd")}))
+    assert [finding for finding in found if finding.level != "note"] == []
+
+
+def test_the_limit_for_mapped_memory_fits_the_machine() -> None:
+    finding = told(*on(APU, gpu={"gtt_bytes": 62 * GIB}, linux={"ttm_pages_limit": None}))["gtt"]
+    pages = int(next(line for line in finding.cure if "pages_limit" in line).split("pages_limit=")[1].split('"')[0])
+    assert APU.memory_bytes is not None
+    assert APU.memory_bytes - 17 * GIB < pages * 4096 <= APU.memory_bytes - 16 * GIB
+    assert finding.level == "slows"
+    small = told(*on(APU, gpu={"gtt_bytes": 12 * GIB}, linux={"ttm_pages_limit": None}))["gtt"]
+    assert small.level == "harms"
+
+
+def test_gttsize_alone_is_said_to_be_no_cure() -> None:
+    boot = {"boot_parameters": {"amdgpu.gttsize": "122880"}, "ttm_pages_limit": 62 * 2**18}
+    assert "amdgpu.gttsize=122880" in told(*on(APU, linux=boot))["gtt"].evidence
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "word"),
+    [
+        ("ubuntu", "24.04", "linux-generic-hwe-24.04"),
+        ("ubuntu", "25.10", "install linux-generic"),
+        ("debian", "13", "trixie-backports"),
+        ("fedora", "43", "sudo dnf upgrade"),
+        ("arch", "", "sudo pacman -Syu"),
+        ("opensuse-tumbleweed", "20261101", "sudo zypper"),
+        ("bazzite", "43", "rpm-ostree"),
+        ("nixos", "25.11", "tools of your distribution"),
+    ],
+)
+def test_the_cure_is_for_the_distribution(distribution: str, version: str, word: str) -> None:
+    linux = {**STRIX_615, "distribution": distribution, "distribution_version": version}
+    assert word in "\n".join(told(*on(APU, linux=linux))["kernel-strix-halo"].cure)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "word"),
+    [
+        ("ubuntu", "sudo update-grub"),
+        ("pop", "kernelstub"),
+        ("fedora", 'grubby --update-kernel=ALL --args="ttm.pages_limit='),
+        ("arch", "grub-mkconfig"),
+        ("opensuse-leap", "grub2-mkconfig"),
+        ("bazzite", "rpm-ostree kargs"),
+        ("nixos", "in your boot loader"),
+    ],
+)
+def test_kernel_parameters_are_set_the_way_of_the_distribution(distribution: str, word: str) -> None:
+    linux = {"distribution": distribution, "ttm_pages_limit": 62 * 2**18}
+    assert word in "\n".join(told(*on(APU, linux=linux))["gtt"].cure)
+
+
+def test_a_variable_is_unset_in_the_words_of_the_shell() -> None:
+    poisoned = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
+
+    def cure(*made: object) -> str:
+        return "\n".join(next(f.cure for f in findings(*made) if f.id.startswith("variable-")))  # type: ignore[arg-type]
+
+    assert "unset PYTORCH_CUDA_ALLOC_CONF" in cure(*case(LINUX, variables=poisoned))
+    assert "set --erase PYTORCH" in cure(*case(LINUX, variables={**poisoned, "SHELL": "/usr/bin/fish"}))
+    assert 'reg delete "HKCU\\Environment" /v PYTORCH' in cure(*case(WINDOWS, variables=poisoned))
+
+
+def test_a_poisoned_override_is_reported_although_it_is_replaced() -> None:
+    finding = told(*case(facts_of("linux-strix-halo")))["replaced-owner-gfx1151"]
+    assert "11.0.0" in finding.evidence and "11.5.1" in finding.evidence and finding.level == "harms"
+
+
+def test_a_failed_check_tells_what_the_plan_did_about_it() -> None:
+    finding = told(*INJECTIONS["selftest-attention"]())["selftest-attention"]
+    assert "off by 1" in finding.evidence
+    assert "selftest-attention" not in told(*case(LINUX))
