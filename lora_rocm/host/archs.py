@@ -86,7 +86,14 @@ ARCHS: tuple[Arch, ...] = (
     ),
     Arch("gfx1011", "rdna1", "Pro V520", bf16=False),
     Arch("gfx1012", "rdna1", "RX 5500, RX 5500 XT", bf16=False),
-    Arch("gfx1030", "rdna2", "RX 6800, RX 6800 XT, RX 6900 XT, RX 6950 XT", pytorch_org=True, bf16=False),
+    Arch(
+        "gfx1030",
+        "rdna2",
+        "RX 6800, RX 6800 XT, RX 6900 XT, RX 6950 XT",
+        pytorch_org=True,
+        bf16=False,
+        reported="MIOpen's exhaustive search crashes it (unsloth#11636); never asked for here",
+    ),
     Arch("gfx1031", "rdna2", "RX 6700 XT, RX 6750 XT", override="10.3.0", bf16=False),
     Arch("gfx1032", "rdna2", "RX 6600, RX 6600 XT, RX 6650 XT", override="10.3.0", bf16=False),
     Arch("gfx1033", "rdna2", "Van Gogh (Steam Deck)", integrated=True, override="10.3.0", bf16=False),
@@ -100,9 +107,23 @@ ARCHS: tuple[Arch, ...] = (
         override="10.3.0",
         bf16=False,
     ),
-    Arch("gfx1100", "rdna3", "RX 7900 XTX, RX 7900 XT, RX 7900 GRE, Pro W7900, W7800", pytorch_org=True, aotriton=True),
+    Arch(
+        "gfx1100",
+        "rdna3",
+        "RX 7900 XTX, RX 7900 XT, RX 7900 GRE, Pro W7900, W7800",
+        pytorch_org=True,
+        aotriton=True,
+        reported="copies fault with Linux 6.18 to 7.0 (ROCm/amdgpu#225, #204)",
+    ),
     Arch("gfx1101", "rdna3", "RX 7700 XT, RX 7800 XT, Pro W7700", pytorch_org=True, aotriton=True),
-    Arch("gfx1102", "rdna3", "RX 7600, RX 7600 XT", pytorch_org=True, aotriton=True),
+    Arch(
+        "gfx1102",
+        "rdna3",
+        "RX 7600, RX 7600 XT",
+        pytorch_org=True,
+        aotriton=True,
+        reported="hipBLASLt, off here, refuses products on Windows (TheRock#2847)",
+    ),
     Arch("gfx1103", "rdna3", "Radeon 780M, 760M, 740M", integrated=True, pytorch_org=True, aotriton=True),
     Arch(
         "gfx1150",
@@ -111,7 +132,8 @@ ARCHS: tuple[Arch, ...] = (
         integrated=True,
         pytorch_org=True,
         aotriton=True,
-        reported="override 11.5.1 ends in invalid device function (likelovewant/ROCmLibs#37)",
+        reported="AMD's own LoRA example names it (amd/playbooks pytorch-finetuning); override 11.5.1 ends in invalid "
+        "device function (likelovewant/ROCmLibs#37)",
     ),
     Arch(
         "gfx1151",
@@ -122,7 +144,14 @@ ARCHS: tuple[Arch, ...] = (
         aotriton=True,
         reported="AMD's own LoRA example runs on it, Windows and Linux (amd/playbooks pytorch-finetuning)",
     ),
-    Arch("gfx1152", "rdna3.5", "Radeon 860M, 840M (Krackan)", integrated=True, aotriton=True),
+    Arch(
+        "gfx1152",
+        "rdna3.5",
+        "Radeon 860M, 840M (Krackan)",
+        integrated=True,
+        aotriton=True,
+        reported="AMD's own LoRA example names it (amd/playbooks pytorch-finetuning)",
+    ),
     Arch(
         "gfx1153",
         "rdna3.5",
@@ -133,7 +162,15 @@ ARCHS: tuple[Arch, ...] = (
         aotriton=True,
         reported="crashes on Windows (rocm-systems#4578)",
     ),
-    Arch("gfx1200", "rdna4", "RX 9060, RX 9060 XT", pytorch_org=True, amd_windows="building", aotriton=True),
+    Arch(
+        "gfx1200",
+        "rdna4",
+        "RX 9060, RX 9060 XT",
+        pytorch_org=True,
+        amd_windows="building",
+        aotriton=True,
+        reported="LoRA steps fault in hipBLASLt, off here (rocm-libraries#7992, #11714)",
+    ),
     Arch(
         "gfx1201",
         "rdna4",
@@ -141,6 +178,7 @@ ARCHS: tuple[Arch, ...] = (
         pytorch_org=True,
         amd_windows="building",
         aotriton=True,
+        reported="LoRA steps fault in hipBLASLt, off here (ROCm#6647, rocm-libraries#7992)",
     ),
 )
 

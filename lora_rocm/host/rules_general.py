@@ -50,6 +50,7 @@ GENERAL_RULES: tuple[Rule, ...] = (
         "runtime.deterministic: matrix products repeat to the bit",
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
         ANY,
+        shown=("", ":4096:8"),
     ),
     Rule(
         "omp-wait",
@@ -66,5 +67,6 @@ GENERAL_RULES: tuple[Rule, ...] = (
         "runtime.threads: results on the CPU depend on the thread count",
         "https://docs.pytorch.org/docs/stable/threading_environment_variables.html",
         ANY,
+        shown=("", "runtime.threads"),
     ),
 )

@@ -13,7 +13,6 @@ from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Result, Stack, Verdict
 from tests.golden import HOSTS
 
-
 DTYPE_CHECKS = ("gemm.lora", "conv.miopen", "conv.native", "attention.math", "attention.flash", "training.step")
 
 
