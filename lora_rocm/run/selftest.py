@@ -229,7 +229,7 @@ class _Progress:
         """
         seconds = round(time.monotonic() - self._since, 3)
         if self.current is not None and code is None:
-            self._add(Result(self.current, "timeout", seconds, f"no answer within {self._limit_s:.0f} s"))
+            self._add(Result(self.current, "timeout", seconds, f"no answer within {self._limit_s:g} s"))
         elif self.current is not None:
             self._add(Result(self.current, "crashed", seconds, _last_words(code or 0, log)))
         elif len(self.results) == self._results_before and code != 0:
