@@ -122,7 +122,8 @@ def plan(situation: Situation) -> EnvPlan:
 
 def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
     variable = rule.variable if isinstance(rule.variable, str) else rule.variable(situation)
-    row = EnvRow(rule.id, variable, value, rule.why, rule.source, reviewed=rule.reviewed)
+    why = rule.why + (rule.evidence(situation) if rule.evidence is not None else "")
+    row = EnvRow(rule.id, variable, value, why, rule.source, reviewed=rule.reviewed)
     theirs = situation.environ.get(variable)
     if theirs is None or theirs == value:
         return replace(row, from_user=theirs is not None)

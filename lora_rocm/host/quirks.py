@@ -155,6 +155,8 @@ class Rule:
     reviewed: str = "2026-11-21"
     shown: tuple[str, str] = ("", "")
     """For the documentation: variable and value in words, where they depend on the machine."""
+    evidence: Callable[[Situation], str] | None = None
+    """What on this very machine it rests on; added to ``why`` in its plan."""
 
 
 Level = Literal["breaks", "harms", "slows", "note"]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lora_rocm.host.archs import arch_of
 from lora_rocm.host.quirks import Rule, Situation, When
 from lora_rocm.host.verdict import Result, Verdict
 
+NAMED = 3
 FUSED = ("attention.flash", "attention.efficient", "attention.cudnn")
 ANY = When(amd=False)
 """A verdict comes from the machine itself, whoever made the GPU."""
@@ -120,6 +122,22 @@ def _heap_copy(situation: Situation) -> str | None:
     return "true"
 
 
+def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
+    """Evidence: the failed checks, the first ones by name."""
+
+    def evidence(situation: Situation) -> str:
+        verdict = situation.verdict
+        found = [
+            result.name
+            for result in (verdict.failed("") if verdict is not None else ())
+            if result.name.startswith(prefixes) and (not dtypes or any(uses(result, dtype) for dtype in dtypes))
+        ]
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        return f" (failed here: {', '.join(found[:NAMED])}{more})" if found else ""
+
+    return evidence
+
+
 def _remedy_rule(remedy: Remedy) -> Rule:
     def value(situation: Situation) -> str | None:
         verdict = situation.verdict
@@ -137,6 +155,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "float32",
         "self-test of this machine; no native bf16: ComfyUI comfy/model_management.py",
         ANY,
+        evidence=_failed("gemm", "conv", "attention.math", "training", dtypes=("bf16", "fp16")),
     ),
     Rule(
         "verdict-attention",
@@ -146,6 +165,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "which takes more memory",
         "self-test of this machine; pytorch#132004 and AOTriton 0.11 on gfx1100 are known cases",
         ANY,
+        evidence=_failed(*FUSED),
     ),
     Rule(
         "verdict-pinning",
@@ -154,6 +174,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "copies of pinned memory (copies.pinned) failed the self-test",
         "self-test of this machine; llama.cpp#26543 is a known case",
         ANY,
+        evidence=_failed("copies.pinned"),
     ),
     Rule(
         "verdict-miopen",
@@ -162,6 +183,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "convolutions failed the self-test through MIOpen (conv.miopen) and passed without it (conv.native)",
         "self-test of this machine; rocm-libraries#3339 and MIOpen#3964 are known cases",
         ANY,
+        evidence=_failed("conv.miopen"),
     ),
     Rule(
         "verdict-heap-copy",
@@ -170,6 +192,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "copies from mapped files (copies.mapped) failed the self-test, and copies from plain memory passed",
         "self-test of this machine; llama.cpp#28211 is a known case",
         ANY,
+        evidence=_failed("copies.mapped"),
     ),
     *map(_remedy_rule, REMEDIES),
 )
