@@ -100,7 +100,7 @@ def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
     row = next((row for row in plan.rows if row.rule.startswith("owner-gfx1151")), None)
-    if row is None:
+    if row is None or row.replaced is not None:  # that finding says the same
         return None
     windows = situation.facts.system == "windows"
     known = "Windows does not read it" if windows else "on Linux it is the card's own version and changes nothing"

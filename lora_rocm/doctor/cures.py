@@ -14,6 +14,8 @@ from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.quirks import Situation
 
 REPORT = "lora-rocm doctor --report machine.md"
+KNOWN = "Known: "
+"""Begins a sentence about what is known to be wrong with a cure."""
 RESTART = "Restart the machine."
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -132,7 +134,8 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
     windows = situation.facts.system == "windows"
     installer = r"scripts\windows\install.bat" if windows else "make install"
     command = f'python -m pip install --force-reinstall "{choice.requirement}"{index}'
-    return (installer, "Or, without a checkout of the sources:", command)
+    known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
+    return (installer, "Or, without a checkout of the sources:", command, *known)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     effect = (
         "little main memory is left: loading a base model swaps"
         if too_much
-        else "what does not fit goes to shared memory without a word, and training slows down several times"
+        else "what does not fit goes to shared memory without a word, which is reported to be slow"
     )
     return Finding(
         "dedicated-memory",

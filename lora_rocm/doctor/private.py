@@ -60,7 +60,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\b[0-9a-f]{32,}\b", SECRET),
     (r"(?-i:\b(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=[\w+-]*\d)[A-Za-z0-9+_-]{40,}={0,2})", SECRET),
 )
-"""What it looks like, and what stands for it. An address that begins with a small number may be a version, and stays."""
+"""What it looks like, and what stands for it. Addresses that begin with a small number may be versions, and stay."""
 PUBLIC_ROOTS = re.compile(
     r"(?:/(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp)(?:/|$)|/var/(?!home)|[a-z]:[\\/]+(?:windows|program files)|"
     r"%\w+%|~|<home>|\.|<)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -172,6 +173,23 @@ def _only_building(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
+def _wsl_wheel(situation: Situation, plan: EnvPlan) -> Finding | None:
+    torch, facts = situation.facts.torch, situation.facts
+    if not facts.is_wsl or situation.gpu is None or torch is None or torch.hip is None:
+        return None
+    if not re.search(r"\+rocm\d+\.\d+$", torch.version):  # AMD's own have three numbers there
+        return None
+    return Finding(
+        "wsl-wheel",
+        "note",
+        "This torch is not the one that AMD makes for WSL",
+        f"torch {torch.version} is of download.pytorch.org",
+        "it may abort when it starts; if the self-test passes, it is good",
+        install_torch(situation),
+        "unsloth#11212",
+    )
+
+
 def _vision(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch, vision = situation.facts.torch, situation.facts.libraries.get("torchvision")
     wanted = TORCHVISION.get(release(torch.version)[:2]) if torch is not None else None
@@ -282,4 +300,5 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torchvision": _vision,
     **{f"library-{row.package}": partial(_beside, row) for row in BESIDE},
     "wheel-building": _only_building,
+    "wsl-wheel": _wsl_wheel,
 }

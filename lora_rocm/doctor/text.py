@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 
 from lora_rocm.doctor.checks import as_intended
-from lora_rocm.doctor.cures import REPORT
+from lora_rocm.doctor.cures import KNOWN, REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.host.quirks import Level, Situation
 from lora_rocm.host.stack import stack_of
@@ -55,8 +55,8 @@ def second_class_text(situation: Situation) -> str:
     facts = situation.facts
     if any(gpu.vendor == "nvidia" for gpu in facts.gpus):
         return SECOND_CLASS["cuda"]
-    none = "Apple's GPU is not used" if facts.system == "macos" else "there is no AMD GPU for training"
-    return f"{none}, so it runs on the CPU; {SECOND_CLASS['cpu']}"
+    none = "Apple's GPU is not used" if facts.system == "macos" else "there is no AMD GPU to use"
+    return f"{none}, so training runs on the CPU; {SECOND_CLASS['cpu']}"
 
 
 def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str = "") -> str:
@@ -89,12 +89,17 @@ def finding_lines(finding: Finding) -> list[str]:
     for name, text in (("read", finding.evidence), ("effect", finding.effect)):
         lines += _wrapped(name, text)
     for number, line in enumerate(finding.cure):
-        lines.append(f"    {'cure:   ' if not number else '        '}{line}")
+        name = "" if number else "cure"
+        lines += _wrapped(name, line) if line.startswith(KNOWN) else [_start(name) + line]
     return lines + (_wrapped("source", finding.source) if finding.source else [])
 
 
 def _wrapped(name: str, text: str) -> list[str]:
-    start = f"    {name + ':':<8}"
+    first, then = _start(name), _start("")
     return textwrap.wrap(
-        text, WIDTH, initial_indent=start, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+        text, WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
     )
+
+
+def _start(name: str) -> str:
+    return f"    {name + ':' if name else '':<8}"

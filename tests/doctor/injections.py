@@ -113,6 +113,7 @@ INJECTIONS: dict[str, Injection] = {
     "library-deepspeed": library("deepspeed", "0.18.0"),
     "library-flash_attn": library("flash-attn", "2.8.3"),
     "wheel-building": lambda: case(facts_of("windows-rx9070xt")),
+    "wsl-wheel": lambda: case(WSL),
     "vc-runtime": lambda: on(WINDOWS, windows={"vc_runtime": None}),
     "smart-app-control": lambda: on(WINDOWS, windows={"smart_app_control": "on"}),
     "stale-dll": lambda: on(
@@ -165,5 +166,5 @@ INJECTIONS: dict[str, Injection] = {
     **{f"variable-{harm.id}": warned(harm.id) for harm in HARMS},
     **{f"replaced-{rule.id}": replaced(rule.id) for rule in RULES if rule.over_user},
 }
-EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building"}
+EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel"}
 """Notes that belong to a healthy machine."""
