@@ -117,7 +117,8 @@ def _reasons(row: EnvRow) -> tuple[str, ...]:
 
 def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool) -> Iterator[str]:
     command, comment = SHELLS[shell]
-    if situation.app_dir in RECORDED_APP_DIR.values():
+    is_recorded = situation.app_dir in RECORDED_APP_DIR.values()
+    if is_recorded and any(row.value.startswith(situation.app_dir) for row in env_plan.variables):
         folder = _for_comment(situation.app_dir, shell)
         yield f"{comment}{folder} stands for a folder on the machine described: write it out"
     if explain:

@@ -16,7 +16,7 @@ from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.rules_amd import AMD_RULES
 from tests.golden import HOSTS, machines
-from tests.host.situations import fast, situation, with_gpu, with_linux, with_torch
+from tests.host.situations import facts_of, fast, situation, with_gpu, with_linux, with_torch
 
 XTX, HALO, BESIDE = "linux-rx7900xtx", "linux-strix-halo", "linux-strix-halo-rx7900xtx"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
@@ -160,6 +160,14 @@ def test_strix_halo_chosen_by_the_user_gets_the_global_form_unless_the_card_is_v
     assert overrides(plan(situation(BESIDE, {"ROCR_VISIBLE_DEVICES": "1"}))) == {OVERRIDE: "11.5.1"}
     both = plan(situation(BESIDE, {"HIP_VISIBLE_DEVICES": "1,0"}))
     assert overrides(both) == {f"{OVERRIDE}_2": "11.5.1"}
+
+
+def test_with_several_processes_nothing_is_hidden_so_nothing_is_global() -> None:
+    facts = facts_of(BESIDE)
+    twins = replace(facts, gpus=tuple(replace(gpu, gfx="gfx1151", integrated=True) for gpu in facts.gpus))
+    assert overrides(plan(situation(twins, {}))) == {OVERRIDE: "11.5.1"}
+    made = plan(situation(twins, {}, ranks=2))
+    assert OVERRIDE not in overrides(made) and "ROCR_VISIBLE_DEVICES" not in {row.variable for row in made.rows}
 
 
 def test_a_poisoned_global_value_stays_and_is_warned_about_where_another_card_trains() -> None:
