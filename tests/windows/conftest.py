@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 from filelock import FileLock
@@ -51,10 +52,9 @@ def wine_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     lock, users = FileLock(shared / "lock"), shared / "users"
     with lock:
         if not users.exists():
-            subprocess.run(["wine", "cmd", "/c", "ver"], env=environment, check=True, capture_output=True)
-            subprocess.run(
-                [COMPILER, "-O1", "-Wall", "-Wextra", "-Werror", "-o", shared / "recorder.exe", RECORDER], check=True
-            )
+            subprocess.run(["wine", "cmd", "/c", "ver"], env=environment, check=True, stdout=DEVNULL, stderr=DEVNULL)
+            options = ["-O1", "-Wall", "-Wextra", "-Werror", "-municode"]
+            subprocess.run([COMPILER, *options, "-o", shared / "recorder.exe", RECORDER], check=True)
         users.write_text(str(int(users.read_text(encoding="utf-8")) + 1 if users.exists() else 1), encoding="utf-8")
     yield environment
     with lock:

@@ -6,7 +6,6 @@
  * Named launch.exe it starts the command line that the file RECORDER_LINE holds, without a shell in between, and records
  * the exact exit code. Text is UTF-8. */
 #include <windows.h>
-#include <shellapi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <wchar.h>
@@ -83,11 +82,11 @@ static int launch(const wchar_t *log) {
     return 0;
 }
 
-int main(void) {
-    int count;
+int _dowildcard = 0; /* arguments stay as they are */
+
+int wmain(int count, wchar_t **arguments) {
     wchar_t path[1000], name[300], folder[1000];
     const wchar_t *log = _wgetenv(L"RECORDER_LOG");
-    wchar_t **arguments = CommandLineToArgvW(GetCommandLineW(), &count);
     wchar_t *environment = GetEnvironmentStringsW();
     GetModuleFileNameW(NULL, path, 1000);
     _wsplitpath(path, NULL, NULL, name, NULL);

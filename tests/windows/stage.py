@@ -111,22 +111,23 @@ class Stage:
             **{f"RECORDER_SAYS_{name.replace('-', '_')}": value for name, value in (says or {}).items()},
             **variables,
         }
-        command = ["wine", windows_path(self.bin / "launch.exe")]
-        done = subprocess.run(
-            command,
-            env=environment,
-            cwd=folder or self.work,
-            **({"stdin": stdin} if isinstance(stdin, int) else {"input": stdin}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-        )
+        given = {"stdin": stdin} if isinstance(stdin, int) else {"input": stdin}
+        # Into a file: Wine's background processes would keep a pipe open for a second.
+        with (self.root.parent / "said").open("w+b") as file:
+            command = ["wine", windows_path(self.bin / "launch.exe")]
+            place = folder or self.work
+            done = subprocess.run(
+                command, env=environment, cwd=place, stdout=file, stderr=file, timeout=TIMEOUT_S, **given
+            )
+            file.seek(0)
+            said = file.read().decode("utf-8", "replace")
+        assert done.returncode == 0 and log.exists(), f"launch.exe: {done.returncode} {said}"
         entries: list[dict[str, Any]] = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()]
         end = entries.pop()
-        assert end["program"] == "launch", done.stdout
+        assert end["program"] == "launch", said
         for entry in entries:
             entry["environment"] = dict(row.split("=", 1) for row in entry["environment"] if not row.startswith("="))
-        return Outcome(end["code"], done.stdout.decode("utf-8", "replace"), [Call(**entry) for entry in entries])
+        return Outcome(end["code"], said, [Call(**entry) for entry in entries])
 
     def double_click(self, name: str, dropped: str = "", **options: Any) -> Outcome:
         """As the Explorer does it. Wine has no CMDCMDLINE, so it is set; ``dropped`` is as the Explorer writes it."""
