@@ -22,6 +22,7 @@ from lora_rocm.data.cache import CacheEntryBad, LatentCache, image_key, text_key
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut
 from lora_rocm.data.samples import Sample, load_image
+from lora_rocm.device.encoder_speed import watched
 from lora_rocm.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Caches:
     text_encoder: Encoder
     device: torch.device
     report: Report
+    say: Callable[[str], None]
     _jobs: dict[str, ImageJob] = field(default_factory=dict, init=False)
     _captions: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -162,7 +164,7 @@ class Caches:
 
     def _encode_images(self, jobs: Sequence[ImageJob]) -> dict[str, Problem]:
         """Encode and write; the pictures that cannot be decoded, by key. The weights go when this returns."""
-        encode = self.image_encoder.load(self.device)
+        encode = watched(self.image_encoder.load(self.device), self.device, self.say)
         progress = Progress("images", len(self._jobs), self.report, done=len(self._jobs) - len(jobs))
         failed: dict[str, Problem] = {}
         try:

@@ -61,8 +61,23 @@ class Prepared:
     repair: Callable[[str, str], None]
 
 
-def prepare(recipe: Recipe, family: ModelFamily, cache: LatentCache, device: torch.device, emit: Report) -> Prepared:
-    """Find the pictures, cut them, hold some out, and fill the caches. ``emit`` gets the progress.
+def prepare(
+    recipe: Recipe,
+    family: ModelFamily,
+    cache: LatentCache,
+    device: torch.device,
+    emit: Report,
+    say: Callable[[str], None] = lambda text: None,
+) -> Prepared:
+    """Find the pictures, cut them, hold some out, and fill the caches.
+
+    Args:
+        recipe: what to train on.
+        family: whose encoders fill the caches.
+        cache: where encoded pictures and captions are kept.
+        device: where the encoders run.
+        emit: gets the progress.
+        say: gets sentences about the encoders: kernels are being built, a slow way was left.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -72,7 +87,7 @@ def prepare(recipe: Recipe, family: ModelFamily, cache: LatentCache, device: tor
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    caches = Caches(cache, encoders["image"], encoders["text"], device, emit)
+    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say)
     jobs = {
         sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
         for sample in found.samples

@@ -8,6 +8,7 @@ goes on after it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 
 from lora_rocm.device import bench_compute, bench_transfer
+from lora_rocm.device.apply import apply
 from lora_rocm.device.measure import emit
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.pcie import address_of
 from lora_rocm.device.precision import choose_device, describe
+from lora_rocm.host.settings import settings_from
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -41,8 +44,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def main() -> int:
     """Do one job; what is not foreseen ends with a traceback on standard error, which the parent reads."""
     tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, as in training
     device = choose_device("auto")
+    apply(settings_from(os.environ), device)  # what is measured is what trains
     emit("machine", **machine(device))
     if tool == "transfer":
         bench_transfer.run(device, job["start"])

@@ -124,8 +124,9 @@ class DeviceTransfer:
         pin: bool,
         copy: Callable[[Tensor, torch.device, str], Tensor] = copy_to_device,
         read: Callable[[Tensor], Tensor] = copy_to_host,
+        heap_copy: bool = False,
     ) -> None:
-        self.device = device
+        self.device, self._heap_copy = device, heap_copy
         self.methods = METHODS if pin else METHODS[1:]
         self.bad = torch.zeros((), device=device)
         self.checks = self.failures = 0
@@ -177,9 +178,15 @@ class DeviceTransfer:
             tensor.data = self.send_checked(tensor.data, name)
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
-        """Copy one tensor, wait for its verdict, and climb the ladder here and now (weights, restored state)."""
+        """Copy one tensor, wait for its verdict, and climb the ladder here and now (weights, restored state).
+
+        With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it:
+        of one tensor at a time, so that a model never lies in memory twice.
+        """
         wanted = int(whole_fingerprint(tensor))
         for method in self.methods[self._base_rung :]:
+            if self._heap_copy and method == "unpinned":
+                continue
             arrived = self._copy(tensor, self.device, method)
             self.checks += 1
             if int(whole_fingerprint(arrived)) == wanted:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -84,7 +85,8 @@ def train(
     with session.phase("cache"):
         data = _prepare_data(session, recipe, family, device)
     with session.phase("load"):
-        transfer = DeviceTransfer(device, pin=_pins(recipe, device))
+        heap_copy = settings_from(os.environ).heap_copy
+        transfer = DeviceTransfer(device, pin=_pins(recipe, device), heap_copy=heap_copy)
         model, adapter = _load_model(recipe, family, device, dtype, transfer)
         optimizer = GatedAdamW(
             adapter.parameters,
@@ -112,7 +114,8 @@ def train(
     )
     trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
     artifacts.preview_before()
-    with session.phase("step"):
+    with session.phase("step"), first_time(device, "The first step", session.notice) as seen:
+        session.readers.append(lambda event: seen() if event["type"] == "step" else None)
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     if finished:
@@ -123,7 +126,7 @@ def train(
 
 def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device: torch.device) -> Data:
     cache = LatentCache(Path(recipe.cache.dir))
-    prepared = prepare(recipe, family, cache, device, session.cache_progress)
+    prepared = prepare(recipe, family, cache, device, session.cache_progress, session.notice)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)

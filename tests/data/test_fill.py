@@ -11,9 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from lora_rocm.data import fill
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches, Progress, pixels_of
 from lora_rocm.data.samples import geometries, scan
+from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, StorageError
 
 CPU = torch.device("cpu")
@@ -25,7 +27,7 @@ def ignore(*progress: object) -> None:
 
 @pytest.fixture
 def caches(tmp_path: Path, family: Any) -> Caches:
-    return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore)
+    return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore, ignore)
 
 
 def jobs_for(caches: Caches, make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Any]:
@@ -119,7 +121,7 @@ def test_stopping_in_the_middle_loses_nothing(
     assert len(family.image_encoder.encoded) == 4
     assert caches.cache.root != (other := LatentCache(tmp_path / "other")).root
     fresh = new_family()
-    Caches(other, fresh.image_encoder, fresh.text_encoder, CPU, ignore).fill_images(
+    Caches(other, fresh.image_encoder, fresh.text_encoder, CPU, ignore, ignore).fill_images(
         jobs_for(caches, make, tmp_path / "data")
     )
     files = {path.name: path.read_bytes() for path in caches.cache.root.rglob("*.safetensors")}
@@ -192,3 +194,34 @@ def test_progress_is_passed_on_now_and_then_and_at_the_end(monkeypatch: pytest.M
     assert said[0] == ("images", 21, 100, pytest.approx(20.0))
     assert said[-1] == ("images", 100, 100, pytest.approx(20.0))
     assert len(said) < 20
+
+
+def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is a CPU that claims to be a GPU: only the clock of the fake encoder moves."""
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    ways: list[bool] = []
+    now = [0.0]
+
+    def load(device: torch.device) -> Callable[[Any], Any]:
+        def encode(item: Any) -> Any:
+            ways.append(torch.backends.cudnn.enabled)
+            now[0] += 30.0 if torch.backends.cudnn.enabled else 0.5
+            return family.image_encoder.tensors_of(item)
+
+        return encode
+
+    def watch(encode: Any, device: torch.device, say: Callable[[str], None]) -> WatchedEncoder:
+        return WatchedEncoder(encode, device, say, clock=lambda: now[0])
+
+    said: list[str] = []
+    caches.say = said.append
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+    monkeypatch.setattr(fill, "watched", watch)
+    monkeypatch.setattr(family.image_encoder, "load", load)
+    assert caches.fill_images(jobs_for(caches, make, tmp_path / "data")) == {}
+    assert ways == [True, True, False, False, False]
+    assert len(said) == 1 and "From here on without it" in said[0]
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3

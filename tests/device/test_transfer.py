@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_rocm.device.transfer import METHODS, DeviceTransfer, copy_to_device, fingerprint, whole_fingerprint
@@ -218,6 +221,48 @@ def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
     transfer.send_parameters(module)
     assert transfer.failures == 2 and transfer.checks == 4
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+
+
+class Mapped(nn.Module):
+    """A module whose weights lie in a mapped file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        wanted = torch.arange(2.0**16).reshape(256, 256)
+        save_file({"weight": wanted}, folder / "weights.safetensors")
+        with safe_open(folder / "weights.safetensors", "pt") as file:
+            self.weight = nn.Parameter(file.get_tensor("weight"), requires_grad=False)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether its first byte lies in a mapped .safetensors file."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.endswith(".safetensors")
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+@pytest.mark.parametrize("heap_copy", [True, False])
+def test_with_heap_copy_no_mapped_weight_is_left(heap_copy: bool, tmp_path: Path) -> None:
+    module = Mapped(tmp_path)
+    assert is_mapped(module.weight)
+    DeviceTransfer(CPU, pin=False, heap_copy=heap_copy).send_parameters(module)
+    assert is_mapped(module.weight) == (not heap_copy)  # on a CPU a copy straight from the file is none at all
+    assert torch.equal(module.weight, torch.arange(2.0**16).reshape(256, 256))
+
+
+def test_with_heap_copy_only_methods_that_copy_first_are_used() -> None:
+    used: list[str] = []
+
+    def copy(tensor: Tensor, device: torch.device, method: str) -> Tensor:
+        used.append(method)
+        return torch.zeros_like(tensor)
+
+    with pytest.raises(TransferError):
+        DeviceTransfer(CPU, pin=True, copy=copy, heap_copy=True).send_checked(torch.ones(4), "weight")
+    assert used == ["pinned", "clone", "chunked"]
 
 
 class FaultyReads:

@@ -315,7 +315,7 @@ def test_a_bus_that_zeroes_latents_changes_nothing_in_the_file(
     recipe = make_recipe(material)
     assert start(recipe, tmp_path / "sound")
     bus = Bus(("unpinned",), every=7)
-    monkeypatch.setattr(run, "DeviceTransfer", lambda device, pin: DeviceTransfer(device, pin, copy=bus))
+    monkeypatch.setattr(run, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
     assert start(recipe, tmp_path / "faulty")
     assert bytes_of(tmp_path / "faulty") == bytes_of(tmp_path / "sound")
     events = read_events(RunDir(tmp_path / "faulty").events())
@@ -332,7 +332,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
     last = RunDir(tmp_path / "run").list_checkpoints()[-1][1]
     before = {path.name: path.read_bytes() for path in last.iterdir()}
     bus = Bus(("unpinned", "clone", "chunked"), every=1)
-    monkeypatch.setattr(run, "DeviceTransfer", lambda device, pin: DeviceTransfer(device, pin, copy=bus))
+    monkeypatch.setattr(run, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
     with pytest.raises(TransferError, match="Nothing was trained on it"):
         start(recipe, tmp_path / "run")
     assert {path.name: path.read_bytes() for path in last.iterdir()} == before
