@@ -133,9 +133,11 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
     index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
     installer = r"scripts\windows\install.bat" if windows else "make install"
-    command = f'python -m pip install --force-reinstall "{choice.requirement}"{index}'
+    # Not --force-reinstall: an index of torch need not host what torch depends on.
+    remove = uninstall("torch") if situation.facts.torch is not None else ()
+    commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
     known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
-    return (installer, "Or, without a checkout of the sources:", command, *known)
+    return (installer, "Or, without a checkout of the sources:", *commands, *known)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:

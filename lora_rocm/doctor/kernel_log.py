@@ -30,7 +30,7 @@ class Pattern:
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(
         "log-no-firmware",
-        r"amdgpu.*(failed to load (?:ip_)?\S*firmware|direct firmware load .* failed)",
+        r"amdgpu.*(failed to load .*firmware|direct firmware load .* failed)",
         "breaks",
         "The driver found no firmware for the GPU",
         "the GPU is not usable",

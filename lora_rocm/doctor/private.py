@@ -29,7 +29,10 @@ USER_PATHS = (
 )
 """Paths that show a user's name; a name has spaces on Windows only."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
-COMMON_NAMES = {"root", "user", "admin", "administrator", "system", "ubuntu", "default", "amd", "localhost", "home"}
+COMMON_NAMES = set(
+    "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
+    "linux windows ubuntu debian fedora arch archlinux amd nvidia radeon ryzen gpu rocm torch".split()
+)
 """Names that tell nothing; taken out of paths, left in other texts."""
 USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")

@@ -203,6 +203,19 @@ def test_a_poisoned_override_is_reported_although_it_is_replaced() -> None:
     assert "11.0.0" in finding.evidence and "11.5.1" in finding.evidence and finding.level == "harms"
 
 
+def test_a_wrong_torch_is_removed_before_the_right_one_comes() -> None:
+    cure = told(*INJECTIONS["torch-wrong-build"]())["torch-wrong-build"].cure
+    remove, install = (line for line in cure if line.startswith("python -m pip"))
+    assert remove == "python -m pip uninstall -y torch"
+    assert "torch==" in install and "--index-url https://download.pytorch.org/whl/rocm" in install
+    assert not any("uninstall" in line for line in told(*INJECTIONS["torch-none"]())["torch-none"].cure)
+
+
+def test_a_cure_says_what_is_known_to_be_wrong_with_it() -> None:
+    cure = told(*case(facts_of("linux-rx5600xt")))["torch-no-kernels"].cure
+    assert any(line.startswith("Known: ") and "3.64" in line for line in cure)
+
+
 def test_a_failed_check_tells_what_the_plan_did_about_it() -> None:
     finding = told(*INJECTIONS["selftest-attention"]())["selftest-attention"]
     assert "off by 1" in finding.evidence
