@@ -143,7 +143,8 @@ def _remedy_rule(remedy: Remedy) -> Rule:
         verdict = situation.verdict
         return remedy.value if verdict is not None and remedy.id in verdict.remedies else None
 
-    return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when)
+    shown = ("", f"`{remedy.value}`")
+    return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when, shown=shown)
 
 
 VERDICT_RULES: tuple[Rule, ...] = (
@@ -155,6 +156,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "float32",
         "self-test of this machine; no native bf16: ComfyUI comfy/model_management.py",
         ANY,
+        shown=("", "`bf16`, `fp16` or `no`"),
         evidence=_failed("gemm", "conv", "attention.math", "training", dtypes=("bf16", "fp16")),
     ),
     Rule(
@@ -165,6 +167,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "which takes more memory",
         "self-test of this machine; pytorch#132004 and AOTriton 0.11 on gfx1100 are known cases",
         ANY,
+        shown=("", "`math`"),
         evidence=_failed(*FUSED),
     ),
     Rule(
@@ -174,6 +177,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "copies of pinned memory (copies.pinned) failed the self-test",
         "self-test of this machine; llama.cpp#26543 is a known case",
         ANY,
+        shown=("", "`false`"),
         evidence=_failed("copies.pinned"),
     ),
     Rule(
@@ -183,6 +187,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "convolutions failed the self-test through MIOpen (conv.miopen) and passed without it (conv.native)",
         "self-test of this machine; rocm-libraries#3339 and MIOpen#3964 are known cases",
         ANY,
+        shown=("", "`false`"),
         evidence=_failed("conv.miopen"),
     ),
     Rule(
@@ -192,6 +197,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
         "copies from mapped files (copies.mapped) failed the self-test, and copies from plain memory passed",
         "self-test of this machine; llama.cpp#28211 is a known case",
         ANY,
+        shown=("", "`true`"),
         evidence=_failed("copies.mapped"),
     ),
     *map(_remedy_rule, REMEDIES),
