@@ -98,6 +98,7 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
     said = [
         f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
         for warning in env_plan.warnings
+        if warning.level != "note"
     ]
     said += [
         f"{row.variable}={row.replaced} was set here; training gets {row.value} instead. (lora-rocm env --explain)"
