@@ -66,6 +66,14 @@ def test_an_unknown_id_leaves_the_name(tmp_path: Path) -> None:
     assert (gpu.gfx, gpu.gfx_source, gpu.integrated) == (None, None, None)
 
 
+def test_the_id_counts_before_the_name(tmp_path: Path) -> None:
+    """Of the two chips whose products are called 840M."""
+    sources, _, content = machine(tmp_path, "windows-krackan")
+    content[rf"{DISPLAY_CLASS}\0000"] |= {"DriverDesc": "AMD Radeon 840M", "MatchingDeviceId": r"PCI\VEN_1002&DEV_1902"}
+    gpu = probe(sources=sources).gpus[0]
+    assert (gpu.gfx, gpu.gfx_source) == ("gfx1153", "pci")
+
+
 def test_hip_info_is_asked_anew_after_a_driver_change(tmp_path: Path) -> None:
     sources, tools, content = machine(tmp_path)
     probe(sources=sources)
@@ -136,7 +144,8 @@ def test_dlls_in_the_way_are_found_once_and_system32_first(tmp_path: Path) -> No
     sources, _, _ = machine(tmp_path)
     put(tmp_path, r"D:\old\AMDHIP64.DLL", "")
     put(tmp_path, r"D:\old\amdhip64.txt", "")
-    environ = {"PATH": r'D:\old;"D:\old";;C:\WINDOWS\system32', "SystemRoot": r"C:\Windows"}
+    put(tmp_path, r"D:\OLD\amdhip64.dll", "")  # the same file, on a system that does not tell the cases apart
+    environ = {"PATH": r'D:\old;"D:\OLD";;C:\WINDOWS\system32', "SystemRoot": r"C:\Windows"}
     found = windows_of(replace(sources, environ=environ)).hip_libraries
     assert found == (Library(r"C:\Windows\System32\amdhip64_7.dll", "10.0.3722.0"), Library(r"D:\old\AMDHIP64.DLL"))
 
