@@ -1,7 +1,8 @@
 """A picture encoder that is slow by its kernels is noticed, and encodes such pictures another way.
 
 With MIOpen, latents of 1280x1280 took 21.9 s a picture and of 1536x1536 60 s, where torch's own convolutions took
-0.65 s and 1.15 s; at 1024x1024 it was 1.5 times (musubi-tuner PR#592). So it depends on card and shape, and is measured.
+0.65 s and 1.15 s; at 1024x1024 it was only 1.5 times (musubi-tuner PR#592). So it depends on card and shape, and is
+measured.
 
 MIOPEN_FIND_MODE cannot help one stage only: it is a variable of the process, and one process encodes, trains and draws.
 It is 2 (fast) for all of them (``host/rules_amd.py``), because the default mode times out the driver on large pictures
@@ -42,8 +43,8 @@ def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET
     Yields:
         A function that ends the silence before the block does.
     """
-    maker = "MIOpen builds" if torch.version.hip else "The GPU's libraries load or build"
-    text = f"{what}: {maker} kernels for a shape that is new; this takes long only the first time."
+    maker = "MIOpen builds" if torch.version.hip else "the GPU's libraries prepare"
+    text = f"{what} takes a while: most likely {maker} kernels for shapes that are new, which happens only once."
     timer = threading.Timer(after_s, say, [text])
     timer.daemon = True
     if device.type == "cuda":
@@ -80,7 +81,7 @@ class WatchedEncoder:
         size = tuple(pixels_CHW.shape[1:])
         if size in self._with_library:
             return self._timed(pixels_CHW, self._with_library[size])[0]
-        with first_time(self._device, f"Pictures of {size[1]}x{size[0]}", self._say):
+        with first_time(self._device, f"The first picture of {size[1]}x{size[0]}", self._say):
             tensors, seconds = self._timed(pixels_CHW, True)
         self._with_library[size] = True
         if _is_slow(seconds, pixels_CHW):

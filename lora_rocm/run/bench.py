@@ -57,8 +57,8 @@ def transfer(json_path: Path | None) -> int:
         _say("There is no GPU to measure, or this PyTorch does not see it; these are copies in main memory.")
         link = None
     else:
-        link = found.links[0] if found.links else None
-        _say(_bus_text(found.machine, link))
+        link, text = _bus(found)
+        _say(text)
     _say("", *bench_tables.transfer_table(found.rows, link))
     return _finish("transfer", found, {"links": found.links}, json_path)
 
@@ -157,15 +157,17 @@ def _machine_text(machine: Event) -> str:
     return f"{machine['device']}{others}{threads}{memory}, torch {machine['torch']}{runtime}"
 
 
-def _bus_text(machine: Event, link: Event | None) -> str:
-    if machine["integrated"]:
-        return "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
+def _bus(found: Measured) -> tuple[Event | None, str]:
+    """The bus to compare with, where it is known, and what to say of it."""
+    link: Event | None = found.links[0] if found.links else None
+    if found.machine["integrated"]:
+        return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
     if link is None:
-        return "What the bus allows is not known: the system does not tell the width and speed of its link."
-    return (
-        f"PCIe {link['generation']}.0 x{link['width']} ({link['address']}): "
-        f"{link['gb_per_s']} GB/s each way, less what the bus's own protocol takes"
-    )
+        return None, "What the bus allows is not known: the system does not tell the width and speed of its link."
+    text = f"PCIe {link['generation']}.0 x{link['width']} ({link['address']}): {link['gb_per_s']} GB/s each way"
+    if bench_tables.best_over_bus(found.rows) > link["gb_per_s"] * 1e9:
+        return None, f"{text} says the system, and more was measured: a virtual machine does not tell the real bus."
+    return link, f"{text}, less what the bus's own protocol takes"
 
 
 def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> int:

@@ -10,7 +10,7 @@ from lora_rocm.run.wording import size_text
 Row = Mapping[str, Any]
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 BOTH_WAYS = "both at once"
-TO_HOST_OR_DEVICE = ("host to device", "device to host", BOTH_WAYS)
+ONE_WAY = ("host to device", "device to host")
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -39,10 +39,15 @@ def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
 
 def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
     rates = [row["per_second"] for row in by_size.values() if row["per_second"]]
-    if copy not in TO_HOST_OR_DEVICE or not rates:
+    if copy not in (*ONE_WAY, BOTH_WAYS) or not rates:
         return ""
     allowed = link["gb_per_s"] * 1e9 * (2 if copy == BOTH_WAYS else 1)
     return f"{max(rates) / allowed:.0%}"
+
+
+def best_over_bus(rows: Sequence[Row]) -> float:
+    """The fastest copy one way between host and device, in bytes a second."""
+    return max((row["per_second"] or 0.0 for row in rows if row["copy"] in ONE_WAY), default=0.0)
 
 
 def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> list[str]:

@@ -135,7 +135,7 @@ def wait_for(met: Callable[[], bool]) -> bool:
 def test_a_silence_is_explained_once(said: list[str]) -> None:
     with first_time(GPU, "The first step", said.append, after_s=0.01):
         assert wait_for(lambda: bool(said))
-    assert len(said) == 1 and said[0].startswith("The first step: ")
+    assert len(said) == 1 and said[0].startswith("The first step takes a while: ")
 
 
 def test_what_is_quick_or_on_a_cpu_is_not_explained(said: list[str]) -> None:

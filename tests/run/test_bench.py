@@ -113,6 +113,13 @@ def test_without_a_bus_it_is_said_and_no_share_is_made_up(machine: Event, said: 
     assert said in text and "%" not in text and "of the bus" not in text
 
 
+def test_a_bus_that_is_slower_than_its_copies_is_not_believed(child: Any, capsys: Any) -> None:
+    child([RADEON, {"type": "link", "links": [{**LINK, "gb_per_s": 0.25}]}, row(0, copy(2**28), 20e9)])
+    assert bench.transfer(None) == 0
+    text = capsys.readouterr().out
+    assert "0.25 GB/s each way says the system, and more was measured" in text and "%" not in text
+
+
 def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys: Any) -> None:
     fake = child(
         [CPU, begin(0, copy(4096)), row(0, copy(4096)), begin(1, copy(65536)), died()], [CPU, row(2, copy(2**20), 3e9)]
