@@ -71,7 +71,7 @@ def _hip(situation: Situation) -> str | None:
 
 
 def _adrenalin_cure(facts: HostFacts) -> tuple[str, ...]:
-    return ("Install Adrenalin 26.8.1 or newer, or 26.3.1: https://www.amd.com/en/support/download/drivers.html",)
+    return ("Install an Adrenalin newer than 26.7.1, or 26.3.1: https://www.amd.com/en/support/download/drivers.html",)
 
 
 def _firmware_cure(facts: HostFacts) -> tuple[str, ...]:

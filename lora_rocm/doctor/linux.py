@@ -168,7 +168,7 @@ def _wsl_dxg(situation: Situation, plan: EnvPlan) -> Finding | None:
         NO_GPU,
         (
             "Install the newest Adrenalin driver on Windows: https://www.amd.com/en/support/download/drivers.html",
-            "In a window of Windows: wsl --update && wsl --shutdown",
+            "wsl.exe --update && wsl.exe --shutdown",
         ),
         "https://learn.microsoft.com/windows/wsl/tutorials/gpu-compute",
     )

@@ -146,7 +146,7 @@ def _swap_cure(situation: Situation) -> tuple[str, ...]:
     if linux.wsl:
         return (
             "In %UserProfile%\\.wslconfig on Windows, below [wsl2]: memory=24GB and swap=32GB.",
-            "In a window of Windows: wsl --shutdown",
+            "wsl.exe --shutdown",
         )
     if family(situation.facts) in ("fedora", "ostree"):  # btrfs, where a plain file cannot be swapped to
         return ("sudo btrfs filesystem mkswapfile --size 32g /swapfile", "sudo swapon /swapfile")
