@@ -78,11 +78,10 @@ def problems(rows: Sequence[Row]) -> list[str]:
 
 
 def title(row: Row) -> str:
-    """A row in words, without its number format."""
+    """A row in words."""
     if "copy" in row:
-        return f"{row['copy']} ({row['memory']})"
-    variant = f", {row['variant']}" if row.get("variant") else ""
-    return f"{row['name']} {row['way']}{variant}"
+        return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
+    return " ".join([row["name"], row["way"], DTYPE_NAMES[row["dtype"]], row["variant"]]).strip()
 
 
 def _cell(row: Row | None, unit: float) -> str:

@@ -127,7 +127,7 @@ def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys
     assert bench.transfer(None) == 0
     assert [job["start"] for job in fake.jobs] == [0, 2]
     text = capsys.readouterr().out
-    assert "host to device (pinned): ended the process: killed by signal SIGSEGV" in text
+    assert "host to device (pinned, 64.0 KiB): ended the process: killed by signal SIGSEGV" in text
     assert ["1.00", "-", "3.00"] == next(line for line in text.splitlines() if line.startswith("host")).split()[-3:]
 
 
@@ -192,7 +192,7 @@ def test_reasons_are_told_once_for_all_rows_that_share_them(child: Any, capsys: 
     child([CPU, *rows])
     assert bench.compute(None, (), None) == 0
     text = capsys.readouterr().out
-    assert text.count("out of memory") == 1 and "attention 640, base y: out of memory" in text
+    assert text.count("out of memory") == 1 and "base y fp32; attention 640, base y bf16: out" in text
 
 
 def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
