@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lora_rocm.errors import MachineError, StorageError
+from lora_rocm.errors import MachineError, StorageError, storage_error
 from lora_rocm.host.environ import plan
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.rules_verdict import REMEDIES, Remedy
@@ -85,18 +85,24 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
         verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
     failed = len(verdict.failed(""))
     say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s." + _what_now(failed))
-    if not verdict.unusable:
-        _keep(Path(situation.app_dir), verdict, say)
+    _keep(Path(situation.app_dir), verdict, say)
     return verdict
 
 
 def store(folder: Path, verdict: Verdict) -> None:
-    """Keep a verdict for ``verdict.stored``.
+    """Keep a verdict for ``verdict.stored``; one that says "unusable" only removes what was kept: it is asked again.
 
     Raises:
         StorageError: it cannot be written.
     """
-    write_json(path_of(folder, verdict.stack), verdict.to_json())
+    path = path_of(folder, verdict.stack)
+    if not verdict.unusable:
+        write_json(path, verdict.to_json())
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(error, path) from error
 
 
 def _keep(folder: Path, verdict: Verdict, say: Say) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from lora_rocm.errors import MachineError
 from lora_rocm.families import weigh
 from lora_rocm.families.weigh import weight_bytes
 from tests.tiny_models import tiny_pipeline, tiny_recipe, write_single_file
@@ -55,3 +56,9 @@ def test_as_a_program(
         assert (code, found) == (0, real_bytes(tiny_sdxl))
     else:
         assert (code, found["type"], found["code"]) == (2, "error", "model-missing")
+
+
+def test_damaged_settings_are_told(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_ROCM_SETTINGS", "{")
+    with pytest.raises(MachineError, match="LORA_ROCM_SETTINGS"):
+        weight_bytes(tiny_recipe(tiny_sdxl))

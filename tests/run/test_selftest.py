@@ -20,6 +20,7 @@ from lora_rocm.host.environ import plan
 from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
+from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Result, Stack, Verdict, stored
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import selftest
@@ -298,11 +299,14 @@ def test_nothing_is_tested_where_nothing_was_asked(
 def test_a_gpu_that_copies_nothing_right_is_refused_and_asked_again(tmp_path: Path, faulty: Child) -> None:
     faulty.faults = {name: "wrong" for name in NAMES if name.startswith("copies")}
     situation = machine("windows-rx7900xtx-raphael", tmp_path)
+    stack = stack_of(situation.facts, situation.selection)
+    assert stack is not None
+    store(tmp_path / "own", Verdict(stack, ()))  # of a better day
     with pytest.raises(MachineError, match="no way of copying") as caught:
         ensure(situation, make_recipe(), faulty.said.append)
     assert caught.value.exit_code == 3 and "lora-rocm doctor" in caught.value.fix
     assert "copies.pageable.4KiB: failed: 7 of 9" in caught.value.where
-    assert not (tmp_path / "own").exists()
+    assert stored(tmp_path / "own", stack) is None
 
 
 def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatch: pytest.MonkeyPatch) -> None:

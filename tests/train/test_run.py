@@ -13,6 +13,7 @@ from PIL import Image
 
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import ResumeError, TransferError
+from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
@@ -343,6 +344,18 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material:
     directory = RunDir(tmp_path / "run")
     assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
     assert [directory.checkpoint_lora(updates).exists() for updates in (2, 4, 6)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "pins"),
+    [("auto", True, True), ("auto", False, False), ("yes", False, True), ("no", True, False)],
+)
+def test_what_pins(material: Path, monkeypatch: pytest.MonkeyPatch, asked: str, planned: bool, pins: bool) -> None:
+    """``auto`` is what the plan says of a GPU; the CPU never pins."""
+    monkeypatch.setenv("LORA_ROCM_SETTINGS", Settings(pin_memory=planned).to_text())
+    recipe = make_recipe(material, runtime={"pin_memory": asked})
+    assert run._pins(recipe, torch.device("cuda", 0)) is pins
+    assert run._pins(recipe, CPU) is False
 
 
 @pytest.mark.gpu
