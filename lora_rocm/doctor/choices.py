@@ -13,7 +13,7 @@ from lora_rocm.host.facts import Gpu
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
 
-OWN = "lora-rocm design, section 6"
+OWN = "decision of this project, docs/amd.md"
 
 
 def _named(gpu: Gpu) -> str:

@@ -92,7 +92,7 @@ OWNER_RULES: tuple[Rule, ...] = (
         "1",
         "set on AMD by decision of this project; no runtime was found that reads it. The rule behind it is kept in "
         "code: no tensor of a GPU ever crosses to another process",
-        "lora-rocm design, section 6",
+        "decision of this project, docs/amd.md",
         over_user=True,
     ),
     Rule(
@@ -101,7 +101,7 @@ OWNER_RULES: tuple[Rule, ...] = (
         _global_override,
         "replaces a poisoned value that other tools leave behind (11.0.0 crashes gfx1151); the card's own version, so "
         "it changes nothing else, and Windows does not read it",
-        "lora-rocm design, section 6; unsloth#8480; TheRock#1719",
+        "decision of this project, docs/amd.md; unsloth#8480; TheRock#1719",
         When(gfx=(STRIX_HALO,)),
         over_user=True,
         shown=("", "11.5.1, where gfx1151 is the chosen GPU and no other is visible"),
@@ -111,7 +111,7 @@ OWNER_RULES: tuple[Rule, ...] = (
         _strix_halo_node,
         _node_override,
         "as owner-gfx1151, for the APU's own node: the global variable would break the card beside it",
-        "lora-rocm design, section 6; libhsakmt src/topology.c reads the node's variable first",
+        "decision of this project, docs/amd.md; libhsakmt src/topology.c reads the node's variable first",
         When(systems=("linux",)),
         over_user=True,
         shown=(f"{OVERRIDE}_<node of the APU>", "11.5.1, where gfx1151 has another AMD GPU beside it that is used"),
