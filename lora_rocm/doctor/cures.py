@@ -133,6 +133,8 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
     index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
     installer = r"scripts\windows\install.bat" if windows else "make install"
+    if situation.facts.torch is not None:  # the installer replaces one that is there only when it is told to
+        installer += " --repair" if windows else " ARGS=--repair"
     # Not --force-reinstall: an index of torch need not host what torch depends on.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
     commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
@@ -143,8 +145,8 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
     """Lines that put a torch for the CPU into this environment."""
     if facts.system == "windows":
-        return (f'cmd /c "set {wheels.INDEX_VARIABLE}=cpu&& scripts\\windows\\install.bat"',)
-    return (f"{wheels.INDEX_VARIABLE}=cpu make install",)
+        return (f'cmd /c "set {wheels.INDEX_VARIABLE}=cpu&& scripts\\windows\\install.bat --repair"',)
+    return (f"{wheels.INDEX_VARIABLE}=cpu make install ARGS=--repair",)
 
 
 def uninstall(package: str) -> tuple[str, ...]:
