@@ -270,6 +270,8 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
         tree = parse_yaml(text)
     except YamlSyntaxError:
         tree = YamlTree(text)  # text that YAML would want in quotes, which the shell has already taken
+    if isinstance(tree.value, str) and text.strip().startswith(tree.value):
+        tree = YamlTree(text.strip())  # in a file "#" after a space begins a comment; here it belongs to the name
     if tree.problems:
         return tree.place_problems(origin)
     if len(key) == 1 and not isinstance(tree.value, dict):

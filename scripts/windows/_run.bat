@@ -81,11 +81,14 @@ goto done
 goto done
 
 :shell
-set "LR_PLAN=%TEMP%\lora-rocm-%RANDOM%.txt"
-"%LR_PROGRAM%" env --shell cmd >"%LR_PLAN%"
+rem The one call: the variables that it sets stay. Of a name without a folder, which it could not read wrongly.
+pushd "%TEMP%"
+set "LR_PLAN=lora-rocm-%RANDOM%.bat"
+"%LR_PROGRAM%" env --shell cmd >%LR_PLAN%
 set "LR_CODE=%ERRORLEVEL%"
-for /f "usebackq tokens=1* delims= " %%a in ("%LR_PLAN%") do if /i "%%a"=="set" set %%b
-del "%LR_PLAN%"
+if %LR_CODE% equ 0 call .\%LR_PLAN%
+del %LR_PLAN%
+popd
 if not %LR_CODE% equ 0 goto back
 set "VIRTUAL_ENV=%LR_ROOT%\.venv"
 set "PATH=%LR_ROOT%\.venv\Scripts;%PATH%"

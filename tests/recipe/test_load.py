@@ -185,6 +185,33 @@ def test_override_values_are_yaml() -> None:
     assert (recipe.output.author, recipe.optim.learning_rate) == ("[x", 2e-4)
 
 
+WINDOWS_PATH = "C:\\new\\table [1] & it's 50% #2"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (WINDOWS_PATH, WINDOWS_PATH),
+        ("'" + WINDOWS_PATH.replace("'", "''") + "'", WINDOWS_PATH),  # as train.bat writes a dropped folder
+        ("\\\\server\\share\\a #1", "\\\\server\\share\\a #1"),
+        ("name  # 1", "name  # 1"),
+        ('"tab\\tis read"', "tab\tis read"),
+        ("a: b", None),  # a mapping: refused, not shortened
+    ],
+)
+def test_text_of_an_override_is_taken_as_written(written: str, read: str | None) -> None:
+    if read is None:
+        with pytest.raises(RecipeError):
+            load_recipe("recipe.yaml", [f"output.author={written}"])
+        return
+    assert load_recipe("recipe.yaml", [f"output.author={written}"]).recipe.output.author == read
+
+
+def test_a_comment_in_a_file_is_one(in_folder: Path) -> None:
+    (in_folder / "recipe.yaml").write_text(MINIMAL.replace("pics", "pics #2"), encoding="utf-8")
+    assert load_recipe("recipe.yaml").recipe.data.path == str(in_folder / "pics")
+
+
 @pytest.mark.parametrize(
     "override",
     ["lora.rank", "=3", "lora=3", "lora..rank=3", "lora.rank.x=3", "x.y=3", "lora.rank=x", "lora.rank=!!foo 3", "\0=1"],

@@ -15,7 +15,7 @@ from tests.windows import conftest
 from tests.windows.stage import Stage, windows_path
 
 CHECK = 'py -3 -c "import sys; sys.exit(sys.version_info < (3, 11))"'
-ENV = {"lora-rocm": 'rem why\nset "HSA_X=11.5.1"\nset "CACHE=C:\\a & b (c)\\d!"\nNOT=1\n'}
+ENV = {"lora-rocm": 'rem why\nset "HSA_X=11.5.1"\nset "CACHE=C:\\a & b (c)\\d!"\n'}
 
 STEPS = {
     "install": ("--repair --upgrade", ["--repair", "--upgrade"], None),
@@ -263,8 +263,8 @@ def test_the_shell_has_the_planned_variables(stage: Stage) -> None:
     assert outcome.calls[2].arguments == ["env", "--shell", "cmd"]
     command = outcome.calls[-1]
     assert (command.program, command.arguments) == ("py", ["a & b"])
-    planned = {name: command.environment.get(name) for name in ("HSA_X", "CACHE", "NOT")}
-    assert planned == {"HSA_X": "11.5.1", "CACHE": "C:\\a & b (c)\\d!", "NOT": None}
+    planned = {name: command.environment.get(name) for name in ("HSA_X", "CACHE")}
+    assert planned == {"HSA_X": "11.5.1", "CACHE": "C:\\a & b (c)\\d!"}
     assert command.environment["PATH"].startswith(windows_path(stage.root / ".venv" / "Scripts"))
     assert command.environment["VIRTUAL_ENV"] == windows_path(stage.root / ".venv")
 

@@ -1,0 +1,83 @@
+"""What the .bat files must look like, because Wine 8 cannot show it: Windows' cmd reads these things differently.
+
+Text of the user (paths, arguments) is expanded once and between quotes, so that %, !, ^, &, ( and ) in it stay text:
+``call`` would read percent signs and carets again, delayed expansion would eat exclamation marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "scripts" / "windows").glob("*.bat"))
+CALLS_A_NAME = re.compile(r"call \.\\%LR_PLAN%$")
+MAY_STAND_BARE = {"LR_ARGS", "LR_CODE", "LR_CODE_PAGE", "LR_DO", "LR_NEW_ENOUGH", "LR_PLAN", "LR_PYTHON", "LR_SETUP"}
+MAY_STAND_BARE |= {"ERRORLEVEL", "RANDOM"}
+
+
+def faults(content: bytes) -> Iterator[str]:
+    """What is wrong with one file, line by line."""
+    if not content.isascii():
+        yield "is not ASCII"
+    if content.count(b"\n") != content.count(b"\r\n") or not content.endswith(b"\r\n"):
+        yield "has lines that do not end in CR LF: cmd can miss a label"
+    for number, line in enumerate(content.decode("ascii", "replace").splitlines(), 1):
+        if line.startswith("rem "):
+            continue
+        if re.search(r"\bcall\b", line) and not CALLS_A_NAME.search(line):
+            yield f"{number}: call reads percent signs and carets again"
+        if re.search("enabledelayedexpansion", line, re.IGNORECASE):
+            yield f"{number}: delayed expansion eats exclamation marks"
+        if "%*" in line and line != "set LR_ARGS=%*":
+            yield f"{number}: arguments are taken once, as written"
+        if re.search(r"^\s*cd\b", line, re.IGNORECASE):
+            yield f"{number}: cd cannot go to a network path"
+        bare = re.findall(r"%(\w+)(?::[^%]*)?%", re.sub(r'"[^"]*"', "", re.sub(r'%\w+:"=[^%]*%', "", line)))
+        yield from (f"{number}: {name} stands outside quotes" for name in bare if name not in MAY_STAND_BARE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_rules_hold(path: Path) -> None:
+    assert list(faults(path.read_bytes())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'call "%~dp0_run.bat"',
+        b"setlocal EnableDelayedExpansion",
+        b'"%LR_PROGRAM%" train %*',
+        b"cd /d x",
+        b"echo %LR_ROOT%",
+        b"echo \xc3\xbc",
+    ],
+)
+def test_faults_are_noticed(line: bytes) -> None:
+    assert list(faults(line + b"\r\n"))
+
+
+def test_wrong_line_ends_are_noticed() -> None:
+    assert list(faults(b"@echo off\nrem x\n")) and not list(faults(b"@echo off\r\nrem x\r\n"))
+
+
+def test_git_keeps_the_line_ends() -> None:
+    attributes = (ROOT / ".gitattributes").read_text(encoding="utf-8").splitlines()
+    assert "*.bat text eol=crlf" in attributes
+
+
+def test_every_file_ends_in_the_shared_one() -> None:
+    for path in FILES:
+        if path.stem != "_run":
+            lines = path.read_text(encoding="ascii").splitlines()
+            assert lines[0] == "@echo off" and lines[1].startswith("rem ")
+            assert lines[2:] == [
+                "setlocal disabledelayedexpansion",
+                'set "LR_FILE=%~f0"',
+                f'set "LR_DO={path.stem}"',
+                "set LR_ARGS=%*",
+                '"%~dp0_run.bat"',
+            ]
