@@ -146,8 +146,11 @@ class _Weighing:
     """The memory of the weights: remembered from an earlier check, or found by a child beside the scan."""
 
     def __init__(self, recipe: Recipe) -> None:
+        from lora_rocm.host.here import plan_here
+
         self._recipe, self._memory = recipe, Path(recipe.cache.dir) / "weights.json"
-        self._key = _weights_key(recipe)
+        self._plan = plan_here(recipe)
+        self._key = _weights_key(recipe, self._plan.settings.precision)
         self._found: dict[str, int] | None = _remembered(self._memory).get(self._key)
         self._error: LoraRocmError | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
@@ -155,10 +158,9 @@ class _Weighing:
             self._thread.start()
 
     def _weigh(self) -> None:
-        from lora_rocm.host.here import plan_here
         from lora_rocm.run.process import run_for_json
 
-        env = plan_here(self._recipe).applied_to(os.environ)
+        env = self._plan.applied_to(os.environ)
         try:
             with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
                 file = Path(folder) / "recipe.json"
@@ -188,14 +190,14 @@ class _Weighing:
         return found
 
 
-def _weights_key(recipe: Recipe) -> str:
+def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     """Changes with what the weights depend on, and with size or time of any file of the model."""
     model = recipe.model
     names = [name for name in (model.name_or_path, model.config, model.vae) if name and not name.startswith(BUILTIN)]
     stamps = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns) for name in names for file in _files(Path(name))
     ]
-    precision = [recipe.train.mixed_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
+    precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
     parts = [__version__, model.model_dump(mode="json"), precision, stamps]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 

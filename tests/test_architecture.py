@@ -1,4 +1,6 @@
-"""The rules of the house, read from the source: who may import whom, what the light half may touch, sizes, portability.
+"""The rules of the house, read from the source: who may import whom, what the light half may touch, sizes, encodings.
+
+What Windows lacks is in ``test_portability.py``.
 
 Every rule has a negative control: a bad snippet on which it must fire.
 """
@@ -49,16 +51,8 @@ PROCESS_EDGES = {
 STANDARD_LIBRARY_ONLY = {
     "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
     "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
-    "host.remember", "host.wheels",
+    "host.remember", "host.sources", "host.wheels",
 }  # fmt: skip
-POSIX_HOME = f"{PACKAGE}.run.process"
-POSIX_MODULES = {"fcntl", "grp", "posix", "pwd", "resource", "syslog", "termios"}
-POSIX_NAMES = {
-    "os": set(
-        "fork forkpty getegid geteuid getgid getpgid getpgrp getuid kill killpg setpgid setsid wait waitpid".split()
-    ),
-    "signal": set("SIGALRM SIGCHLD SIGHUP SIGKILL SIGQUIT SIGSTOP SIGUSR1 SIGUSR2 alarm pause setitimer".split()),
-}
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
@@ -243,19 +237,6 @@ def unfinished_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{number} is unfinished: {line.strip()}"
 
 
-def posix_faults(module: Module) -> Iterator[str]:
-    """Calls that Windows lacks, outside the one module that knows processes."""
-    if module.name == POSIX_HOME:
-        return
-    for found in imports_of(module):
-        if found.target in POSIX_MODULES or found.name in POSIX_NAMES.get(found.target, ()):
-            yield f"{module.name}:{found.line} imports {found.target} {found.name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.attr in POSIX_NAMES.get(node.value.id, ()):
-                yield f"{module.name}:{node.lineno} uses {node.value.id}.{node.attr}"
-
-
 def encoding_faults(module: Module) -> Iterator[str]:
     """Text read or written in whatever encoding the machine happens to have."""
     for node in ast.walk(module.tree):
@@ -293,7 +274,6 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (size_faults, True),
     (broad_except_faults, True),
     (unfinished_faults, True),
-    (posix_faults, True),
     (encoding_faults, True),
 ]
 
@@ -333,9 +313,6 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    raise"),
         bad(unfinished_faults, "errors", "x = 1  # TO" + "DO: more"),
         bad(unfinished_faults, "errors", "raise NotImplemented" + "Error"),
-        bad(posix_faults, "run.status", "import os\nos.kill(1, 9)"),
-        bad(posix_faults, "run.status", "from signal import SIGKILL"),
-        bad(posix_faults, "train.loop", "def f():\n    import fcntl"),
         bad(encoding_faults, "errors", "open('a')"),
         bad(encoding_faults, "errors", "open('a', 'w')"),
         bad(encoding_faults, "errors", "path.open('a')"),
@@ -359,7 +336,6 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (light_faults, "data.samples", "def f():\n    import datasets"),
         (light_faults, "data.cache", "import torch"),
         (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
-        (posix_faults, "run.process", "import os\nos.kill(1, 9)"),
         (standard_library_faults, "host.probe", "import ctypes\nfrom lora_rocm.host.facts import Gpu"),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),

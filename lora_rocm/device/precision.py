@@ -11,13 +11,20 @@ from lora_rocm.host.settings import Settings
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, settings: Settings | None = None) -> torch.device:
     """``auto`` takes a GPU where torch sees one.
 
     Raises:
-        MachineError: a GPU was asked for and torch sees none.
+        MachineError: a GPU was asked for, or is expected by the plan, and torch sees none.
     """
     available = torch.cuda.is_available()
+    if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
+        raise MachineError(
+            "gpu-not-seen",
+            f"This machine has a GPU, and this PyTorch ({torch.__version__}) is one for it but does not see it.",
+            where="runtime.device: auto",
+            fix="lora-rocm doctor says why. To train on the CPU all the same: --set runtime.device=cpu",
+        )
     if wanted == "gpu" and not available:
         raise MachineError(
             "no-gpu",

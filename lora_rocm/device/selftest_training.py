@@ -42,10 +42,11 @@ def _network(tokens: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(11)
     network = nn.Sequential(Lora(width, 4 * width, generator), nn.GELU(), Lora(4 * width, width, generator))
     x_TC = torch.randn(tokens, width, generator=generator)
-    change = torch.randn(width, 2, generator=generator) @ torch.randn(2, width, generator=generator) / width
-    with torch.no_grad():
-        wanted_TC = network(x_TC) + x_TC @ change
-    return network, x_TC, wanted_TC
+    left, right = torch.randn(width, 2, generator=generator), torch.randn(2, width, generator=generator)
+    with torch.no_grad():  # in float64, as every reference
+        change = left.double() @ right.double() / width
+        wanted_TC = network.double()(x_TC.double()) + x_TC.double() @ change
+    return network.float(), x_TC, wanted_TC.float()
 
 
 def _losses(network: nn.Module, x_TC: Tensor, wanted_TC: Tensor, autocast: torch.dtype | None) -> list[float]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lora_rocm.host import probe_linux, probe_other, probe_windows
 from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.remember import Look, Sources, this_machine
+from lora_rocm.host.sources import Look, Sources, this_machine
 from lora_rocm.host.torch_files import installed
 
 Reader = Callable[[Look, HostFacts, bool], HostFacts]

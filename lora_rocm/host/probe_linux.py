@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lora_rocm.host.facts import DeviceFile, Gpu, HostFacts, Linux
 from lora_rocm.host.probe_other import linux_gpus
-from lora_rocm.host.remember import Look
+from lora_rocm.host.sources import Look
 
 BOOT_PARAMETERS = re.compile(r"((?:iommu|amd_iommu|ttm\.\w+|amdttm\.\w+|amdgpu\.\w+))(?:=(\S*))?")
 CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from lora_rocm.host.archs import arch_of
 from lora_rocm.host.facts import Gpu, HostFacts, Vendor
 from lora_rocm.host.pci import AMD, gfx_of_id, product_name
-from lora_rocm.host.remember import Look
+from lora_rocm.host.sources import Look
 
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 PCI_DEVICES = "/sys/bus/pci/devices"

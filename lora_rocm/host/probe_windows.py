@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lora_rocm.host.archs import arch_of
 from lora_rocm.host.facts import Gpu, HostFacts, Library, Vendor, Windows
 from lora_rocm.host.pci import gfx_of_id, gfx_of_name
-from lora_rocm.host.remember import Look
+from lora_rocm.host.sources import Look
 
 DISPLAY_CLASS = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
 ADAPTER_VALUES = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lora_rocm.host.quirks import Rule, Situation, When
+from lora_rocm.host.quirks import SETTING, Rule, Situation, When
+from lora_rocm.host.stack import stack_of
 
 ANY = When(amd=False)
 
@@ -15,6 +16,11 @@ def _deterministic(situation: Situation) -> str | None:
 def _threads(situation: Situation) -> str | None:
     recipe = situation.recipe
     return str(recipe.runtime.threads) if recipe is not None and recipe.runtime.threads is not None else None
+
+
+def _gpu_expected(situation: Situation) -> str | None:
+    hidden = situation.gpu is None and situation.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return None if hidden or stack_of(situation.facts, situation.selection) is None else "true"
 
 
 GENERAL_RULES: tuple[Rule, ...] = (
@@ -68,5 +74,15 @@ GENERAL_RULES: tuple[Rule, ...] = (
         "https://docs.pytorch.org/docs/stable/threading_environment_variables.html",
         ANY,
         shown=("", "runtime.threads"),
+    ),
+    Rule(
+        "gpu-expected",
+        f"{SETTING}expect_gpu",
+        _gpu_expected,
+        "this PyTorch is one for the GPU of this machine: where it sees none, a run says so, and does not go on for "
+        "days on the processor",
+        "decision of this project, docs/amd.md",
+        ANY,
+        shown=("", "true, where GPU and PyTorch fit each other"),
     ),
 )

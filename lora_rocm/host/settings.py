@@ -30,6 +30,8 @@ class Settings:
     """What train.mixed_precision: auto means on the GPU; None: the heavy half asks torch."""
     heap_copy: bool = False
     """Tensors of memory-mapped files are copied to the heap before they go to the device."""
+    expect_gpu: bool = False
+    """This torch is one for the GPU of this machine: where it sees none, runtime.device: auto is not the CPU."""
     memory_limit_bytes: int | None = None
     """The allocator raises at this size, instead of a desktop that freezes or a driver that swaps."""
 

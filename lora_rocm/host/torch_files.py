@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_rocm.host.facts import Torch
-from lora_rocm.host.remember import Look
+from lora_rocm.host.sources import Look
 
 LIBRARIES = re.compile(
     r"triton|triton_rocm|pytorch_triton_rocm|triton_windows|bitsandbytes|flash_attn|xformers|torchvision|torchao"

@@ -157,13 +157,14 @@ def _recipe_for(job: Job, lora: Path) -> Recipe:
 def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
     """The device that the recipe asks for, with the planned settings in force."""
     settings = settings_from(os.environ)
-    device = choose_device(recipe.runtime.device)
+    device = choose_device(recipe.runtime.device, settings)
     apply(settings, device)
     return device, settings
 
 
 def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
-    transfer = DeviceTransfer(device, pin=device.type == "cuda" and settings.pin_memory)
+    pin = device.type == "cuda" and settings.pin_memory
+    transfer = DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
     for component in model.components.values():
         transfer.send_parameters(component)
     model.device = device

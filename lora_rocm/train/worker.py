@@ -69,7 +69,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int
     from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
 
     settings = settings_from(os.environ)
-    device = choose_device(recipe.runtime.device)
+    device = choose_device(recipe.runtime.device, settings)
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:

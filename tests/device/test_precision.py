@@ -70,6 +70,14 @@ def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == choose_device("gpu") == GPU and choose_device("cpu") == CPU
 
 
+def test_an_expected_gpu_is_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MachineError, match="does not see it"):
+        choose_device("auto", Settings(expect_gpu=True))
+    assert choose_device("cpu", Settings(expect_gpu=True)).type == "cpu"
+    assert choose_device("auto", Settings()).type == "cpu"
+
+
 @pytest.mark.parametrize("radeon", ["gfx1100"], indirect=True)
 def test_a_device_in_words(radeon: None) -> None:
     assert describe(CPU) == "CPU" and describe(GPU) == "Radeon (gfx1100)"

@@ -22,7 +22,7 @@ from lora_rocm.host.probe_windows import (
     VC_KEY,
     VERSION_KEY,
 )
-from lora_rocm.host.remember import Sources
+from lora_rocm.host.sources import Sources
 
 REVISION = "c8"
 NO_NODE = 1 << 30

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lora_rocm.host.facts import HostFacts, facts_from_json, load_facts
 from lora_rocm.host.probe import probe, relevant
 from lora_rocm.host.probe_other import KFD_NODES
-from lora_rocm.host.remember import Look, Sources, this_machine
+from lora_rocm.host.sources import Look, Sources, this_machine
 from tests.golden import HOSTS, machines
 from tests.host.fake_machine import Registry, Tools, linux_machine, put, windows_machine
 

@@ -9,7 +9,7 @@ import pytest
 
 from lora_rocm.host.facts import DeviceFile, HostFacts, Linux, load_facts
 from lora_rocm.host.probe import probe
-from lora_rocm.host.remember import Sources
+from lora_rocm.host.sources import Sources
 from tests.golden import HOSTS
 from tests.host.fake_machine import Tools, linux_machine, put
 

@@ -11,7 +11,7 @@ from lora_rocm.host.archs import ARCHS
 from lora_rocm.host.facts import Gpu, HostFacts, load_facts
 from lora_rocm.host.probe import probe
 from lora_rocm.host.probe_other import KFD_NODES, WSL_POWERSHELL, gfx_of_version
-from lora_rocm.host.remember import Sources
+from lora_rocm.host.sources import Sources
 from tests.golden import HOSTS
 from tests.host.fake_machine import Tools, kfd_version, linux_machine, put
 

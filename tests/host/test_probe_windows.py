@@ -26,7 +26,7 @@ from lora_rocm.host.probe_windows import (
     gpus_of_adapters,
     hip_info,
 )
-from lora_rocm.host.remember import Sources
+from lora_rocm.host.sources import Sources
 from tests.golden import HOSTS
 from tests.host.fake_machine import Registry, Tools, put, windows_machine
 

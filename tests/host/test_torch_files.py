@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.host.facts import Torch
-from lora_rocm.host.remember import Look, Sources, run_tool
+from lora_rocm.host.sources import Look, Sources, run_tool
 from lora_rocm.host.torch_files import ASK, installed
 from tests.host.fake_machine import Tools, put, put_torch
 

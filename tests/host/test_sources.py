@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from lora_rocm.host.facts import Unread
-from lora_rocm.host.remember import HIDING, MEMORY_FILE, Look, NoRegistry, Sources, recalled, remember, run_tool
+from lora_rocm.host.remember import MEMORY_FILE, recalled, remember
+from lora_rocm.host.sources import HIDING, Look, NoRegistry, Sources, run_tool
 from tests.host.fake_machine import Registry, Tools
 
 ECHO = [sys.executable, "-c", "print('answer')"]
