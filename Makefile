@@ -24,7 +24,7 @@ check: $(STAMP) ## formatting, lint, types, architecture
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_portability.py
 
 format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/python -m ruff check --select I --fix .

@@ -43,5 +43,6 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
         whole = torch.cuda.mem_get_info(device)[1]
     if limit_bytes >= whole:
         return None
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, device)
+    number = torch.cuda.current_device() if device.index is None else device.index  # it takes no plain "cuda"
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, number)
     return limit_bytes
