@@ -12,6 +12,8 @@ from lora_rocm.host.quirks import Level, Situation
 
 SELF_TEST = "lora-rocm doctor"
 RESUME = "lora-rocm train RECIPE --resume latest"
+NEEDED = r"amdgpu/(?:\w+_(?:pfp|me|mec|rlc|imu|sos|sdma|smc)|sdma_\w+|smu_\w+)\.bin"
+"""Firmware without which a GPU does not compute; others (camera, video) may be missing from a sound machine."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,16 @@ class Pattern:
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(
         "log-no-firmware",
-        r"amdgpu.*(failed to load .*firmware|direct firmware load .* failed)",
+        rf"direct firmware load for {NEEDED} failed|failed to load.* firmware \"?{NEEDED}",
         "breaks",
         "The driver found no firmware for the GPU",
-        "the GPU is not usable",
+        "the GPU, or its engine for computing or copying, does not start",
         ("Install the newest linux-firmware of your distribution, then restart.",),
         "linux-firmware amdgpu",
     ),
     Pattern(
         "log-no-atomics",
-        r"amdgpu.*PCI ?(?:E|Express) atomic",
+        r"(?:amdgpu|kfd).*(?:PCI ?(?:E|Express) atomic|PCI rejects atomics)",
         "harms",
         "The driver says that the slot has no PCIe atomics",
         "the GPU may be skipped for computing",
@@ -75,7 +77,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "log-hang",
-        r"\bring \S+ timeout|MES failed to respond|MES .*(?:hang|timeout)|GPU reset|device wedged|\bjob timedout",
+        r"\bring \S+ timeout|\bMES(?:\(\d\))? failed to respond|GPU reset|device wedged|job.timedout",
         "harms",
         "The GPU hung and was reset",
         "every program that used the GPU lost its state; a run goes on at its last checkpoint",

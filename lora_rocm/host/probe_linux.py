@@ -25,11 +25,12 @@ DPKG_NAMES = ("linux-firmware", "firmware-amd-graphics")
 TOOL_TIMEOUT_S = 10.0
 LOG_LINES = 50
 LOG = re.compile(
-    r"restore_userptr_worker hogged CPU|svm_range_deferred_list_work hogged CPU|Failed to resume KFD|page fault"
-    r"|L2_PROTECTION_FAULT|ring \w+ timeout|MES failed|MES might be|GPU reset|device wedged"
-    r"|sdma.*(?:fault|timeout|hang)|PCIe atomic",
+    r"hogged CPU|failed to resume kfd|page fault|L2_PROTECTION_FAULT|ring \S+ timeout|\bMES\b.*(?:fail|might be)"
+    r"|GPU reset|device wedged|job.timedout|sdma.*(?:fault|timeout|hang|fail)|(?:fault|timeout|hang)\w*\b.*sdma"
+    r"|PCI.{0,16}atomic|firmware.*fail|fail.*firmware",
     re.IGNORECASE,
 )
+"""What may be kept for the doctor, who knows what it means: rather too much than too little."""
 LOG_ABOUT = re.compile(r"amdgpu|kfd|drm|svm_range|restore_userptr", re.IGNORECASE)
 DRM_VERSION = re.compile(r"Initialized amdgpu (\d+\.\d+)\.\d+")
 

@@ -19,7 +19,7 @@ from lora_rocm.host.sources import Look
 
 LIBRARIES = re.compile(
     r"triton|triton_rocm|pytorch_triton_rocm|triton_windows|bitsandbytes|flash_attn|xformers|torchvision|torchao"
-    r"|rocm|rocm_sdk_\w+|amd_torch_device_\w+|amd_aiter|liger_kernel"
+    r"|rocm|rocm_sdk_\w+|amd_torch_device_\w+|amd_aiter|aiter|deepspeed|transformer_engine|liger_kernel"
 )
 DIST_INFO = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
 DEVICE_PACKAGE = re.compile(r"amd_torch_device_(gfx(?:9[0-9a-f]{2}|1[0-9]{3}))")

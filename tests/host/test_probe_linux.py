@@ -90,7 +90,7 @@ LOG = """[    1.000000] Linux version 6.18.1
 [    4.000000] EXT4-fs: page fault of another kind
 [  100.000000] amdgpu 0000:03:00.0: amdgpu: ring sdma0 timeout, signaled seq=1, emitted seq=2
 [  101.000000] amdgpu 0000:03:00.0: amdgpu: GPU reset begin!
-[  102.000000] workqueue: amdgpu_amdkfd_restore_userptr_worker hogged CPU for >10000us 4 times
+[  102.000000] workqueue: amdgpu_amdkfd_restore_userptr_worker [amdgpu] hogged CPU for >10000us 4 times
 [  103.000000] amdgpu 0000:03:00.0: amdgpu: link up
 """
 
@@ -105,7 +105,7 @@ def test_the_kernels_log_is_read_on_request_and_only_what_matters(tmp_path: Path
     assert linux.kernel_log == (
         "amdgpu 0000:03:00.0: amdgpu: ring sdma0 timeout, signaled seq=1, emitted seq=2",
         "amdgpu 0000:03:00.0: amdgpu: GPU reset begin!",
-        "workqueue: amdgpu_amdkfd_restore_userptr_worker hogged CPU for >10000us 4 times",
+        "workqueue: amdgpu_amdkfd_restore_userptr_worker [amdgpu] hogged CPU for >10000us 4 times",
     )
 
 
