@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_rocm.device.memory import limit
 from lora_rocm.host.settings import Settings
@@ -19,3 +22,15 @@ def apply(settings: Settings, device: torch.device) -> None:
     cuda.enable_mem_efficient_sdp(fused)
     cuda.enable_cudnn_sdp(fused)
     limit(device, settings.memory_limit_bytes)
+
+
+def vae_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which no check of the self-test looks at.
+
+    Fused attention is known to crash there on large pictures (ComfyUI comfy/model_management.py), and to give black
+    ones (pytorch#132004). The price is memory: 2 GiB for a picture of 1024x1024.
+    """
+    if device.type != "cuda" or torch.version.hip is None:
+        return nullcontext()
+    plain: AbstractContextManager[None] = sdpa_kernel([SDPBackend.MATH])
+    return plain

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lora_rocm.device.apply import vae_attention
 from lora_rocm.families import text
 from lora_rocm.families.base import Tensors, TensorSpec
 from lora_rocm.families.loading import Source
@@ -41,7 +42,8 @@ class VaeEncoder:
         def encode(pixels_CHW: Tensor | str) -> Tensors:
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes pictures"
             vae.use_tiling = pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
-            posterior = vae.encode(pixels_CHW[None].to(device, torch.float32)).latent_dist
+            with vae_attention(device):
+                posterior = vae.encode(pixels_CHW[None].to(device, torch.float32)).latent_dist
             return {"latent_mean": posterior.mean[0].cpu(), "latent_std": posterior.std[0].cpu()}
 
         return encode

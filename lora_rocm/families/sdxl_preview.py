@@ -12,6 +12,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
+from lora_rocm.device.apply import vae_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.loading import Source
 from lora_rocm.families.sdxl_encoders import TILING_PIXELS, load_vae
@@ -146,7 +147,8 @@ def _decode(
     pictures: list[Image.Image] = []
     for latents_CHW in latents:
         vae.use_tiling = latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
-        pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
+        with vae_attention(device):
+            pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
         pictures += processor.postprocess(pixels_BCHW, output_type="pil")
     return pictures
 

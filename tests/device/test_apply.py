@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_rocm.device import apply as module
-from lora_rocm.device.apply import apply
+from lora_rocm.device.apply import apply, vae_attention
 from lora_rocm.host.settings import Settings
 
 CPU = torch.device("cpu")
@@ -39,6 +39,19 @@ def test_convolutions(miopen: bool) -> None:
 def test_attention(attention: str, enabled: bool) -> None:
     apply(Settings(attention=attention), CPU)
     assert fused() == {enabled} and torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "enabled"), [("cuda", "7.2.53211", False), ("cuda", None, True), ("cpu", "7.2.53211", True)]
+)
+def test_the_vae_has_plain_attention_on_amd(
+    device: str, hip: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    apply(Settings(), CPU)
+    with vae_attention(torch.device(device)):
+        assert fused() == {enabled} and torch.backends.cuda.math_sdp_enabled()
+    assert fused() == {True}
 
 
 def test_the_memory_limit_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,10 @@ def test_truncation_is_noticed(tiny_sdxl: Path) -> None:
     truncated = Sdxl(tiny_recipe(tiny_sdxl)).truncated()
     assert truncated(fits + "dog circle") == "dog circle"
     assert truncated("a cat") == ""
+
+
+def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+    monkeypatch.setattr(sdxl_encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
+    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)(torch.zeros(3, 64, 64))
+    assert entered == [CPU]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +128,10 @@ def test_large_pictures_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytes
     (tiled,) = draw(tiny_sdxl, [request])
     assert tiled.size == whole.size
     assert abs(pixels(whole) - pixels(tiled)).max() > 0
+
+
+def test_pictures_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+    monkeypatch.setattr(sdxl_preview, "vae_attention", lambda device: entered.append(device) or nullcontext())
+    draw(tiny_sdxl, [REQUEST])
+    assert entered == [CPU]
