@@ -21,9 +21,7 @@ from lora_rocm.errors import LoraRocmError, MachineError
 from lora_rocm.host.environ import EnvPlan, plan
 from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import situation_here
-from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import Situation
-from lora_rocm.host.select import select
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import path_of
 from lora_rocm.run.selftest import self_test
@@ -44,7 +42,7 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
         StorageError: the report cannot be written there.
     """
     live = facts_path is None
-    situation = _here() if facts_path is None else situation_here(facts=load_facts(facts_path))
+    situation = situation_here(deep=True) if facts_path is None else situation_here(facts=load_facts(facts_path))
     env_plan = plan(situation)
     found = findings(situation, env_plan)
     if live and not quick and not _breaks(found) and stack_of(situation.facts, situation.selection) is not None:
@@ -78,12 +76,6 @@ def as_data(situation: Situation, env_plan: EnvPlan, found: tuple[Finding, ...])
         "selftest": situation.verdict.to_json() if situation.verdict is not None else None,
         "facts": situation.facts.to_json(),
     }
-
-
-def _here() -> Situation:
-    """This machine, with the facts that take longer to read, and the stored verdict."""
-    situation, facts = situation_here(), probe(deep=True)
-    return replace(situation, facts=facts, selection=select(facts, situation.environ))
 
 
 def _breaks(found: tuple[Finding, ...]) -> bool:

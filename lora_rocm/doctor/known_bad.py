@@ -18,7 +18,6 @@ from lora_rocm.host.quirks import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
 Cure = Callable[[HostFacts], tuple[str, ...]]
-NATIVE = When(systems=("linux",), wsl=False)
 
 
 @dataclass(frozen=True)

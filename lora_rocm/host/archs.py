@@ -39,10 +39,6 @@ class Arch:
     """What others report, with the source; empty where nothing was found."""
 
     @property
-    def is_rdna(self) -> bool:
-        return self.generation.startswith("rdna")
-
-    @property
     def is_cdna(self) -> bool:
         return self.generation.startswith("cdna")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lora_rocm.host.appdir import app_dir
 from lora_rocm.host.environ import EnvPlan, plan
@@ -13,7 +14,9 @@ from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import select
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import stored
-from lora_rocm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
 
 RECORDED_APP_DIR = {
     "windows": r"%LOCALAPPDATA%\lora-rocm",
@@ -24,11 +27,18 @@ RECORDED_APP_DIR = {
 
 
 def situation_here(
-    recipe: Recipe | None = None, facts: HostFacts | None = None, environ: Mapping[str, str] | None = None
+    recipe: Recipe | None = None,
+    facts: HostFacts | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    deep: bool = False,
 ) -> Situation:
-    """The situation of a start on this machine (or on a recorded one, whose variables count instead of ours)."""
+    """The situation of a start on this machine (or on a recorded one, whose variables count instead of ours).
+
+    ``deep``: with the facts that take seconds to read.
+    """
     live = facts is None
-    found = probe() if facts is None else facts
+    found = probe(deep) if facts is None else facts
     seen = (os.environ if live else found.variables) if environ is None else environ
     folder = app_dir(seen, found.system) if live else None
     selection = select(found, seen)

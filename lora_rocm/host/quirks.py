@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lora_rocm.host.archs import Generation, arch_of, has_kernels
 from lora_rocm.host.facts import Gpu, HostFacts, System
 from lora_rocm.host.select import Selection
 from lora_rocm.host.verdict import Verdict
-from lora_rocm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe  # pydantic takes longer than the whole plan
 
 Profile = Literal["safe", "fast"]
 SETTING = "setting:"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_rocm.errors import UserError
 from lora_rocm.host.archs import arch_of
@@ -14,7 +15,9 @@ from lora_rocm.host.here import RECORDED_APP_DIR, situation_here
 from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import SETTING, Situation, is_fast
 from lora_rocm.host.settings import VARIABLE, Settings
-from lora_rocm.recipe.load import load_recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
 
 # A PowerShell string ends at any of these.
 POWERSHELL_QUOTES = "'\u2018\u2019\u201a\u201b"
@@ -41,10 +44,15 @@ def plan_text(
     """
     if overrides and recipe is None:
         raise UserError("set-without-recipe", "--set changes a recipe, but none is given.", fix="Name the recipe.")
-    loaded = load_recipe(recipe, overrides).recipe if recipe is not None else None
     facts = load_facts(facts_path) if facts_path is not None else None
-    situation = situation_here(loaded, facts)
+    situation = situation_here(_loaded(recipe, overrides) if recipe is not None else None, facts)
     return described(situation, plan(situation), shell, explain=explain)
+
+
+def _loaded(recipe: str, overrides: Sequence[str]) -> Recipe:
+    from lora_rocm.recipe.load import load_recipe  # takes longer than the rest of env, and is wanted seldom
+
+    return load_recipe(recipe, overrides).recipe
 
 
 def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, explain: bool) -> str:

@@ -50,7 +50,7 @@ def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
             return answer
 
         situation = replace(case(facts)[0], app_dir=str(tmp_path))
-        monkeypatch.setattr(command, "_here", lambda: situation)
+        monkeypatch.setattr(command, "situation_here", lambda deep: situation)
         monkeypatch.setattr(command, "self_test", self_test)
         return asked
 

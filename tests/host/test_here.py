@@ -22,7 +22,7 @@ from tests.host.test_environ import recipe
 @pytest.fixture
 def this_is_a_7900(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostFacts:
     facts = facts_of("linux-rx7900xtx")
-    monkeypatch.setattr(here, "probe", lambda: facts)
+    monkeypatch.setattr(here, "probe", lambda deep: replace(facts, disk_free_bytes=1) if deep else facts)
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path))
     return facts
 
@@ -47,6 +47,10 @@ def test_this_machine_has_the_variables_of_this_process(
     assert made.facts is this_is_a_7900 and made.app_dir == str(tmp_path)
     (row,) = [row for row in plan_here().rows if row.variable == "HIP_DISABLE_IPC"]
     assert row.replaced == "0"
+
+
+def test_one_deep_probe_where_it_is_asked_for(this_is_a_7900: HostFacts) -> None:
+    assert situation_here(deep=True).facts.disk_free_bytes == 1 != situation_here().facts.disk_free_bytes
 
 
 def test_a_stored_verdict_counts_on_the_stack_it_was_made_on(this_is_a_7900: HostFacts, tmp_path: Path) -> None:

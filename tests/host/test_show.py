@@ -99,7 +99,7 @@ def test_a_value_of_several_lines_is_no_command_in_cmd() -> None:
 
 @pytest.mark.parametrize(("shell", "comment"), [("bash", "# "), ("cmd", "rem "), ("powershell", "# ")])
 def test_shell_output_holds_commands_only(shell: str, comment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "probe", lambda: facts_of("windows-strix-halo"))
+    monkeypatch.setattr(here, "probe", lambda deep: facts_of("windows-strix-halo"))
     begins = {"bash": "export ", "cmd": 'set "', "powershell": "$env:"}[shell]
     lines = plan_text(None, (), None, shell, explain=False).splitlines()
     assert lines and all(line.startswith(begins) for line in lines)
