@@ -7,7 +7,7 @@ from functools import partial
 
 from lora_rocm.doctor.cures import REPORT, unset
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.host.archs import arch_of
+from lora_rocm.host.archs import NO_RCCL, arch_of
 from lora_rocm.host.environ import RULES, EnvPlan
 from lora_rocm.host.facts import Gpu
 from lora_rocm.host.harms import HARMS
@@ -50,6 +50,24 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"the others are hidden from it ({name}={value}); set {name} yourself to choose otherwise",
         (),
         "lora_rocm/host/select.py",
+    )
+
+
+def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """Several GPUs worth training on together, where nothing can connect them."""
+    gpu, facts = situation.gpu, situation.facts
+    cards = [card for card in facts.amd_gpus if gpu is not None and card.gfx == gpu.gfx]
+    if gpu is None or len(cards) < 2 or (facts.system != "windows" and gpu.gfx not in NO_RCCL):
+        return None
+    where = "on Windows" if facts.system == "windows" else f"for {gpu.gfx}"
+    return Finding(
+        "no-rccl",
+        "note",
+        f"{len(cards)} equal GPUs, and a run can use only one",
+        f"{len(cards)} x {_named(gpu)}; there is no RCCL {where}",
+        "training on several GPUs needs RCCL; a run on each GPU by itself works",
+        (),
+        "TheRock docs/development/windows_support.md; TheRock#150",
     )
 
 
@@ -141,6 +159,7 @@ CHOICE_CHECKS: dict[str, Check] = {
 }
 NOTES: dict[str, Check] = {
     "gpu-chosen": _hides,
+    "no-rccl": _no_rccl,
     "owner-ipc": _ipc,
     "owner-gfx1151": _override,
     "unread": _unread,

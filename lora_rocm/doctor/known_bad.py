@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lora_rocm.doctor.cures import newer_firmware, newer_kernel
+from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.environ import EnvPlan
-from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.quirks import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
-Cure = Callable[[HostFacts], tuple[str, ...]]
+Cure = Callable[[Situation], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,36 @@ def _adrenalin(situation: Situation) -> str | None:
     return situation.gpu.driver_product if situation.gpu else None
 
 
-def _hip(situation: Situation) -> str | None:
-    return situation.facts.torch.hip if situation.facts.torch else None
+def _kernel_of_unread_drm(situation: Situation) -> str | None:
+    """The kernel, where it tells the version of amdgpu's interface: the log does not, and no other module is there."""
+    linux = situation.facts.linux
+    own = linux is not None and linux.drm_version is None and linux.amdgpu_version is None
+    return kernel(situation) if own else None
 
 
-def _adrenalin_cure(facts: HostFacts) -> tuple[str, ...]:
+def _rocm(situation: Situation) -> str | None:
+    """ROCm's own number, which is in the version of a wheel; HIP's third one is a build ("10.0.26301")."""
+    torch = situation.facts.torch
+    if torch is None or torch.hip is None:
+        return None
+    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
+    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
+
+
+def _adrenalin_cure(situation: Situation) -> tuple[str, ...]:
     return ("Install an Adrenalin newer than 26.7.1, or 26.3.1: https://www.amd.com/en/support/download/drivers.html",)
 
 
-def _firmware_cure(facts: HostFacts) -> tuple[str, ...]:
-    return newer_firmware(facts, "Good: linux-firmware 20260110 (MES 0x80) or newer.")
+def _firmware_cure(situation: Situation) -> tuple[str, ...]:
+    return newer_firmware(situation.facts, "Good: linux-firmware 20260110 (MES 0x80) or newer.")
 
 
 def _kernel_cure(wanted: str) -> Cure:
-    return partial(newer_kernel, wanted=wanted)
+    return lambda situation: newer_kernel(situation.facts, wanted)
+
+
+def _self_test_cure(situation: Situation) -> tuple[str, ...]:
+    return ("lora-rocm doctor",)
 
 
 BAD: tuple[Bad, ...] = (
@@ -133,7 +148,7 @@ BAD: tuple[Bad, ...] = (
         "harms",
         "Kernel 5.15 with ROCm 6.4 gave NaN on copies to this card",
         "batches may arrive on the GPU as NaN; the guard stops the run",
-        _kernel_cure("6.8 or newer"),
+        _kernel_cure("anything newer than 5.15"),
         "ROCm#6123",
     ),
     Bad(
@@ -148,6 +163,19 @@ BAD: tuple[Bad, ...] = (
         "allocating memory can hang for ever (hipMemSetAccess)",
         _kernel_cure("6.17 or newer (interface 3.64)"),
         "rocm-systems#9820; pytorch#192259",
+    ),
+    Bad(
+        "drm-unread",
+        "drm",
+        _kernel_of_unread_drm,
+        (0,),
+        (6, 13),
+        When(systems=("linux",), wsl=False, hip_from="7.14"),
+        "harms",
+        "This kernel's amdgpu driver is older than this ROCm wants",
+        "allocating memory can hang for ever (hipMemSetAccess)",
+        _kernel_cure("6.17 or newer (interface 3.64)"),
+        "rocm-systems#9820; pytorch#192259 (seen with kernel 6.12)",
     ),
     Bad(
         "firmware-mes",
@@ -191,15 +219,41 @@ BAD: tuple[Bad, ...] = (
     Bad(
         "rocm-conv",
         "rocm",
-        _hip,
-        (10, 0, 0),
+        _rocm,
+        (10, 0),
         (10, 0, 1),
         When(systems=("linux",), gfx=("gfx1151",)),
         "harms",
         "Convolutions of ROCm 10.0.0 fail on Strix Halo",
         'every convolution ends in "Invalid elapsed time"; the self-test switches MIOpen off where it sees this',
-        lambda facts: ("lora-rocm doctor",),
+        _self_test_cure,
         "MIOpen#3964",
+    ),
+    Bad(
+        "rocm-conv-windows",
+        "rocm",
+        _rocm,
+        (7, 1),
+        (7, 3),
+        When(systems=("windows",)),
+        "harms",
+        "Convolutions of this ROCm are known to be wrong on Windows",
+        "pictures are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
+        install_torch,
+        "rocm-libraries#3339; TheRock#2458",
+    ),
+    Bad(
+        "rocm-batched-windows",
+        "rocm",
+        _rocm,
+        (7, 14),
+        (7, 14, 1),
+        When(systems=("windows",), gfx=("gfx1151", "gfx1201")),
+        "note",
+        "Batched products of ROCm 7.14.0 are reported to crash on this GPU under Windows",
+        "plain attention is made of them, and training would end there; the self-test tries them and says what it saw",
+        _self_test_cure,
+        "ROCm#6517 (gfx1151); TheRock#7403 (gfx1201)",
     ),
 )
 
@@ -222,9 +276,7 @@ def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
     if eased is not None:
         effect += f"; lora-rocm runs with {eased.variable}={eased.value} against it, which costs speed"
-    return Finding(
-        row.id, row.level, row.title, _evidence(row, situation), effect, row.cure(situation.facts), row.source
-    )
+    return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, row.cure(situation), row.source)
 
 
 WHERE = {

@@ -116,6 +116,43 @@ def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
+def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The driver runs and computes, and yet KFD does not list the run's GPU."""
+    linux, gpu = _native(situation), situation.gpu
+    if linux is None or gpu is None or gpu.node is not None or gpu.gfx_source == "kfd":
+        return None
+    if linux.kfd is None or not linux.kfd.exists or not (linux.amdgpu_loaded or linux.container):
+        return None
+    cure = (
+        "sudo dmesg | grep -iE 'kfd|atomic'",
+        "grep gfx_target_version /sys/class/kfd/kfd/topology/nodes/*/properties",
+    )
+    return Finding(
+        "kfd-node-missing",
+        "breaks",
+        "The compute driver does not list this GPU",
+        f"{gpu.name} is on the bus ({gpu.pci_address or 'address unknown'}), and no node of /sys/class/kfd is it",
+        NO_GPU,
+        CONTAINER_FLAGS if linux.container else cure,
+        "Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c",
+    )
+
+
+def _cwsr(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None or linux.boot_parameters.get("amdgpu.cwsr_enable") != "0":
+        return None
+    return Finding(
+        "cwsr",
+        "note",
+        "The GPU cannot interrupt compute kernels: amdgpu.cwsr_enable=0 is set",
+        "/proc/cmdline: amdgpu.cwsr_enable=0",
+        "a workaround for hangs of older kernels and firmware; with it a long kernel holds up the desktop",
+        ("Remove it from the kernel's command line once kernel and firmware are good, and restart.",),
+        "Linux Documentation/gpu/amdgpu/module-parameters",
+    )
+
+
 def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu = situation.gpu
     if _native(situation) is None or gpu is None or gpu.pcie_atomics is not False:
@@ -213,10 +250,12 @@ LINUX_CHECKS: dict[str, Check] = {
     "amdgpu-not-loaded": _driver,
     "kfd-missing": _kfd_missing,
     "render-node-missing": _render_missing,
+    "kfd-node-missing": _node_missing,
     "no-permission": _permission,
     "wsl-dxg": _wsl_dxg,
     "wsl-detection": _wsl_detection,
     "wsl-librocdxg": _wsl_librocdxg,
     "pcie-atomics": _atomics,
     "iommu": _iommu,
+    "cwsr": _cwsr,
 }

@@ -22,8 +22,11 @@ WORTH_RAISING = 0.75
 SMALL_CARVE_OUT_BYTES = 4 * GIB
 LEAST_MEMORY_BYTES = 20 * GIB
 """Main memory and swap together: a base model is read into it, in float32 at worst."""
+FREE_MEMORY_BYTES = 8 * GIB
+"""A base model such as SDXL's is a file of 7 GB that is read into main memory."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
-TTM_SOURCE = "TheRock docs/faq.md; unsloth#7960"
+OURS = "the limit is our estimate"
+TTM_SOURCE = f"TheRock docs/faq.md; unsloth#7960; {OURS}"
 
 
 def _apu(situation: Situation, system: str) -> Gpu | None:
@@ -114,7 +117,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
             f"AMD Software: Adrenalin, Performance, Tuning, Variable Graphics Memory: about {good_gib} GB.",
             "Then restart Windows. Without that page: UMA frame buffer in the BIOS.",
         ),
-        "Lemonade FAQ; radeon-ryzen documentation, limitations of Windows",
+        f"Lemonade FAQ; radeon-ryzen documentation, limitations of Windows; {OURS}",
     )
 
 
@@ -132,6 +135,25 @@ def _main_memory(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"main memory {size_text(facts.memory_bytes)}{swap}",
         "a model such as SDXL is read into main memory first: the system may kill the run",
         _swap_cure(situation),
+        OURS,
+    )
+
+
+def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """Memory that the machine has and other programs hold."""
+    facts = situation.facts
+    total, free = facts.memory_bytes, facts.memory_available_bytes
+    if total is None or free is None or total < 2 * FREE_MEMORY_BYTES or free >= FREE_MEMORY_BYTES:
+        return None
+    shared = situation.gpu is not None and situation.gpu.integrated
+    return Finding(
+        "memory-in-use",
+        "slows",
+        "Other programs hold most of the main memory",
+        f"{size_text(free)} are free of {size_text(total)}",
+        "loading a base model swaps" + (", and the GPU gets less of the memory that it shares" if shared else ""),
+        ("Close other programs, browsers first, then look again: lora-rocm doctor",),
+        OURS,
     )
 
 
@@ -166,7 +188,7 @@ def _shm(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"/dev/shm holds {size_text(linux.shm_bytes)}",
         "runs with runtime.workers above 0, or on several GPUs, may die with a bus error; by default there are none",
         (docker,) if linux.container else ("sudo mount -o remount,size=8G /dev/shm",),
-        "https://docs.pytorch.org/docs/stable/multiprocessing.html",
+        f"https://docs.pytorch.org/docs/stable/multiprocessing.html; {OURS}",
     )
 
 
@@ -181,6 +203,7 @@ def _disk(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"{size_text(free)} are free where lora-rocm keeps its files",
         "a base model (SDXL: 7 GB), caches and checkpoints need room; a run stops when the disk is full",
         ("lora-rocm cache stats", "Free at least 20 GB, or put runs and cache on another disk."),
+        OURS,
     )
 
 
@@ -189,6 +212,7 @@ MEMORY_CHECKS: dict[str, Check] = {
     "dedicated-memory": _dedicated,
     "gtt": _gtt,
     "main-memory": _main_memory,
+    "memory-in-use": _memory_in_use,
     "disk": _disk,
     "shm": _shm,
 }

@@ -11,17 +11,18 @@ from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, up
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host import wheels
-from lora_rocm.host.archs import arch_of, has_kernels
+from lora_rocm.host.archs import Generation, arch_of, has_kernels
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.facts import Torch
 from lora_rocm.host.quirks import Level, Situation, When, release
+from lora_rocm.host.rules_amd import RDNA
 
 OLDEST_TORCH = (2, 11)
 OLDEST_HIP: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("gfx1151", (7, 2), "wheels before ROCm 7.2 fail on Strix Halo (hipfire#81)"),
     ("", (7, 1), "faults of the older ROCm are not worked around here"),
 )
-"""Architecture (empty: any other), oldest HIP, why."""
+"""Architecture (empty: any other), oldest HIP, why. 7.1 is the older of the two that torch 2.13 is made for."""
 TORCHVISION: dict[tuple[int, ...], tuple[int, int]] = {
     (2, 14): (0, 29),
     (2, 13): (0, 28),
@@ -148,7 +149,7 @@ def _old_rocm(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"torch {torch.version}, HIP {torch.hip}",
         why,
         install_torch(situation),
-        "TheRock RELEASES.md",
+        "hipfire#81; for other GPUs the limit is our choice",
     )
 
 
@@ -218,23 +219,39 @@ class Beside:
     effect: str
     cure: Callable[[], tuple[str, ...]]
     source: str
+    id: str = ""
+    """Where it is not the package."""
 
 
-CONSUMER = When(generations=("rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4"))
+CONSUMER = When(generations=RDNA)
+WITHOUT_4BIT: tuple[Generation, ...] = ("rdna1", "vega")
+WITH_4BIT = When(
+    generations=("rdna2", "rdna3", "rdna3.5", "rdna4", "cdna1", "cdna2", "cdna3", "cdna4"), unknown_too=True
+)
 BESIDE: tuple[Beside, ...] = (
     Beside(
         "bitsandbytes",
         (0, 50),
-        When(),
+        WITH_4BIT,
         "harms",
         "before 0.50 its 4-bit products can be NaN, and it has no kernels for Windows",
         partial(upgrade, "bitsandbytes>=0.50"),
         "bitsandbytes#1887; bitsandbytes installation guide",
     ),
     Beside(
+        "bitsandbytes",
+        None,
+        When(generations=WITHOUT_4BIT),
+        "harms",
+        "it has no kernels for this GPU, and PEFT loads it where it is installed",
+        partial(uninstall, "bitsandbytes"),
+        "bitsandbytes installation guide",
+        "bitsandbytes-gpu",
+    ),
+    Beside(
         "xformers",
         None,
-        When(),
+        CONSUMER,
         "harms",
         "its wheels are built for CUDA or Instinct: the library is tried first, and fails",
         partial(uninstall, "xformers"),
@@ -276,6 +293,15 @@ BESIDE: tuple[Beside, ...] = (
         partial(uninstall, "flash_attn"),
         "flash-attention README",
     ),
+    Beside(
+        "amd_aiter",
+        None,
+        CONSUMER,
+        "note",
+        "nothing here uses it; its kernels are made for Instinct, those for Radeon are experimental",
+        partial(uninstall, "amd-aiter"),
+        "AITER README; aiter#1943",
+    ),
 )
 
 
@@ -286,7 +312,7 @@ def _beside(row: Beside, situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     title = f"{row.package} {found} is installed"
     where = f"{row.package} {found} among the packages of this Python"
-    return Finding(f"library-{row.package}", row.level, title, where, row.effect, row.cure(), row.source)
+    return Finding(f"library-{row.id or row.package}", row.level, title, where, row.effect, row.cure(), row.source)
 
 
 SOFTWARE_CHECKS: dict[str, Check] = {
@@ -298,7 +324,7 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torch-no-kernels": _no_kernels,
     "rocm-old": _old_rocm,
     "torchvision": _vision,
-    **{f"library-{row.package}": partial(_beside, row) for row in BESIDE},
+    **{f"library-{row.id or row.package}": partial(_beside, row) for row in BESIDE},
     "wheel-building": _only_building,
     "wsl-wheel": _wsl_wheel,
 }

@@ -57,7 +57,7 @@ def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"{situation.facts.torch.hip} of the installed torch (built in 20{built[0]}, month {built[1]})",
         "the GPU may not be found, or kernels end in hipErrorInvalidDeviceFunction",
         (f"Install the newest Adrenalin driver: {DRIVER_PAGE}", "lora-rocm doctor"),
-        "ROCm#6517; lemonade#3409",
+        "ROCm#6517; lemonade#3409; that three months are too old is our estimate",
     )
 
 
@@ -133,7 +133,7 @@ def _page_file(situation: Situation, plan: EnvPlan) -> Finding | None:
             "SystemPropertiesPerformance",
             f"Advanced, Virtual memory, Change: custom size, {size_mb} MB for both. {RESTART}",
         ),
-        "radeon-ryzen documentation, limitations of Windows; Lemonade FAQ",
+        "radeon-ryzen documentation, limitations of Windows; Lemonade FAQ; the size is our estimate",
     )
 
 
@@ -156,7 +156,7 @@ def _tdr(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"{windows.tdr_events} events 4101 in the System log in 7 days; TdrDelay {delay or 'is the default, 2'} s",
         "a kernel that runs longer than TdrDelay counts as hung: the reset ends the run (it resumes at its checkpoint)",
         cure,
-        "https://learn.microsoft.com/windows-hardware/drivers/display/tdr-registry-keys; ROCm#4729",
+        "https://learn.microsoft.com/windows-hardware/drivers/display/tdr-registry-keys; ROCm#4729; 60 s is our choice",
     )
 
 

@@ -179,6 +179,8 @@ ARCHS: tuple[Arch, ...] = (
 )
 
 BY_GFX = {arch.gfx: arch for arch in ARCHS}
+NO_RCCL = ("gfx1103", "gfx1150", "gfx1152", "gfx1153")
+"""Without the library that trains on several GPUs; on Windows no architecture has it (TheRock#150)."""
 
 
 def arch_of(gfx: str | None) -> Arch | None:

@@ -21,6 +21,7 @@ LEGAL: dict[str, Callable[[str], bool]] = {
     "expandable_segments": lambda text: text.lower() in ("true", "false"),
     "max_split_size_mb": lambda text: text.isdecimal() and int(text) >= 20,
     "garbage_collection_threshold": lambda text: re.fullmatch(r"0?\.\d*[1-9]\d*", text) is not None,
+    "roundup_power2_divisions": lambda text: text.startswith("[") or (text.isdecimal() and int(text).bit_count() == 1),
 }
 
 

@@ -280,11 +280,11 @@ HARMS: tuple[Harm, ...] = (
     Harm(
         "miopen-search",
         ("MIOPEN_FIND_MODE",),
-        lambda value, situation: value.strip().upper() in ("1", "NORMAL"),
-        "1, NORMAL",
+        lambda value, situation: value.strip().upper() not in ("2", "FAST"),
+        "other than 2 or FAST",
         "MIOpen tries every convolution at length: minutes for each shape, and driver timeouts are reported.",
-        "ROCm#4729",
-        When(generations=RDNA),
+        "ROCm#4729, #4742",
+        When(generations=RDNA, unknown_too=True),
     ),
     Harm(
         "miopen-temporary",
@@ -304,6 +304,16 @@ HARMS: tuple[Harm, ...] = (
         "The log grows with every kernel.",
         f"{MIOPEN}; {FLAGS}",
         level="slows",
+    ),
+    Harm(
+        "compile-on",
+        ("TORCHDYNAMO_DISABLE",),
+        is_off,
+        "0",
+        "torch.compile needs Triton, whose support of AMD on Windows has only begun.",
+        "triton-lang/triton-windows README",
+        WINDOWS,
+        "note",
     ),
     Harm(
         "tunable-op",

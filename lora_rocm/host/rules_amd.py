@@ -306,7 +306,8 @@ LEFT_ALONE: tuple[tuple[str, str, str], ...] = (
     ("HSA_ENABLE_SDMA", "but where a kernel is known to fault, or the self-test of copies fails", "ROCr documentation"),
     ("MIOPEN_DEBUG_CONV_GEMM", "but where the self-test of convolutions fails", "rocm-libraries#3339"),
     (
-        "HIP_FORCE_DEV_KERNARG, GPU_MAX_HW_QUEUES, HSA_NO_SCRATCH_RECLAIM, HSA_XNACK, PAL_*",
+        "HIP_FORCE_DEV_KERNARG, GPU_MAX_HW_QUEUES, GPU_SINGLE_ALLOC_PERCENT, GPU_MAX_HEAP_SIZE, "
+        "HSA_NO_SCRATCH_RECLAIM, HSA_XNACK, HSA_ENABLE_IPC_MODE_LEGACY, PAL_*",
         "the defaults of the runtimes are right for training",
         "ROCm/clr rocclr/utils/flags.hpp; rocr-runtime core/util/flag.h",
     ),

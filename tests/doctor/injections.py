@@ -89,6 +89,8 @@ SYSTEM_DLL = r"C:\Windows\System32\amdhip64_7.dll"
 WRONG_EVERYWHERE = tuple(Result(f"copies.{way}-fp32-4K", "failed", 0.1) for way in ("pageable", "pinned", "mapped"))
 
 INJECTIONS: dict[str, Injection] = {
+    "kfd-node-missing": lambda: on(LINUX, gpu={"node": None, "gfx_source": "pci"}),
+    "cwsr": lambda: on(LINUX, linux={"boot_parameters": {"amdgpu.cwsr_enable": "0"}}),
     "amdgpu-not-loaded": lambda: on(LINUX, linux={"amdgpu_loaded": False, "kfd": DeviceFile("/dev/kfd", False)}),
     "kfd-missing": lambda: on(LINUX, linux={"container": True, "kfd": DeviceFile("/dev/kfd", False)}),
     "render-node-missing": lambda: on(LINUX, linux={"render_nodes": ()}),
@@ -107,6 +109,10 @@ INJECTIONS: dict[str, Injection] = {
     "rocm-old": lambda: on(LINUX, torch={"version": "2.11.0+rocm6.4", "hip": "6.4.43482"}),
     "torchvision": library("torchvision", "0.27.0+rocm7.2"),
     "library-bitsandbytes": library("bitsandbytes", "0.49.2"),
+    "library-bitsandbytes-gpu": lambda: on(
+        LINUX, gpu={"gfx": "gfx1010"}, libraries={**LINUX.libraries, "bitsandbytes": "0.50.1"}
+    ),
+    "library-amd_aiter": library("amd-aiter", "0.1.9"),
     "library-xformers": library("xformers", "0.0.33"),
     "library-torchao": library("torchao", "0.16.0"),
     "library-transformer_engine": library("transformer-engine", "2.8.0"),
@@ -138,10 +144,15 @@ INJECTIONS: dict[str, Injection] = {
         LINUX, gpu={"gfx": "gfx1030"}, linux={"kernel": "5.15.0-157-generic"}, torch={"hip": "6.4.43483"}
     ),
     "drm-old": lambda: on(LINUX, linux={"drm_version": "3.59"}, torch={"hip": "7.14.26221"}),
+    "drm-unread": lambda: on(
+        LINUX, linux={"drm_version": None, "kernel": "6.12.57+deb13-amd64"}, torch={"hip": "7.14.26221"}
+    ),
     "firmware-mes": lambda: on(APU, gpu={"mes_firmware": "0x83"}),
     "firmware-20251125": lambda: on(APU, gpu={"mes_firmware": None}, linux={"firmware_package": "20251125-1.fc43"}),
     "adrenalin-rdna4": lambda: on(WINDOWS, gpu={"driver_product": "26.5.1"}),
-    "rocm-conv": lambda: on(APU, torch={"hip": "10.0.0"}),
+    "rocm-conv": lambda: on(APU, torch={"version": "2.13.0+rocm10.0.0", "hip": "10.0.26301-0fa1b3c"}),
+    "rocm-conv-windows": lambda: on(WINDOWS, torch={"version": "2.11.0+rocm7.2.1", "hip": "7.2.53211"}),
+    "rocm-batched-windows": lambda: on(WINDOWS, torch={"version": "2.12.0+rocm7.14.0", "hip": "7.14.60850"}),
     "log-no-firmware": log(
         "amdgpu 0000:03:00.0: Direct firmware load for amdgpu/gc_11_0_0_pfp.bin failed with error -2"
     ),
@@ -156,15 +167,17 @@ INJECTIONS: dict[str, Injection] = {
         facts_of("windows-strix-halo"), gpu={"vram_bytes": GIB // 2}, memory_bytes=127 * GIB, variables={}
     ),
     "gtt": lambda: on(APU, gpu={"gtt_bytes": 62 * GIB}, linux={"ttm_pages_limit": None}),
+    "memory-in-use": lambda: on(LINUX, memory_available_bytes=3 * GIB),
     "main-memory": lambda: on(LINUX, memory_bytes=8 * GIB, swap_bytes=0),
     "disk": lambda: on(LINUX, disk_free_bytes=GIB),
     "shm": lambda: on(LINUX, linux={"shm_bytes": 64 * 2**20}),
     "gpu-chosen": lambda: on(LINUX, gpus=(LINUX.gpus[0], RAPHAEL)),
+    "no-rccl": lambda: on(WINDOWS, gpus=(WINDOWS.gpus[0], replace(WINDOWS.gpus[0], index=1))),
     "owner-ipc": lambda: case(LINUX),
     "owner-gfx1151": lambda: case(APU),
     "unread": lambda: on(LINUX, unread=(Unread("/proc/meminfo", "permission denied"),)),
     **{f"variable-{harm.id}": warned(harm.id) for harm in HARMS},
     **{f"replaced-{rule.id}": replaced(rule.id) for rule in RULES if rule.over_user},
 }
-EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel"}
+EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel", "rocm-batched-windows"}
 """Notes that belong to a healthy machine."""

@@ -69,6 +69,12 @@ CASES: list[Case] = [
         {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:1.0"},
         {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,512:2,>:8]"},
     ),
+    (
+        "alloc-value",
+        XTX,
+        {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:6"},
+        {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"},
+    ),
     ("alloc-value", XTX, {"PYTORCH_HIP_ALLOC_CONF": "0.8"}, {"PYTORCH_HIP_ALLOC_CONF": "backend:native,"}),
     (
         "alloc-two-hip",
@@ -107,6 +113,8 @@ CASES: list[Case] = [
     ("serialized", XTX, {"AMD_SERIALIZE_KERNEL": "3"}, {"AMD_SERIALIZE_KERNEL": "0"}),
     ("miopen-no-cache", XTX, {"MIOPEN_DISABLE_CACHE": "1"}, {"MIOPEN_DISABLE_CACHE": "0"}),
     ("miopen-search", XTX, {"MIOPEN_FIND_MODE": "NORMAL"}, {"MIOPEN_FIND_MODE": "FAST"}),
+    ("miopen-search", XTX, {"MIOPEN_FIND_MODE": "DYNAMIC_HYBRID"}, {"MIOPEN_FIND_MODE": "2"}),
+    ("compile-on", WIN, {"TORCHDYNAMO_DISABLE": "0"}, {"TORCHDYNAMO_DISABLE": "1"}),
     ("miopen-temporary", XTX, {"MIOPEN_USER_DB_PATH": "/tmp/miopen"}, {"MIOPEN_USER_DB_PATH": "/home/a/tmp"}),
     ("miopen-temporary", WIN, {"MIOPEN_CUSTOM_CACHE_DIR": r"C:\Users\a\AppData\Local\Temp\m"}, {}),
     ("miopen-log", XTX, {"MIOPEN_ENABLE_LOGGING": "1"}, {"MIOPEN_ENABLE_LOGGING": "0"}),
@@ -166,6 +174,7 @@ ELSEWHERE: list[tuple[str, str | HostFacts, dict[str, str]]] = [
     ("visible-apu", BESIDE, {"ROCR_VISIBLE_DEVICES": "1"}),
     ("visible-rocr-windows", "windows-rx9070xt", {"ROCR_VISIBLE_DEVICES": "0"}),
     ("pal", XTX, {"PAL_DISABLE_SDMA": "1"}),
+    ("compile-on", XTX, {"TORCHDYNAMO_DISABLE": "0"}),
     ("miopen-search", "linux-mi300x", {"MIOPEN_FIND_MODE": "1"}),
 ]
 

@@ -20,6 +20,7 @@ NAMES = (
     *(f"copies.{way}.{size}" for way in ("pageable", "pinned", "pinned-async", "mapped") for size in ("4KiB", "1MiB")),
     "memory.reuse",
     *(f"gemm.{kind}-{dtype}-TN" for kind in ("square", "lora") for dtype in ("fp32", "fp16", "bf16")),
+    "gemm.tall-fp32-4",
     *(f"conv.{library}.3x3-{dtype}" for library in ("miopen", "native") for dtype in ("fp32", "fp16", "bf16")),
     *(f"attention.{way}.{dtype}-d64" for way in ("math", "flash", "efficient", "cudnn") for dtype in ("fp16", "bf16")),
     "training.lora-bf16",
@@ -131,6 +132,9 @@ def test_convolutions() -> None:
     assert "setting:miopen" not in rows(machine("windows-rx9070xt", both)), "nothing would be won"
     untried = verdict("conv.miopen", left_out=("conv.native",))
     assert "setting:miopen" not in rows(machine("windows-rx9070xt", untried))
+    tall = verdict("conv.miopen", "gemm.tall-fp32-4")
+    assert "setting:miopen" not in rows(machine("windows-rx9070xt", tall)), "torch's own make tall products of pictures"
+    assert "setting:miopen" in rows(machine("windows-rx9070xt", verdict("conv.miopen", "gemm.lora")))
 
 
 def test_mapped_files() -> None:
