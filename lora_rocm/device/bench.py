@@ -17,11 +17,11 @@ import torch
 
 from lora_rocm.device import bench_compute, bench_transfer
 from lora_rocm.device.apply import apply
-from lora_rocm.device.measure import emit
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.pcie import address_of
 from lora_rocm.device.precision import choose_device, describe
 from lora_rocm.host.settings import settings_from
+from lora_rocm.run.events import emit
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lora_rocm.device.measure import Call, Work, emit, measure, wall_seconds_of
+from lora_rocm.device.measure import Call, Work, measure, wall_seconds_of
 from lora_rocm.device.pcie import address_of, link_to
+from lora_rocm.run.events import emit
 
 SIZES = tuple(2**power for power in (12, 16, 20, 24, 28))  # 4 KiB to 256 MiB
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from lora_rocm.run.events import emit
 
 REPEATS = {"cuda": 5, "cpu": 3}
 MEASURE_S = {"cuda": 0.01, "cpu": 0.004}
@@ -34,11 +35,6 @@ class Work:
     fields: dict[str, Any]
     amount: float
     prepare: Callable[[], Call]
-
-
-def emit(event_type: str, **fields: Any) -> None:
-    """One event on standard output."""
-    print(json.dumps({"type": event_type, **fields}), flush=True)  # noqa: T201 - read by the parent
 
 
 def seconds_of(call: Call, device: torch.device) -> float:
@@ -101,7 +97,6 @@ def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float],
         emit("row", number=number, **work.fields, **_measured(work, seconds))
         _clean_up()
         faulthandler.cancel_dump_traceback_later()
-    emit("done", rows=len(works))
 
 
 def _measured(work: Work, seconds: Callable[[Call], float]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ smaller sizes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -27,6 +26,7 @@ from lora_rocm.device.selftest_training import training_checks
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host.settings import settings_from
 from lora_rocm.host.verdict import Result
+from lora_rocm.run.events import emit
 
 DEVICE_LOST = 70
 """Exit code: a check left the device in a state in which nothing works any more. The next child gets a fresh one."""
@@ -76,11 +76,6 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")[:MESSAGE_LETTERS]
 
 
-def _emit(event_type: str, **fields: object) -> None:
-    sys.stdout.write(json.dumps({"type": event_type, **fields}) + "\n")
-    sys.stdout.flush()
-
-
 def _leave_with_parent() -> None:
     """Standard input is a pipe from the parent; when it ends, nobody waits for an answer."""
 
@@ -106,16 +101,16 @@ def main(arguments: list[str] | None = None, table: Table = checks) -> int:
         device = choose_device("gpu" if options.device == "cuda" else "cpu")
         apply(settings_from(os.environ), device)
     except LoraRocmError as error:
-        _emit("error", **error.to_event())
+        emit("error", **error.to_event())
         return error.exit_code
     chosen = [check for check in table(device) if not options.only or _group(check) in options.only]
-    _emit("checks", names=[check.name for check in chosen])
+    emit("checks", names=[check.name for check in chosen])
     for check in chosen:
         if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
             continue
-        _emit("begin", name=check.name, timeout_s=check.timeout_s)
+        emit("begin", name=check.name, timeout_s=check.timeout_s)
         result, works = run_check(check, device)
-        _emit("result", name=result.name, status=result.status, seconds=result.seconds, detail=result.detail)
+        emit("result", name=result.name, status=result.status, seconds=result.seconds, detail=result.detail)
         if not works:
             return DEVICE_LOST
     return 0

@@ -8,6 +8,7 @@ the other fields of each type are listed in EVENT_FIELDS, which a test holds aga
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,12 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # the worker is leaving: reason is done or stopped
     "end": ("reason", "updates", "exit_code"),
 }
+
+
+def emit(event_type: str, **fields: Any) -> None:
+    """One event on standard output: how a child without a run directory tells its parent (``process.follow_tool``)."""
+    sys.stdout.write(json.dumps({"type": event_type, **fields}) + "\n")
+    sys.stdout.flush()
 
 
 class EventWriter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.host.settings import settings_from
+from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
@@ -75,6 +74,7 @@ def train(
     dtype: torch.dtype,
     checkpoint: state.Checkpoint | None,
     *,
+    settings: Settings,
     accept_changes: bool,
 ) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
@@ -85,8 +85,8 @@ def train(
     with session.phase("cache"):
         data = _prepare_data(session, recipe, family, device)
     with session.phase("load"):
-        heap_copy = settings_from(os.environ).heap_copy
-        transfer = DeviceTransfer(device, pin=_pins(recipe, device), heap_copy=heap_copy)
+        pins = _pins(recipe, device, settings)
+        transfer = DeviceTransfer(device, pin=pins, heap_copy=settings.heap_copy)
         model, adapter = _load_model(recipe, family, device, dtype, transfer)
         optimizer = GatedAdamW(
             adapter.parameters,
@@ -112,7 +112,7 @@ def train(
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
     )
-    trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts)
+    trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts, pins)
     artifacts.preview_before()
     with session.phase("step"), first_time(device, "The first step", session.notice) as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
@@ -142,9 +142,9 @@ def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device:
     return Data(prepared, cache, plan, steps)
 
 
-def _pins(recipe: Recipe, device: torch.device) -> bool:
+def _pins(recipe: Recipe, device: torch.device, settings: Settings) -> bool:
     asked = recipe.runtime.pin_memory
-    planned = settings_from(os.environ).pin_memory if asked == "auto" else asked == "yes"
+    planned = settings.pin_memory if asked == "auto" else asked == "yes"
     return device.type == "cuda" and planned
 
 
@@ -214,11 +214,12 @@ def _trainer(
     data: Data,
     position: Position,
     artifacts: Artifacts,
+    pins: bool,
 ) -> Trainer:
     train = recipe.train
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
-        pins, repair = _pins(recipe, model.device), data.prepared.repair
+        repair = data.prepared.repair
         return loader(plan, data.cache, family, first, count, recipe.runtime, pin_memory=pins, repair=repair)
 
     def extras(now: Position) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import emit
 from lora_rocm.run.layout import RunDir, write_atomic
 from lora_rocm.train import export, state
 from lora_rocm.train.adapter import attach_file, inject
@@ -32,11 +33,6 @@ from lora_rocm.train.lora_file import components_of
 from lora_rocm.train.preview import picture_size, png
 
 Job = dict[str, Any]
-
-
-def emit(event_type: str, **fields: Any) -> None:
-    """One event on standard output."""
-    print(json.dumps({"type": event_type, **fields}), flush=True)  # noqa: T201 - read by the parent
 
 
 def sample(job: Job) -> None:

@@ -86,7 +86,9 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int
         precision=str(dtype).removeprefix("torch."),
         resumed_from=checkpoint.position.updates if checkpoint else None,
     )
-    finished, updates = run.train(session, recipe, device, dtype, checkpoint, accept_changes=options.accept_changes)
+    finished, updates = run.train(
+        session, recipe, device, dtype, checkpoint, settings=settings, accept_changes=options.accept_changes
+    )
     code = 0 if finished else StoppedError.exit_code
     session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)
     if device.type == "cuda":

@@ -49,7 +49,7 @@ def test_a_failing_row_says_why_and_the_next_is_measured(capfd: pytest.CaptureFi
 
 def test_it_starts_where_it_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     measure([Work({"name": str(number)}, 1.0, lambda: lambda: None) for number in range(3)], 2, on_cpu)
-    assert [event["type"] for event in events(capfd)] == ["begin", "row", "done"]
+    assert [event["type"] for event in events(capfd)] == ["begin", "row"]
 
 
 def test_a_gpu_that_no_longer_answers_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

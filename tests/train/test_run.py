@@ -77,7 +77,9 @@ def start(
     try:
         checkpoint = run.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
-        finished, _ = run.train(session, recipe, device, dtype, checkpoint, accept_changes=accept_changes)
+        finished, _ = run.train(
+            session, recipe, device, dtype, checkpoint, settings=Settings(), accept_changes=accept_changes
+        )
         return finished
     finally:
         session.events.close()
@@ -350,12 +352,11 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material:
     ("asked", "planned", "pins"),
     [("auto", True, True), ("auto", False, False), ("yes", False, True), ("no", True, False)],
 )
-def test_what_pins(material: Path, monkeypatch: pytest.MonkeyPatch, asked: str, planned: bool, pins: bool) -> None:
+def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> None:
     """``auto`` is what the plan says of a GPU; the CPU never pins."""
-    monkeypatch.setenv("LORA_ROCM_SETTINGS", Settings(pin_memory=planned).to_text())
-    recipe = make_recipe(material, runtime={"pin_memory": asked})
-    assert run._pins(recipe, torch.device("cuda", 0)) is pins
-    assert run._pins(recipe, CPU) is False
+    settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
+    assert run._pins(recipe, torch.device("cuda", 0), settings) is pins
+    assert run._pins(recipe, CPU, settings) is False
 
 
 @pytest.mark.gpu
