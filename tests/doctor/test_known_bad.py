@@ -79,6 +79,8 @@ def test_adrenalin(product: str, bad: bool) -> None:
         ("0x83", None, "firmware-mes"),
         ("0x00000083", None, "firmware-mes"),
         ("0x80", "20260110-1.fc43", ""),
+        ("0x82", None, ""),
+        ("0x84", None, ""),
         (None, "20251125-1", "firmware-20251125"),
         (None, "20260110git1a2b3c4-0ubuntu1", ""),
         (None, "20240318.git3b128b60-0ubuntu2.10", ""),
@@ -94,6 +96,7 @@ def test_firmware(mes: str | None, package: str | None, told_of: str) -> None:
     [
         ("3.59", None, "6.12.57+deb13-amd64", "7.14.26221", "drm-old"),
         ("3.59.0", None, "6.12.57+deb13-amd64", "7.15.1", "drm-old"),
+        ("3.63", None, "6.16.1-arch1-1", "7.14.26221", "drm-old"),
         ("3.64", None, "6.17.9-arch1-1", "7.14.26221", ""),
         ("3.59", None, "6.12.57+deb13-amd64", "7.2.53211-e1a6bc5663", ""),
         (None, None, "6.12.57+deb13-amd64", "7.14.26221", "drm-unread"),
