@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from lora_rocm.errors import LoraRocmError, MachineError, storage_error  # noqa: E402
 from lora_rocm.host.archs import has_kernels  # noqa: E402
 from lora_rocm.host.facts import HostFacts, load_facts  # noqa: E402
+from lora_rocm.host.printable import printable  # noqa: E402
 from lora_rocm.host.probe import probe  # noqa: E402
 from lora_rocm.host.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
 from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
@@ -249,7 +250,7 @@ def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
     lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
     lines.append(f"  {inside} {quoted(package_command(dev), windows)}")
     lines.append(f"  {inside} -m pip check")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -277,12 +278,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.dry_run:
             here = options.facts is None
             asked = asked_for(read_stamp(Venv(ROOT)) if here else {}, forget=False)
-            print(describe(facts, choose(facts, {**(os.environ if here else facts.variables), **asked}), options.dev))
+            choice = choose(facts, {**(os.environ if here else facts.variables), **asked})
+            print(describe(facts, choice, options.dev), flush=True)
         else:
             install(options, facts)
     except LoraRocmError as error:
         print(f"install: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever read our output has gone; Python would complain again while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 130
     except OSError as error:
         print(f"install: {storage_error(error, error.filename or ROOT)}", file=sys.stderr)
         return MachineError.exit_code

@@ -17,6 +17,7 @@ from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import write_whole_run
 
 ROOT = Path(__file__).parents[1]
+HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version"},
@@ -179,3 +180,13 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
     process.wait()
     assert told == b""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes streams with a POSIX shell")
+@pytest.mark.parametrize(
+    ("closed", "code"), [(f"doctor --facts {HEALTHY} >&-", 0), ("doctor --facts /nowhere 2>&-", 2)]
+)
+def test_closed_streams_are_no_bug(tmp_path: Path, closed: str, code: int) -> None:
+    command = f"'{sys.executable}' -m lora_rocm {closed}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, cwd=ROOT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")

@@ -579,3 +579,15 @@ def test_bounds_agree_with_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=" + ".".join(map(str, install.OLDEST_PYTHON))
     assert runpy.run_path(str(ROOT / "scripts" / "install.py"), run_name="other")["OLDEST_PYTHON"] == (3, 11)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another error there")
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    arguments = ["--dry-run", "--facts", str(HOSTS / "linux-rx7900xtx.json")]
+    script = str(ROOT / "scripts" / "install.py")
+    process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None and process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 130

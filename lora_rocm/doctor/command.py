@@ -56,7 +56,7 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
         write_report(report_file, situation, live=live, tested_on=tested_on)
         _say(f"Report: {report_file}")
     if as_json:
-        text = json.dumps(as_data(situation, env_plan, found), indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(as_data(situation, env_plan, found), indent=1) + "\n"
     else:
         text = report_text(situation, found, tested_on)
     sys.stdout.write(text)

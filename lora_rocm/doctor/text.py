@@ -8,6 +8,7 @@ from collections import Counter
 from lora_rocm.doctor.checks import as_intended
 from lora_rocm.doctor.cures import KNOWN, REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
+from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Level, Situation
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.wheels import SECOND_CLASS
@@ -28,9 +29,9 @@ def machine_text(situation: Situation) -> str:
     facts, gpu = situation.facts, as_intended(situation).gpu
     torch = f"torch {facts.torch.version}" if facts.torch is not None else "no torch"
     if gpu is not None:
-        return f"{gpu.name} ({gpu.gfx or 'architecture unknown'}), {torch}"
+        return printable(f"{gpu.name} ({gpu.gfx or 'architecture unknown'}), {torch}")
     others = [other.name for other in facts.gpus if other.vendor in ("nvidia", "apple")]
-    return f"{others[0] if others else facts.cpu or 'processor unknown'}, {torch}"
+    return printable(f"{others[0] if others else facts.cpu or 'processor unknown'}, {torch}")
 
 
 def healthy(found: tuple[Finding, ...]) -> bool:
@@ -91,7 +92,7 @@ def finding_lines(finding: Finding) -> list[str]:
     for number, line in enumerate(finding.cure):
         name = "" if number else "cure"
         lines += _wrapped(name, line) if line.startswith(KNOWN) else [_start(name) + line]
-    return lines + (_wrapped("source", finding.source) if finding.source else [])
+    return [printable(line) for line in lines + (_wrapped("source", finding.source) if finding.source else [])]
 
 
 def _wrapped(name: str, text: str) -> list[str]:

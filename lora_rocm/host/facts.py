@@ -7,9 +7,10 @@ read is None, and says so in ``unread``; nothing is guessed.
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ EXPECTED: dict[Any, str] = {
     dict: "a table of texts",
     tuple: "a list",
     str: "a text",
-    int: "a whole number",
+    int: "a whole number from 0 to 2^63-1",
     bool: "a truth",
 }
 
@@ -193,7 +194,7 @@ def facts_from_json(value: Any, where: str) -> HostFacts:
         UserError: a key is unknown or missing, or a value has the wrong type; says which.
     """
     found: HostFacts = _read(HostFacts, value, where)
-    return found
+    return replace(found, gpus=tuple(replace(gpu, gfx=_without_features(gpu.gfx)) for gpu in found.gpus))
 
 
 def load_facts(path: Path) -> HostFacts:
@@ -203,14 +204,19 @@ def load_facts(path: Path) -> HostFacts:
         UserError: it cannot be read, is no JSON, or describes no machine.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())  # UTF-8; or UTF-16, as Windows PowerShell redirects
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
         raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = f"The file of facts is no JSON: {error}."
         raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
     return facts_from_json(value, str(path))
+
+
+def _without_features(gfx: str | None) -> str | None:
+    """ "gfx90a" of torch's "gfx90a:sramecc+:xnack-"."""
+    return gfx.partition(":")[0] if gfx is not None else None
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
@@ -219,7 +225,7 @@ def _read(wanted: Any, value: Any, where: str) -> Any:
         return _read_fields(wanted, value, where)
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):  # Literal["a"] | None is the second
-        return None if value is None else _read(arguments[0], value, where)  # X is always written first
+        return None if value is None or value == "" else _read(arguments[0], value, where)  # X is always first
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_read(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
     if _fits(wanted, origin, arguments, value):
@@ -233,7 +239,7 @@ def _fits(wanted: Any, origin: Any, arguments: tuple[Any, ...], value: Any) -> b
         return value in arguments
     if origin is dict:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    return origin is None and type(value) is wanted
+    return origin is None and type(value) is wanted and (wanted is not int or 0 <= value < 2**63)
 
 
 def _read_fields(wanted: Any, value: Any, where: str) -> Any:
@@ -248,4 +254,5 @@ def _read_fields(wanted: Any, value: Any, where: str) -> Any:
     try:
         return wanted(**{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
     except TypeError as error:
-        raise UserError("facts-wrong", f"A key is missing: {error}.", where=where, fix="Correct the file.") from None
+        what = f"A key is missing: {re.sub(r'^.*missing.*?: ', '', str(error))}."
+        raise UserError("facts-wrong", what, where=where, fix="Correct the file.") from None

@@ -12,6 +12,7 @@ from lora_rocm.host.archs import arch_of
 from lora_rocm.host.environ import EnvPlan, EnvRow, plan
 from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import RECORDED_APP_DIR, situation_here
+from lora_rocm.host.printable import printable
 from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import SETTING, Situation, is_fast
 from lora_rocm.host.settings import VARIABLE, Settings
@@ -31,7 +32,7 @@ def facts_text(facts_path: Path | None) -> str:
         UserError: the file is not one of facts.
     """
     facts = probe() if facts_path is None else load_facts(facts_path)
-    return json.dumps(facts.to_json(), indent=1, ensure_ascii=False)
+    return json.dumps(facts.to_json(), indent=1)  # ASCII alone: Windows PowerShell garbles other letters in a pipe
 
 
 def plan_text(
@@ -71,11 +72,11 @@ def _table(situation: Situation, env_plan: EnvPlan, explain: bool) -> Iterator[s
             mark = _mark(row)
             yield f"  {_name(row):<{width}} = {_value(row)}" + (f"   <- {mark}" if mark else "")
             if explain:
-                yield from (f"      {line}" for line in _reasons(row))
+                yield from (f"      {printable(line)}" for line in _reasons(row))
     if env_plan.warnings:
         yield "\nSet by you, kept, and known to harm (unset it)"
     for warning in env_plan.warnings:
-        yield f"  {warning.level}: {warning.variable}={warning.value}\n      {warning.what}"
+        yield f"  {warning.level}: {warning.variable}={printable(warning.value)}\n      {warning.what}"
         if explain:
             yield f"      rule {warning.rule}; source: {warning.source}"
     if not explain:
@@ -87,14 +88,15 @@ def _machine(situation: Situation) -> Iterator[str]:
     if gpu is None:
         others = [other.name for other in situation.facts.gpus if other.vendor in ("nvidia", "apple")]
         hidden = situation.selection.by_user
-        yield "GPU: " + ("every AMD GPU is hidden" if hidden else others[0] if others else "none that training can use")
+        instead = printable(others[0]) if others else "none that training can use"
+        yield "GPU: " + ("every AMD GPU is hidden" if hidden else instead)
     else:
         kind = ", integrated" if gpu.integrated else ""
-        yield f"GPU: {gpu.name} ({gpu.gfx or 'architecture unknown'}{kind}), number {gpu.index}"
+        yield printable(f"GPU: {gpu.name} ({gpu.gfx or 'architecture unknown'}{kind}), number {gpu.index}")
         if arch_of(gpu.gfx) is None:
             yield UNKNOWN_GPU
     runtime = f", HIP {torch.hip}" if torch is not None and torch.hip else ""
-    yield f"PyTorch: {torch.version}{runtime}" if torch is not None else "PyTorch: not installed"
+    yield printable(f"PyTorch: {torch.version}{runtime}") if torch is not None else "PyTorch: not installed"
     if gpu is not None:
         refused = situation.profile == "fast" and not is_fast(situation)
         profile = "fast" if is_fast(situation) else "safe"
@@ -107,12 +109,12 @@ def _name(row: EnvRow) -> str:
 
 def _value(row: EnvRow) -> str:
     """Of a setting without the quotes of JSON."""
-    return row.value.strip('"') if row.variable.startswith(SETTING) else row.value
+    return row.value.strip('"') if row.variable.startswith(SETTING) else printable(row.value)
 
 
 def _mark(row: EnvRow) -> str:
     if row.replaced is not None:
-        return f"replaces your {row.replaced or 'empty value'}"
+        return f"replaces your {printable(row.replaced) or 'empty value'}"
     if row.from_user:
         return f"set by you; planned: {row.planned}" if row.planned is not None else "set by you, too"
     return ""
@@ -130,7 +132,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
         folder = _for_comment(situation.app_dir, shell)
         yield f"{comment}{folder} stands for a folder on the machine described: write it out"
     if explain:
-        yield from (comment + line for line in _machine(situation))
+        yield from (comment + _for_comment(line, shell) for line in _machine(situation))
     for row in env_plan.variables:
         if explain:
             yield from (comment + _for_comment(line, shell) for line in (*_reasons(row), _mark(row)) if line)
@@ -144,7 +146,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
 
 def _for_comment(line: str, shell: str) -> str:
     """One line that the shell reads as nothing but a comment; cmd looks for variables even there."""
-    flat = " ".join(line.split())
+    flat = printable(" ".join(line.split()))
     return flat.replace("%", "%%") if shell == "cmd" else flat
 
 

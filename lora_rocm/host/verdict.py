@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
 FORMAT = 1
@@ -110,15 +110,21 @@ def verdict_from_json(value: dict[str, Any]) -> Verdict:
     """
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
-    results, fast = (tuple(Result(**item) for item in value[name]) for name in ("results", "fast"))
-    return Verdict(Stack(**value["stack"]), results, fast, tuple(value["remedies"]))
+    results, fast = (tuple(_result(**item) for item in value[name]) for name in ("results", "fast"))
+    return Verdict(Stack(**value["stack"]), results, fast, tuple(map(str, value["remedies"])))
+
+
+def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
+    if status not in get_args(Status):
+        raise ValueError(f"status {status!r}")
+    return Result(str(name), status, float(seconds), str(detail))
 
 
 def stored(folder: Path, stack: Stack) -> Verdict | None:
     """The verdict on this stack, or None; a damaged file counts as none (the self-test is run again)."""
     try:
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if found.stack == stack else None
 

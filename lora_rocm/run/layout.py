@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import storage_error
+from lora_rocm.errors import StorageError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
@@ -131,8 +131,12 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Write a whole file or nothing: temporary name, fsync, rename (also onto an existing file that nobody has open).
 
     Raises:
-        StorageError: disk full, no permission.
+        StorageError: disk full, no permission, or a device or pipe lies there, which a rename would replace by a file.
     """
+    place, path = path, path.resolve() if path.is_symlink() else path
+    if not path.name or (path.exists() and not path.is_file() and not path.is_dir()):
+        fix = "Give the name of a file."
+        raise StorageError("no-file", "There can be no file with that name.", where=f"{str(place)!r}", fix=fix)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

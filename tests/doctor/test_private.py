@@ -200,3 +200,10 @@ def test_an_unwritable_place_is_a_sentence(tmp_path: Path) -> None:
 
 def test_texts_are_found_in_every_corner() -> None:
     assert "found me" in list(texts_in(planted("found me")))
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_report(tmp_path: Path) -> None:
+    situation = case(replace(LINUX, variables={"PYTORCH_CUDA_ALLOC_CONF": "\udcffx\x1b[2J"}))[0]
+    report.write_report(tmp_path / "r.md", situation, live=False)
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert r"\udcffx" in text and "\x1b" not in text

@@ -58,3 +58,11 @@ def test_findings_are_shown_with_all_their_parts() -> None:
     text = " ".join(text_of(situation, plan).split())
     assert all(part in text for part in (finding.title, finding.evidence, finding.effect, *finding.cure))
     assert "HARMS" in text and "1 harms, 1 note" in text
+
+
+def test_what_is_read_from_outside_steers_no_terminal() -> None:
+    steers = "\x1b[2J\nBREAKS\r\u202e\x9b\ud800"
+    gpus = tuple(replace(gpu, name=f"x{steers}") for gpu in LINUX.gpus)
+    text = text_of(*case(replace(LINUX, gpus=gpus, disk_free_bytes=10, variables={"HSA_OVERRIDE_GFX_VERSION": steers})))
+    assert r"\x1b[2J\nBREAKS" in text
+    assert all(line.isprintable() for line in text.split("\n"))

@@ -201,3 +201,28 @@ def test_reviewed_output(name: str) -> None:
 
 def _wrapped(made: EnvPlan) -> list[str]:
     return [" ".join(row.rule for row in made.rows)] + [f"warns: {warning.rule}" for warning in made.warnings]
+
+
+STEERS = "x\x1b[2J\nexport LR_TEST_OWNED=1\r\u2028\u202e\x9b"
+
+
+@pytest.mark.parametrize("shell", [None, "bash", "cmd", "powershell"])
+def test_names_of_devices_are_no_commands_and_steer_no_terminal(shell: str | None) -> None:
+    facts = facts_of("linux-rx7900xtx")
+    assert facts.torch is not None
+    odd = replace(
+        facts,
+        gpus=tuple(replace(gpu, name=STEERS) for gpu in facts.gpus),
+        torch=replace(facts.torch, version=facts.torch.version + STEERS),
+    )
+    text = described(situation(odd), EnvPlan(()), shell, explain=True)
+    assert not any(line.startswith("export LR_TEST_OWNED") for line in text.splitlines())
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_values_of_the_user_steer_no_terminal() -> None:
+    environ = {"HIP_DISABLE_IPC": STEERS, "PYTORCH_CUDA_ALLOC_CONF": f"bad{STEERS}", "MIOPEN_FIND_MODE": STEERS}
+    seen = situation("linux-rx7900xtx", environ)
+    text = described(seen, plan(seen), None, explain=True)
+    assert text.count(r"\x1b[2J\nexport") >= 3
+    assert all(line.isprintable() for line in text.split("\n"))

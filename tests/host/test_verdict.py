@@ -145,3 +145,20 @@ def test_what_was_not_tried_says_nothing() -> None:
 def test_one_way_that_was_tried_and_fails_while_the_others_were_left_out() -> None:
     made = verdict(result("copies.pageable.1MiB", "failed"), result("copies.pinned.1MiB", "skipped"))
     assert made.unusable
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"status": "fine"}, {"seconds": "soon"}, {"seconds": None}, {"status": ["passed"]}, {"more": 1}],
+)
+def test_a_damaged_result_counts_as_no_verdict(tmp_path: Path, change: dict[str, object]) -> None:
+    path = kept(tmp_path, SOUND)
+    value = json.loads(path.read_text(encoding="utf-8"))
+    value["results"][0].update(change)
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert stored(tmp_path, STACK) is None
+
+
+def test_a_verdict_nested_too_deeply_is_none(tmp_path: Path) -> None:
+    path_of(tmp_path, STACK).write_text("[" * 200_000, encoding="utf-8")
+    assert stored(tmp_path, STACK) is None

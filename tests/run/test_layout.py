@@ -53,3 +53,24 @@ def test_create_over_a_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):
         RunDir(tmp_path / "file").create()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
+def test_a_pipe_or_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(StorageError) as caught:
+        write_atomic(pipe, b"x")
+    assert caught.value.code == "no-file" and pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_name_that_is_empty_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        write_atomic(Path(""), b"x")
+
+
+def test_what_a_link_points_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real.md")
+    write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real.md").read_bytes() == b"new"
