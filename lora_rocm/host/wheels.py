@@ -129,7 +129,7 @@ KNOWN: tuple[Known, ...] = (
     Known(
         "amd",
         "windows",
-        ("gfx1200", "gfx1201"),
+        ("gfx1201",),
         "with ROCm 7.14.0 the second 16-bit matrix product of a process fails on this GPU under Windows (ROCm#6461); "
         "lora-rocm sets ROCBLAS_USE_HIPBLASLT=0, which was reported to cure it",
     ),

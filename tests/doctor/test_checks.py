@@ -10,6 +10,7 @@ from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.doctor.known_bad import BAD
 from lora_rocm.host.environ import RULES
+from lora_rocm.host.facts import DeviceFile
 from lora_rocm.host.harms import HARMS
 from tests.doctor.injections import (
     APU,
@@ -106,6 +107,17 @@ def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
         (on(WINDOWS, windows={"tdr_delay_s": 60}), "tdr-delay"),
         (on(WINDOWS, windows={"page_file_bytes": None}), "page-file"),
         (on(LINUX, memory_bytes=16 * GIB, swap_bytes=None), "main-memory"),
+        (on(LINUX, memory_available_bytes=8 * GIB), "memory-in-use"),
+        (on(LINUX, memory_bytes=12 * GIB, memory_available_bytes=3 * GIB), "memory-in-use"),
+        (on(LINUX, linux={"boot_parameters": {"amdgpu.cwsr_enable": "1"}}), "cwsr"),
+        (on(LINUX, gpu={"node": None, "gfx_source": "pci"}, linux={"amdgpu_loaded": False}), "kfd-node-missing"),
+        (on(LINUX, gpu={"node": None}, linux={"kfd": None}), "kfd-node-missing"),
+        (on(WSL, gpu={"node": None, "gfx_source": "pci"}), "kfd-node-missing"),
+        (case(facts_of("linux-rx9060xt-pair")), "no-rccl"),
+        (case(facts_of("windows-rx7900xtx-raphael")), "no-rccl"),
+        (on(LINUX, gpu={"gfx": "gfx1010"}, libraries={"bitsandbytes": "0.49.2"}), "library-bitsandbytes"),
+        (on(LINUX, libraries={"bitsandbytes": "0.50.1"}), "library-bitsandbytes-gpu"),
+        (case(facts_of("linux-mi300x")), "library-xformers"),
         (on(LINUX, linux={"kfd": closed("/dev/kfd"), "wsl": True}), "no-permission"),
         (on(WSL, torch={"hip": "7.14.26221"}), "wsl-detection"),
         (on(APU, linux=DEBIAN_612), "kernel-strix-halo"),
@@ -121,6 +133,13 @@ def test_is_silent_next_to_its_fault(made: object, absent: str) -> None:
 def test_only_the_root_of_a_missing_driver_is_told() -> None:
     found = findings(*on(LINUX, linux={"amdgpu_loaded": False, "kfd": None, "render_nodes": ()}))
     assert ids(found)[0] == "amdgpu-not-loaded" and "kfd-missing" not in ids(found)
+
+
+def test_a_run_needs_one_open_render_node() -> None:
+    shut, free = closed("/dev/dri/renderD128"), DeviceFile("/dev/dri/renderD129", True, True, True)
+    finding = told(*on(LINUX, linux={"render_nodes": (shut,)}))["no-permission"]
+    assert "/dev/dri/renderD128" in finding.evidence and "/dev/kfd" not in finding.evidence
+    assert "no-permission" not in told(*on(LINUX, linux={"render_nodes": (shut, free)}))
 
 
 def test_secure_boot_is_named_only_where_a_module_of_its_own_may_be_refused() -> None:
