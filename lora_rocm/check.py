@@ -158,7 +158,7 @@ class _Weighing:
             self._thread.start()
 
     def _weigh(self) -> None:
-        from lora_rocm.run.process import run_for_json
+        from lora_rocm.run.children import run_for_json
 
         env = self._plan.applied_to(os.environ)
         try:

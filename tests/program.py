@@ -81,8 +81,7 @@ class Program:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(process, "run_worker", run_worker)
-        patch.setattr(process, "run_tool", run_tool)
-        patch.setattr(process, "run_for_json", run_for_json)
+        patch.setattr("lora_rocm.run.children.run_for_json", run_for_json)
         patch.setattr("lora_rocm.run.tools.run_tool", run_tool)
         patch.setattr("lora_rocm.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
@@ -162,7 +161,7 @@ def run_worker(
 def run_tool(
     module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
 ) -> int:
-    """``process.run_tool``."""
+    """``children.run_tool``."""
     assert module == tools.__name__
     code, events, log = _child(module, arguments)
     for event in events:
@@ -175,7 +174,7 @@ def run_tool(
 
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """``process.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
+    """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
     assert module == weigh.__name__
     try:
         return dict(weigh.weight_bytes(Recipe.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))))

@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr("lora_rocm.run.process.run_for_json", run_for_json)
+        patch.setattr("lora_rocm.run.children.run_for_json", run_for_json)
         patch.setattr(
             "lora_rocm.data.fill._free", lambda device: None
         )  # a garbage collection takes a third of a second

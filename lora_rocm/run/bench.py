@@ -18,8 +18,8 @@ from lora_rocm.host.here import plan_here, situation_here
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import bench_tables
+from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import write_json
-from lora_rocm.run.process import run_tool
 from lora_rocm.run.wording import size_text
 
 MODULE = "lora_rocm.device.bench"

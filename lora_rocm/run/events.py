@@ -62,7 +62,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def emit(event_type: str, **fields: Any) -> None:
-    """One event on standard output: how a child without a run directory tells its parent (``process.follow_tool``)."""
+    """One event on standard output: how a child without a run directory tells its parent (``run.children``)."""
     sys.stdout.write(json.dumps({"type": event_type, **fields}) + "\n")
     sys.stdout.flush()
 

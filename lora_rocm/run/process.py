@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,7 +140,7 @@ def run_worker(
 
     with _stop_signals() as asked, run_dir.worker_log.open("ab") as log:
         worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **_own_group()
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
         )
         assert worker.stdin is not None
         try:
@@ -181,7 +179,7 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
     if shutil.disk_usage(run_dir.path).free < FULL_BYTES:
         raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir.path)
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
-    raise died("The training process", returncode, _tail_bytes(run_dir.worker_log, log_start), fix)
+    raise died("The training process", returncode, tail_bytes(run_dir.worker_log, log_start), fix)
 
 
 def error_from_event(event: Event) -> LoraRocmError:
@@ -214,7 +212,7 @@ def describe_exit(returncode: int) -> str:
     return f"exit code {returncode}"
 
 
-def _tail_bytes(log: Path, start: int) -> bytes:
+def tail_bytes(log: Path, start: int) -> bytes:
     """The end of what was written to ``log`` after ``start``."""
     try:
         with log.open("rb") as file:
@@ -248,102 +246,6 @@ def kill_tree(pid: int) -> None:
     psutil.wait_procs(family, timeout=KILL_WAIT_S)
 
 
-def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: OnEvent) -> int:
-    """Run a heavy child that writes one JSON event a line on standard output; return its exit code.
-
-    Ctrl-C ends it at once: it keeps nothing that could be lost.
-
-    Raises:
-        LoraRocmError: the error event that it wrote.
-        WorkerDiedError: it failed without one.
-    """
-    code, log = follow_tool([sys.executable, "-m", module, *arguments], env, on_event)
-    if code:
-        raise died(f"The process {module}", code, log)
-    return 0
-
-
-def follow_tool(
-    command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
-) -> tuple[int | None, bytes]:
-    """Run a heavy child that writes events, to its end: exit code, and the end of its standard error.
-
-    The code is None where ``is_late``, asked all the time, said that it hangs, and it was killed. Its standard input
-    ends when this process does.
-
-    Raises:
-        LoraRocmError: the error event that it wrote.
-    """
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        log, output = Path(folder) / "tool.log", Path(folder) / "events.jsonl"
-        reader = EventReader(output)
-        problem: Event | None = None
-        late = False
-        with log.open("wb") as errors, output.open("wb") as events:
-            tool = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=events, stderr=errors, env=dict(env), **_own_group()
-            )
-            assert tool.stdin is not None
-            try:
-                ended = False
-                while not ended and not late:
-                    ended = tool.poll() is not None
-                    for event in reader.poll():
-                        if event["type"] == "error":
-                            problem = event
-                        else:
-                            on_event(event)
-                    late = not ended and is_late()
-                    time.sleep(0 if ended else POLL_S)
-            finally:
-                _end(tool)
-        if problem is not None:
-            raise error_from_event(problem)
-        return None if late else tool.returncode, _tail_bytes(log, 0)
-
-
-def _end(tool: subprocess.Popen[bytes]) -> None:
-    """Kill a child that still runs. One that hangs inside a driver cannot die; it is left behind."""
-    if tool.poll() is None:
-        kill_tree(tool.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            tool.wait(KILL_WAIT_S)
-    if tool.stdin is not None:
-        tool.stdin.close()
-
-
-def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a heavy child that writes one JSON object on standard output, and return that.
-
-    Raises:
-        LoraRocmError: what the child said (an error event, or text on standard error with one of our exit codes).
-        WorkerDiedError: it failed without a word of its own.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, capture_output=True, env=dict(env)
-    )
-    found = _last_object(done.stdout)
-    if found is not None and found.get("type") == "error":
-        raise error_from_event(found)
-    if done.returncode == 0 and found is not None:
-        return found
-    said = done.stderr.decode("utf-8", "replace").strip()
-    if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
-        raise BRANCHES[done.returncode]("child-failed", said)
-    raise died(f"The process {module}", done.returncode, done.stderr)
-
-
-def _last_object(output: bytes) -> dict[str, Any] | None:
-    for line in reversed(output.splitlines()):
-        try:
-            value = json.loads(line)
-        except ValueError:  # something a library printed
-            continue
-        if isinstance(value, dict):
-            return value
-    return None
-
-
 @dataclass
 class _Asked:
     """How often the user asked to stop."""
@@ -374,7 +276,7 @@ def _stop_signals() -> Iterator[_Asked]:
             signal.signal(signum, handler)
 
 
-def _own_group() -> dict[str, Any]:
+def own_group() -> dict[str, Any]:
     """Popen arguments that keep Ctrl-C from reaching the child: the parent decides what it means."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}

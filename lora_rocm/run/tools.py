@@ -11,9 +11,9 @@ from typing import Any
 from lora_rocm.errors import UserError
 from lora_rocm.host.here import plan_here
 from lora_rocm.recipe.yaml_tree import is_clean
+from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.prepare import holds_run
-from lora_rocm.run.process import run_tool
 from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text, size_text
 
