@@ -28,6 +28,13 @@ USER_PATHS = (
     rf"(?<![\w~])~({POSIX_NAME})(?={SEPARATOR})",
 )
 """Paths that show a user's name; a name has spaces on Windows only."""
+SHARE = r"(\\\\(?:[?.]\\UNC\\)?)(?![?.]\\)[^\\/\s;<]+\\"
+OTHER_PATHS = (
+    r"(?<![\w/\\])[a-z]:[\\/]+(?!windows\b|program files|program ?data|amd\b)[^;,:\"'<>|()\r\n]+"
+    r"|(?<![\w/\\.:<>~%$*-])/(?!(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp|run|boot|var)\b)"
+    r"[^\s/:;,\"'<>|()]+/[^\s:;,\"'<>|()]+"
+)
+"""In sentences: paths outside the system's own folders, such as those of recipes and pictures."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = set(
     "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
@@ -41,7 +48,7 @@ HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
 OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 UUID = r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"
 PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@", "<login>@"),
+    (r"\b([a-z][a-z0-9+.-]*://)[^/\s@]+@[^/\s]+", r"\1<login>"),
     (r"\b[\w.+%-]+@[\w-]+(?:\.[\w-]+)+\b", "<e-mail>"),
     (r"(?<=\bbearer )\S+", SECRET),
     (
@@ -49,18 +56,24 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         r"(\s*[=:]\s*)[^\s;,]+",
         rf"\1\2{SECRET}",
     ),
-    (r"\b(?:hf|ghp|gho|ghs|ghu|github_pat|glpat|sk|xoxb|xoxp|pypi)[_-][\w-]{8,}", SECRET),
-    (r"\bAKIA[0-9A-Z]{12,}\b", SECRET),
+    (r"\b(?:hf|api_org|ghp|gho|ghs|ghu|github_pat|glpat|gsk|npm|r8|sk|xai|xoxb|xoxp|pypi)[_-][\w-]{8,}", SECRET),
+    (r"\b(?:AKIA[0-9A-Z]{12,}|AIza[\w-]{20,})\b", SECRET),
     (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+", SECRET),
     (UUID, "<uuid>"),
+    (r"\b(process|thread) (?!python|lora)[^\s()]+(?= \(?pid\b)", r"\1 <program>"),
     (r"\bS-1-5-21(?:-\d+)+\b", "<sid>"),
-    (r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b", "<mac>"),
+    (r"\bGPU-[0-9a-f]{8,}", "GPU-<serial>"),
+    (r"(\b\w*UUID=\W?)[0-9a-f]{4,}(?:-[0-9a-f]{2,})+", r"\1<uuid>"),
+    (r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b|\b(?:[0-9a-f]{4}\.){2}[0-9a-f]{4}\b", "<mac>"),
+    (r"(?<![\w:.])(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}(?![\w:])", "<address>"),
+    (r"(?<![\w:.])(?=[0-9a-f:]*[0-9a-f]{3})(?:[0-9a-f]{1,4}:)+(?::[0-9a-f]{1,4})+(?![\w:])", "<address>"),
     (r"\b(serial(?: ?(?:number|no))?|s/n|unique[_ ]id)(\.?\s*[=:#]?\s*)[\w-]{4,}", r"\1\2<serial>"),
     (
         rf"(?<![\d.])(?:10|127|169|172|192|[4-9]\d|1\d\d|2[0-4]\d|25[0-5])(?:\.{OCTET}){{3}}(?::\d+)?(?![\d.])",
         "<address>",
     ),
     (r"\b[0-9a-f]{32,}\b", SECRET),
+    (r"\b((?:docker|containerd|libpod|podman|container|pod)[\w]*[-_/: ]+)[0-9a-f]{12,}\b", r"\1<id>"),
     (r"(?-i:\b(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=[\w+-]*\d)[A-Za-z0-9+_-]{40,}={0,2})", SECRET),
 )
 """What it looks like, and what stands for it. Addresses that begin with a small number may be versions, and stay."""
@@ -87,7 +100,8 @@ class Private:
             cleaned = re.sub(_loose_path(home), HOME, cleaned, flags=re.IGNORECASE)
         for pattern in USER_PATHS:
             cleaned = re.sub(pattern, _to_home, cleaned, flags=re.IGNORECASE)
-        cleaned = re.sub(r"\\\\(?![?.]\\)[^\\/\s;]+\\", lambda _: rf"\\{HOST}" + "\\", cleaned)
+        cleaned = re.sub(SHARE, lambda found: f"{found[1]}{HOST}\\", cleaned, flags=re.IGNORECASE)
+        cleaned = re.sub(OTHER_PATHS, "<path>", cleaned, flags=re.IGNORECASE)
         for pattern, replacement in PATTERNS:
             cleaned = re.sub(pattern, replacement, cleaned, flags=re.IGNORECASE)
         cleaned = _without_names(cleaned, self.users, USER)
@@ -135,7 +149,8 @@ def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> P
     for text in [*texts, *(environ[name] for name in HOME_VARIABLES if name in environ)]:
         users.update(_names_in(_plain(text)))
         hosts.update(re.findall(r"\\\\(?![?.]\\)([^\\/\s;]+)\\", text))
-    words = {word for user in users for word in re.split(r"[\s._@-]+", user) if len(word) >= 4}
+    words = {word for user in users for word in (*re.split(r"[\s._@-]+", user), re.sub(r"[\s._@-]+", "", user))}
+    words = {word for word in words if len(word) >= 4}
     return Private(
         frozenset(_telling(users | words)), frozenset(_telling(hosts)), tuple(_plain(home) for home in homes)
     )

@@ -215,7 +215,7 @@ def load_facts(path: Path) -> HostFacts:
 
 
 def _without_features(gfx: str | None) -> str | None:
-    """ "gfx90a" of torch's "gfx90a:sramecc+:xnack-"."""
+    """The architecture alone: torch writes "gfx90a:sramecc+:xnack-", too."""
     return gfx.partition(":")[0] if gfx is not None else None
 
 

@@ -207,3 +207,48 @@ def test_bytes_that_are_no_text_do_not_stop_the_report(tmp_path: Path) -> None:
     report.write_report(tmp_path / "r.md", situation, live=False)
     text = (tmp_path / "r.md").read_text(encoding="utf-8")
     assert r"\udcffx" in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "gone", "stays"),
+    [
+        ("https://u:p@proxy.corp.example:3128/x", ["u:p", "corp"], "https://"),
+        ("gsk_abcd1234efgh5678 r8_abcdefghijkl1234 npm_abcdefghijklmnop", ["gsk_", "r8_", "npm_"], "<secret>"),
+        ("AIzaSyA-1234567890abcdefghijklmnopqrstu xai-abcdefghijkl12345678", ["AIza", "xai-"], "<secret>"),
+        ("fe80::1ff:fe23:4567:890a 2001:db8:85a3::8a2e:370:7334", ["fe80", "2001"], "<address>"),
+        ("2001:0db8:0000:0000:0000:ff00:0042:8329 on eth0", ["2001"], "<address> on eth0"),
+        ("ether dead.beef.0001 up", ["dead"], "ether <mac> up"),
+        ("Uuid: GPU-0123456789abcdef", ["0123"], "GPU-<serial>"),
+        ("root=UUID=ABCD-1234 PARTUUID=12345678-02 ro", ["ABCD", "12345678"], "<uuid> ro"),
+        ("cri-containerd-abcdef012345.scope", ["abcdef012345"], "containerd-<id>.scope"),
+        ("cannot read /data/Lena/girl.yaml: permission denied", ["Lena", "girl"], "<path>: permission denied"),
+        (r"cannot open D:\train\my girl\r.yaml", ["girl", "train"], "cannot open <path>"),
+        ("D:/train/girl/r.yaml, and more", ["girl"], "<path>, and more"),
+        (r"\\?\UNC\nas2\pics", ["nas2"], "<host>"),
+        ("page fault, process MyGame.exe pid 41 thread MyGame:cs0 pid 42", ["MyGame"], "process <program> pid 41"),
+    ],
+)
+def test_what_a_real_machine_could_hold(text: str, gone: list[str], stays: str) -> None:
+    cleaned = Private().text(text)
+    assert stays in cleaned and not [word for word in gone if word in cleaned]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "amdgpu 0000:03:00.0: amdgpu: [gfxhub] page fault (src_id:0 ring:40 vmid:8 pasid:32774)",
+        "/sys/class/kfd/kfd/topology/nodes/1/properties: gfx_target_version: no number",
+        "/opt/rocm-6.4.0/lib:/usr/lib/x86_64-linux-gnu",
+        r"C:\Windows\System32\amdhip64_7.dll and C:\Program Files\AMD\ROCm\6.4\bin",
+        "at::native::add, c10::Half, torch 2.13.0+rocm7.2, driver 32.0.31019.2002",
+        "process python pid 41 thread python:cs0 pid 42",
+        "garbage_collection_threshold:0.8,max_split_size_mb:128 and/or n/a",
+    ],
+)
+def test_what_helps_and_is_public_stays(text: str) -> None:
+    assert Private().text(text) == text
+
+
+def test_a_name_with_dots_is_removed_in_every_form() -> None:
+    private = private_of({"USER": "erika.muster", "HOME": "/home/erika.muster"}, "box", [])
+    assert private.text("erika.muster erikamuster Erika Muster") == "<user> <user> <user> <user>"
