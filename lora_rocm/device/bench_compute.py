@@ -17,16 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 from lora_rocm.device.measure import Call, Work, measure, seconds_of
+from lora_rocm.device.selftest_attention import BACKENDS
 
 DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
     "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 a number at a time
-}
-BACKENDS = {
-    "math": SDPBackend.MATH,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(BACKENDS)}
 LATENT_STEP_PX = 8

@@ -9,15 +9,11 @@ from lora_rocm.doctor.cures import REPORT, unset
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.archs import NO_RCCL, arch_of
 from lora_rocm.host.environ import RULES, EnvPlan
-from lora_rocm.host.facts import Gpu
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
+from lora_rocm.host.wheels import named
 
 OWN = "decision of this project, docs/amd.md"
-
-
-def _named(gpu: Gpu) -> str:
-    return f"{gpu.name} ({gpu.gfx or 'architecture unknown'})"
 
 
 def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -28,7 +24,7 @@ def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
         "unknown-gpu",
         "harms",
         "This GPU is not in the table of architectures",
-        f"{_named(gpu)}, PCI {gpu.pci_id or 'id unknown'}",
+        f"{named(gpu)}, PCI {gpu.pci_id or 'id unknown'}",
         "nothing is known about it: the plan is the safest there is, slower than need be, and training may still fail",
         (f"Please report it with the file that this writes: {REPORT}",),
         "lora_rocm/host/archs.py",
@@ -40,12 +36,12 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
     if selection.hide_with is None or selection.gpu is None:
         return None
     name, value = selection.hide_with
-    others = Counter(_named(gpu) for gpu in situation.facts.amd_gpus if gpu != selection.gpu)
+    others = Counter(named(gpu) for gpu in situation.facts.amd_gpus if gpu != selection.gpu)
     shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in others.items())
     return Finding(
         "gpu-chosen",
         "note",
-        f"Of {others.total() + 1} AMD GPUs a run uses {_named(selection.gpu)}",
+        f"Of {others.total() + 1} AMD GPUs a run uses {named(selection.gpu)}",
         f"also there: {shown}",
         f"the others are hidden from it ({name}={value}); set {name} yourself to choose otherwise",
         (),
@@ -64,7 +60,7 @@ def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
         "no-rccl",
         "note",
         f"{len(cards)} equal GPUs, and a run can use only one",
-        f"{len(cards)} x {_named(gpu)}; there is no RCCL {where}",
+        f"{len(cards)} x {named(gpu)}; there is no RCCL {where}",
         "training on several GPUs needs RCCL; a run on each GPU by itself works",
         (),
         "TheRock docs/development/windows_support.md; TheRock#150",

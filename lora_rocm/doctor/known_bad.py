@@ -14,6 +14,7 @@ from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.quirks import Level, Situation, When, release
+from lora_rocm.host.rules_amd import SDMA_BAD, SDMA_BAD_BELOW, SDMA_BAD_FROM
 
 Read = Callable[[Situation], str | None]
 Cure = Callable[[Situation], tuple[str, ...]]
@@ -128,9 +129,9 @@ BAD: tuple[Bad, ...] = (
         "kernel-rdna3-sdma",
         "kernel",
         kernel,
-        (6, 18),
-        (7, 1),
-        When(systems=("linux",), wsl=False, generations=("rdna3",)),
+        release(SDMA_BAD_FROM),
+        release(SDMA_BAD_BELOW),
+        SDMA_BAD,
         "harms",
         "This kernel's copy engine (SDMA) faults with RDNA 3 cards",
         "copies to the GPU fault or hang, and the run dies",

@@ -6,7 +6,7 @@ from lora_rocm.doctor.cures import kernel_parameter
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.facts import DeviceFile, HostFacts, Linux
-from lora_rocm.host.quirks import Situation, release
+from lora_rocm.host.quirks import Situation
 
 AMD_LINUX_DOCS = "https://rocm.docs.amd.com/projects/install-on-linux/"
 CONTAINER_FLAGS = (
@@ -14,7 +14,6 @@ CONTAINER_FLAGS = (
     "--security-opt seccomp=unconfined ...",
     "(podman: --device /dev/kfd --device /dev/dri --group-add keep-groups.)",
 )
-DXG_BY_DEFAULT = (7, 13)
 NO_GPU = "no program reaches the GPU: torch sees none, and training cannot start on it"
 
 
@@ -211,24 +210,6 @@ def _wsl_dxg(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
-def _wsl_detection(situation: Situation, plan: EnvPlan) -> Finding | None:
-    facts = situation.facts
-    if not facts.is_wsl or situation.gpu is None or facts.torch is None or facts.torch.hip is None:
-        return None
-    planned = plan.applied_to(situation.environ).get("HSA_ENABLE_DXG_DETECTION")
-    if planned == "1" or (planned is None and release(facts.torch.hip) >= DXG_BY_DEFAULT):
-        return None
-    return Finding(
-        "wsl-detection",
-        "breaks",
-        "ROCm is told not to look for the GPU in WSL",
-        f"HSA_ENABLE_DXG_DETECTION={planned}; HIP {facts.torch.hip}",
-        NO_GPU,
-        ("export HSA_ENABLE_DXG_DETECTION=1",),
-        "ROCm/librocdxg#34",
-    )
-
-
 def _wsl_librocdxg(situation: Situation, plan: EnvPlan) -> Finding | None:
     facts = situation.facts
     if not facts.is_wsl or situation.gpu is None or facts.linux is None:
@@ -253,7 +234,6 @@ LINUX_CHECKS: dict[str, Check] = {
     "kfd-node-missing": _node_missing,
     "no-permission": _permission,
     "wsl-dxg": _wsl_dxg,
-    "wsl-detection": _wsl_detection,
     "wsl-librocdxg": _wsl_librocdxg,
     "pcie-atomics": _atomics,
     "iommu": _iommu,

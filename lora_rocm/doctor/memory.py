@@ -10,11 +10,10 @@ from lora_rocm.doctor.cures import family, kernel_parameter
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.facts import Gpu
-from lora_rocm.host.memory import PAGE_BYTES, host_reserve
+from lora_rocm.host.memory import GIB, PAGE_BYTES, host_reserve
 from lora_rocm.host.quirks import Situation
 from lora_rocm.run.wording import size_text
 
-GIB = 2**30
 COMFORTABLE_BYTES = 16 * GIB
 """What a LoRA of SDXL takes on the GPU with everything in memory, roughly."""
 WORTH_RAISING = 0.75

@@ -11,10 +11,10 @@ from pathlib import PureWindowsPath
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.facts import Library, Windows
+from lora_rocm.host.memory import GIB
 from lora_rocm.host.quirks import Situation, release
 from lora_rocm.run.wording import size_text
 
-GIB = 2**30
 DRIVER_PAGE = "https://www.amd.com/en/support/download/drivers.html"
 OLDER_BY_MONTHS = 3
 """A driver older than the wheel by so much is told of; our choice, for lack of a table of AMD's."""

@@ -59,7 +59,6 @@ class When:
     gfx: tuple[str, ...] = ()
     unknown_too: bool = False
     """Also for a GPU that the table of architectures does not know."""
-    integrated: bool | None = None
     torch_from: str | None = None
     torch_below: str | None = None
     safe_profile: bool = False
@@ -95,8 +94,6 @@ class When:
         )
 
     def _holds_for(self, gpu: Gpu | None) -> bool:
-        if self.integrated is not None and (gpu is None or gpu.integrated is not self.integrated):
-            return False
         if not self.generations and not self.gfx:
             return True
         arch = arch_of(gpu.gfx) if gpu else None

@@ -94,7 +94,6 @@ def where(when: When) -> str:
         " and ".join(SYSTEMS[system] for system in when.systems),
         {True: "WSL", False: "not WSL", None: ""}[when.wsl],
         ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
-        {True: "APUs", False: "not APUs", None: ""}[when.integrated],
         _versions("torch", when.torch_from, when.torch_below),
         _versions("ROCm", when.hip_from, when.hip_below),
         _versions("AOTriton", when.aotriton_from, when.aotriton_below),

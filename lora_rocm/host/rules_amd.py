@@ -13,7 +13,10 @@ STRIX_HALO = "gfx1151"
 STRIX_HALO_OVERRIDE = "11.5.1"
 RDNA: tuple[Generation, ...] = ("rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4")
 NHWC_SLOW: tuple[Generation, ...] = ("rdna3", "rdna3.5", "rdna4")
-SDMA_BAD = When(systems=("linux",), wsl=False, generations=("rdna3",), kernel_from="6.18", kernel_below="7.1")
+SDMA_BAD_FROM, SDMA_BAD_BELOW = "6.18", "7.1"
+SDMA_BAD = When(
+    systems=("linux",), wsl=False, generations=("rdna3",), kernel_from=SDMA_BAD_FROM, kernel_below=SDMA_BAD_BELOW
+)
 """Kernels whose copy engine faults with these cards."""
 RDNA2_WITHOUT_KERNELS = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
 # From this AOTriton, below that one: architectures whose fused attention it has, but calls experimental.

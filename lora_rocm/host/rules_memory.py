@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lora_rocm.host.memory import budget
+from lora_rocm.host.memory import GIB, budget
 from lora_rocm.host.quirks import Rule, Situation, When
 
-MIN_LIMIT_BYTES = 2**30
+MIN_LIMIT_BYTES = GIB
 """No limit is lower: not even the libraries of a GPU would start, and the error would name the wrong thing."""
 
 

@@ -96,7 +96,6 @@ INJECTIONS: dict[str, Injection] = {
     "render-node-missing": lambda: on(LINUX, linux={"render_nodes": ()}),
     "no-permission": lambda: on(LINUX, linux={"kfd": closed("/dev/kfd"), "groups": ("video",)}),
     "wsl-dxg": lambda: on(WSL, linux={"dxg": False}),
-    "wsl-detection": lambda: case(WSL, variables={"HSA_ENABLE_DXG_DETECTION": "0"}),
     "wsl-librocdxg": lambda: on(WSL, linux={"rocm_version": None}),
     "pcie-atomics": lambda: on(LINUX, gpu={"pcie_atomics": False}),
     "iommu": lambda: on(LINUX, gpus=(LINUX.gpus[0], SECOND), linux={"boot_parameters": {}}),

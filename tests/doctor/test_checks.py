@@ -119,7 +119,7 @@ def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
         (on(LINUX, libraries={"bitsandbytes": "0.50.1"}), "library-bitsandbytes-gpu"),
         (case(facts_of("linux-mi300x")), "library-xformers"),
         (on(LINUX, linux={"kfd": closed("/dev/kfd"), "wsl": True}), "no-permission"),
-        (on(WSL, torch={"hip": "7.14.26221"}), "wsl-detection"),
+        (on(WSL, torch={"hip": "7.14.26221"}), "variable-dxg-off"),
         (on(APU, linux=DEBIAN_612), "kernel-strix-halo"),
         (on(NVIDIA, gpus=(*NVIDIA.gpus, RAPHAEL)), "unknown-gpu"),
         (log("amdgpu 0000:03:00.0: amdgpu: SMU is initialized successfully!")(), "log-hang"),

@@ -53,7 +53,7 @@ LINUX = (
     ("log: page faults", "log-page-fault"),
     ("log: ring timeout, MES, reset, wedged", "log-hang"),
     ("log: SDMA", "log-sdma"),
-    ("WSL: /dev/dxg, librocdxg, its detection", "wsl-dxg wsl-librocdxg wsl-detection variable-dxg-off rule:wsl-dxg"),
+    ("WSL: /dev/dxg, librocdxg, its detection", "wsl-dxg wsl-librocdxg variable-dxg-off rule:wsl-dxg"),
     ("WSL: which wheel", "wsl-wheel"),
 )
 WINDOWS = (

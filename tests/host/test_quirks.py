@@ -22,8 +22,6 @@ XTX, HALO, WSL = "linux-rx7900xtx", "linux-strix-halo", "wsl-rx7900xtx"
         (When(gfx=("gfx1151",)), HALO, XTX),
         (When(generations=("rdna3",), unknown_too=True), "broken-unknown-gpu", HALO),
         (When(generations=("rdna3",)), XTX, "broken-unknown-gpu"),
-        (When(integrated=True), HALO, XTX),
-        (When(integrated=False), XTX, "broken-unknown-gpu"),
         (When(torch_from="2.13"), XTX, with_torch(XTX, version="2.12.1+rocm7.2")),
         (When(torch_below="2.12"), with_torch(XTX, version="2.11.0"), XTX),
         (When(torch_below="2.12"), with_torch(XTX, version="2.11.0"), "broken-unknown-gpu"),
