@@ -1,6 +1,8 @@
-"""Errors of torch as errors that a user can read."""
+"""Errors of torch as errors that a user can read, and how a process leaves after one."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
@@ -40,3 +42,10 @@ def out_of_memory(error: BaseException) -> MachineError | None:
         fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new run with a "
         "lower train.batch_size (and more train.gradient_accumulation_steps), data.resolution or lora.rank.",
     )
+
+
+def settle() -> None:
+    """Wait for what the GPU still does: on Windows a process that leaves before hangs for ever (pytorch#160759)."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the error that this process leaves for; it has been told
+            torch.cuda.synchronize()

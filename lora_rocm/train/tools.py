@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_rocm.device.apply import apply
-from lora_rocm.device.failure import told
+from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, MachineError
@@ -181,12 +181,14 @@ def main() -> int:
     """Do one job; every error becomes an event."""
     try:
         TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+        settle()
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
         what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
         explained = told(error, sys.argv[2], MachineError("internal", what, fix="Please report it with the command."))
     emit("error", **explained.to_event())
+    settle()
     return explained.exit_code
 
 

@@ -17,7 +17,7 @@ import filelock
 import torch
 
 from lora_rocm.device.apply import apply
-from lora_rocm.device.failure import told
+from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.host.settings import settings_from
@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         if session is not None:
             with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
                 session.emit("error", **explained.to_event())
+        settle()
         return explained.exit_code
 
 
