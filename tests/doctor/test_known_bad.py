@@ -143,3 +143,16 @@ def test_rocm_for_windows(version: str, hip: str, told_of: set[str]) -> None:
 def test_the_kernel_is_no_matter_of_the_other_system() -> None:
     assert not told(on(WINDOWS)) & {"kernel-rdna3-sdma", "drm-old", "drm-unread", "rocm-conv"}
     assert not told(on(LINUX, torch={"version": "2.11.0+rocm7.2.1"})) & {"rocm-conv-windows"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "hip", "bad"),
+    [
+        ("5.15.0-157-generic", "6.4.43483", True),
+        ("5.15.0-157-generic", "7.2.53211", False),
+        ("6.8.0-90-generic", "6.4.43483", False),
+    ],
+)
+def test_an_old_kernel_with_gfx1030(kernel: str, hip: str, bad: bool) -> None:
+    made = on(LINUX, gpu={"gfx": "gfx1030"}, linux={"kernel": kernel}, torch={"hip": hip})
+    assert ("kernel-gfx1030-old" in told(made)) is bad
