@@ -123,7 +123,7 @@ class EventReader:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:  # covers UnicodeDecodeError: a line torn by a crash
+    except (ValueError, RecursionError):  # a line torn by a crash (also UnicodeDecodeError), or a library's own
         return None
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):
         return None

@@ -89,3 +89,10 @@ def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
     events = [start(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), start(1), step(2, 20.0)]
     assert [(found["updates"], found["loss"]) for found in current_steps(events)] == [(1, 1.0), (2, 20.0)]
     assert current_steps([*events, start(None)]) == []
+
+
+def test_what_a_library_prints_between_events_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    noise = [b"[" * 100_000, b"\xff\xfe", b"null", b"5", b"{}", b'{"type": 5}', b'{"type": "step"}']
+    path.write_bytes(b"\n".join([*noise, b'{"type": "checks", "names": []}', b""]))
+    assert [event["type"] for event in read_events(path)] == ["checks"]

@@ -338,3 +338,18 @@ def test_store_is_what_stored_reads(tmp_path: Path) -> None:
     store(tmp_path, verdict)
     assert stored(tmp_path, stack) == verdict
     assert stored(tmp_path, replace(stack, driver="another")) is None
+
+
+def test_ctrl_c_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = Child(tmp_path, {"copies.pinned.4KiB": "hang", "timeout_s": 50.0})
+    late = selftest._Progress.is_late
+
+    def press(progress: selftest._Progress) -> bool:
+        if progress.current == "copies.pinned.4KiB":
+            raise KeyboardInterrupt
+        return late(progress)
+
+    monkeypatch.setattr(selftest._Progress, "is_late", press)
+    with pytest.raises(KeyboardInterrupt):
+        faulty.run()
+    assert not [child for child in psutil.Process().children() if str(FAULTY) in child.cmdline()]
