@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.host.archs import ARCHS
 from lora_rocm.host.environ import RULES, EnvPlan, plan
 from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.harms import HARMS
@@ -245,3 +246,57 @@ def test_the_copy_engine_is_off_exactly_in_the_bad_range(kernel: str, planned: b
 def test_nan_attention_is_not_switched_on() -> None:
     old = situation(with_torch(XTX, version="2.9.1", aotriton="0.11b"))
     assert "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL" not in rows(old)
+
+
+NEWEST = {"gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx1200"}
+BY_AOTRITON = {
+    "0.10b": {"gfx1101", "gfx1150", "gfx1151", "gfx1200"},
+    "0.11b": {"gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1200"},  # gfx1100, too, but it gives NaN there
+    "0.11.1b": {"gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1200"},
+    "0.11.2b": {"gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153", "gfx1200"},
+    "0.12b": NEWEST,
+    "0.13.1": NEWEST,
+}
+
+
+@pytest.mark.parametrize("aotriton", BY_AOTRITON)
+def test_experimental_attention_by_release_and_architecture(aotriton: str) -> None:
+    def asked_for(gfx: str) -> bool:
+        made = replace(with_gpu(XTX, gfx=gfx), torch=with_torch(XTX, aotriton=aotriton).torch)
+        return "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL" in rows(situation(made))
+
+    assert {arch.gfx for arch in ARCHS if asked_for(arch.gfx)} == BY_AOTRITON[aotriton]
+
+
+@pytest.mark.parametrize(
+    ("variable", "made", "planned"),
+    [
+        ("PYTORCH_MIOPEN_SUGGEST_NHWC", with_torch(XTX, hip="6.4.43483"), False),
+        ("PYTORCH_MIOPEN_SUGGEST_NHWC", with_torch(XTX, hip="7.0.51831-0fa1b3c"), True),
+        ("DISABLE_ADDMM_HIP_LT", with_torch(XTX, version="2.11.2+rocm7.2"), True),
+        ("DISABLE_ADDMM_HIP_LT", with_torch(XTX, version="2.12.0a0+git1f2e3d4"), False),
+        ("HSA_ENABLE_DXG_DETECTION", with_torch("wsl-rx7900xtx", hip="7.12.26001"), True),
+        ("HSA_ENABLE_DXG_DETECTION", with_torch("wsl-rx7900xtx", hip="7.13.26100"), False),
+    ],
+)
+def test_ranges_end_where_they_are_said_to(variable: str, made: HostFacts, planned: bool) -> None:
+    assert (variable in rows(situation(made))) is planned
+
+
+@pytest.mark.parametrize(
+    ("gfx", "sibling", "hip", "value"),
+    [
+        ("gfx1152", "gfx1150", "7.12.26001", "11.5.0"),
+        ("gfx1152", "gfx1150", "7.13.26100", None),
+        ("gfx1103", "gfx1100", "6.4.43483", "11.0.0"),
+        ("gfx1103", "gfx1100", "7.0.51831", None),
+        ("gfx1036", "gfx1030", "7.14.26221", "10.3.0"),
+        ("gfx1010", "gfx1030", "7.14.26221", None),
+        ("gfx1150", "gfx1151", "7.2.53211", None),
+    ],
+)
+def test_a_sibling_s_kernels_only_where_they_are_known_to_work(
+    gfx: str, sibling: str, hip: str, value: str | None
+) -> None:
+    made = replace(with_gpu(XTX, gfx=gfx), torch=with_torch(XTX, arch_list=(sibling,), hip=hip).torch)
+    assert rows(situation(made)).get(OVERRIDE) == value
