@@ -24,6 +24,9 @@ EXPECTED: dict[Any, str] = {
     bool: "a truth",
 }
 
+NUMBERS = range(2**63)
+"""What a number among facts can be."""
+
 System = Literal["linux", "windows", "macos"]
 Vendor = Literal["amd", "nvidia", "apple", "intel", "other"]
 
@@ -239,7 +242,7 @@ def _fits(wanted: Any, origin: Any, arguments: tuple[Any, ...], value: Any) -> b
         return value in arguments
     if origin is dict:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    return origin is None and type(value) is wanted and (wanted is not int or 0 <= value < 2**63)
+    return origin is None and type(value) is wanted and (wanted is not int or value in NUMBERS)
 
 
 def _read_fields(wanted: Any, value: Any, where: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from lora_rocm.host.archs import arch_of
-from lora_rocm.host.facts import Gpu, HostFacts, Library, Vendor, Windows
+from lora_rocm.host.facts import NUMBERS, Gpu, HostFacts, Library, Vendor, Windows
 from lora_rocm.host.pci import gfx_of_id, gfx_of_name
 from lora_rocm.host.sources import Look
 
@@ -102,7 +102,7 @@ def _windows(look: Look, page_file_bytes: int | None, deep: bool) -> Windows:
         hip_libraries=tuple(_hip_libraries(look)),
         hip_path=look.sources.environ.get("HIP_PATH"),
         page_file_bytes=page_file_bytes,
-        tdr_delay_s=delay if isinstance(delay, int) else None,
+        tdr_delay_s=delay if isinstance(delay, int) and delay in NUMBERS else None,
         tdr_events=_tdr_events(look) if deep else None,
         smart_app_control=SMART_APP_CONTROL.get(policy) if isinstance(policy, int) else None,
         vc_runtime=_vc_runtime(look),
@@ -146,7 +146,7 @@ def _adapter(values: Mapping[str, Any]) -> Adapter | None:
         pci_id=f"{found.group(1)}:{found.group(2)}".lower(),
         driver=str(driver) if driver else None,
         product=str(product) if product else None,
-        vram_bytes=size if isinstance(size, int) and size > 0 else None,
+        vram_bytes=size if isinstance(size, int) and size > 0 and size in NUMBERS else None,
     )
 
 

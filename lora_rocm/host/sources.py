@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_rocm.host.appdir import app_dir
-from lora_rocm.host.facts import System, Unread
+from lora_rocm.host.facts import NUMBERS, System, Unread
 from lora_rocm.host.remember import recalled, remember
 
 READ_BYTES = 1 << 16
@@ -193,10 +193,13 @@ class Look:
     def parsed(self, text: str, what: str) -> int | None:
         """A number in decimal, or in hex with 0x; anything else is noted."""
         try:
-            return int(text, 0) if text.lower().startswith("0x") else int(text)
+            number = int(text, 0) if text.lower().startswith("0x") else int(text)
         except ValueError:
-            self.note(what, f"no number: {text[:40]!r}")
-            return None
+            number = -1
+        if number in NUMBERS:
+            return number
+        self.note(what, f"no number: {text[:40]!r}")
+        return None
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none where it is missing."""

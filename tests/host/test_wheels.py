@@ -298,7 +298,7 @@ GPUS = st.fixed_dictionaries(
         "gfx": st.none() | st.text(max_size=8) | st.sampled_from([*(arch.gfx for arch in ARCHS), *UNSERVED, *AS_CPU]),
         "integrated": st.none() | st.booleans(),
         "index": st.integers(0, 3),
-        "vram_bytes": st.none() | st.integers(),
+        "vram_bytes": st.none() | st.integers(0, 2**63 - 1),
     },
 )
 CHANGES = st.fixed_dictionaries(
