@@ -11,9 +11,11 @@ from lora_rocm.host.archs import NO_RCCL, arch_of
 from lora_rocm.host.environ import RULES, EnvPlan
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
+from lora_rocm.host.select import set_by_user, visible
 from lora_rocm.host.wheels import named
 
 OWN = "decision of this project, docs/amd.md"
+MOST_UNREAD = 20
 
 
 def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -64,6 +66,21 @@ def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
         "training on several GPUs needs RCCL; a run on each GPU by itself works",
         (),
         "TheRock docs/development/windows_support.md; TheRock#150",
+    )
+
+
+def _by_uuid(situation: Situation, plan: EnvPlan) -> Finding | None:
+    facts, environ = situation.facts, situation.environ
+    if situation.gpu is None or len(facts.amd_gpus) < 2 or visible(facts, environ) is not None:
+        return None
+    return Finding(
+        "gpu-by-uuid",
+        "note",
+        "The GPU of a run is chosen by UUID, and which one that is cannot be told from here",
+        "; ".join(f"{name}={environ[name]}" for name in set_by_user(facts, environ)),
+        f"the plan is one for {named(situation.gpu)}: for another GPU it may be wrong",
+        ("With a number (0 is the first) in place of the UUID the plan fits the GPU that it names.",),
+        "lora_rocm/host/select.py",
     )
 
 
@@ -142,8 +159,8 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
         "unread",
         "note",
         "Some facts could not be read" if len(lines) > 1 else "One fact could not be read",
-        "; ".join(lines),
-        "what depends on them was not checked",
+        "; ".join(lines[:MOST_UNREAD]) + (f"; and {more} more" if (more := len(lines) - MOST_UNREAD) > 0 else ""),
+        f"what depends on {'them' if len(lines) > 1 else 'it'} was not checked",
         ("sudo dmesg | grep -iE 'amdgpu|kfd'",) if log_unread else (),
     )
 
@@ -155,6 +172,7 @@ CHOICE_CHECKS: dict[str, Check] = {
 }
 NOTES: dict[str, Check] = {
     "gpu-chosen": _hides,
+    "gpu-by-uuid": _by_uuid,
     "no-rccl": _no_rccl,
     "owner-ipc": _ipc,
     "owner-gfx1151": _override,

@@ -6,6 +6,7 @@ that holds them, because of two values the kernel takes the last.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from lora_rocm.errors import LoraRocmError
@@ -90,7 +91,7 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     """Lines that bring the distribution's newest kernel; ``wanted`` says which is good."""
     lines = KERNEL.get(family(facts), ("Install a newer kernel with the tools of your distribution.",))
     version = facts.linux.distribution_version if facts.linux is not None else ""
-    lasting = version.endswith(".04") and int(version[:2]) % 2 == 0
+    lasting = re.fullmatch(r"[0-9][02468]\.04", version) is not None
     names = {
         "{hwe}": f"linux-generic-hwe-{version}" if lasting else "linux-generic",
         "{codename}": DEBIAN_CODENAMES.get(version, "stable"),

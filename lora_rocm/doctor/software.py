@@ -80,12 +80,13 @@ def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     words = {"hip": f"ROCm ({torch.hip})", "cuda": f"NVIDIA's CUDA {torch.cuda}", "cpu": "the CPU alone"}
     gpus = ", ".join(gpu.name for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia"))
+    nvidia = [gpu.name for gpu in situation.facts.gpus if gpu.vendor == "nvidia" and built == "cuda"]
     return Finding(
         "torch-wrong-build",
-        "breaks",
+        "harms" if nvidia else "breaks",
         f"The installed torch is built for {words[built]}",
         f"torch {torch.version}; GPU: {gpus}",
-        SLOW,
+        f"training would run on the {nvidia[0]}, for which nobody tunes, and not on the AMD GPU" if nvidia else SLOW,
         install_torch(situation),
     )
 

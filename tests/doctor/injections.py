@@ -171,6 +171,9 @@ INJECTIONS: dict[str, Injection] = {
     "disk": lambda: on(LINUX, disk_free_bytes=GIB),
     "shm": lambda: on(LINUX, linux={"shm_bytes": 64 * 2**20}),
     "gpu-chosen": lambda: on(LINUX, gpus=(LINUX.gpus[0], RAPHAEL)),
+    "gpu-by-uuid": lambda: on(
+        LINUX, gpus=(LINUX.gpus[0], RAPHAEL), variables={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"}
+    ),
     "no-rccl": lambda: on(WINDOWS, gpus=(WINDOWS.gpus[0], replace(WINDOWS.gpus[0], index=1))),
     "owner-ipc": lambda: case(LINUX),
     "owner-gfx1151": lambda: case(APU),

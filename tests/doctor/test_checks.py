@@ -10,7 +10,7 @@ from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.doctor.known_bad import BAD
 from lora_rocm.host.environ import RULES
-from lora_rocm.host.facts import DeviceFile
+from lora_rocm.host.facts import DeviceFile, Unread
 from lora_rocm.host.harms import HARMS
 from tests.doctor.injections import (
     APU,
@@ -239,3 +239,17 @@ def test_a_failed_check_tells_what_the_plan_did_about_it() -> None:
     finding = told(*INJECTIONS["selftest-attention"]())["selftest-attention"]
     assert "off by 1" in finding.evidence
     assert "selftest-attention" not in told(*case(LINUX))
+
+
+def test_a_torch_for_the_nvidia_card_beside_it_does_not_train_on_the_cpu() -> None:
+    both = (*LINUX.gpus, *NVIDIA.gpus)
+    finding = told(*on(LINUX, gpus=both, torch={"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}))[
+        "torch-wrong-build"
+    ]
+    assert finding.level == "harms" and NVIDIA.gpus[0].name in finding.effect and "CPU" not in finding.effect
+
+
+def test_thousands_of_unread_facts_are_counted() -> None:
+    unread = tuple(Unread(f"/sys/{number}", "input/output error") for number in range(5000))
+    evidence = told(*on(LINUX, unread=unread))["unread"].evidence
+    assert evidence.endswith("; and 4980 more") and len(evidence) < 1000

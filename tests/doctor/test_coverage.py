@@ -43,7 +43,7 @@ LINUX = (
     ("ttm and gttsize there", "gtt"),
     ("cwsr there", "cwsr"),
     ("PCIe atomics", "pcie-atomics log-no-atomics"),
-    ("several GPUs, an APU beside a card", "gpu-chosen variable-visible-apu rule:one-gpu-linux"),
+    ("several GPUs, an APU beside a card", "gpu-chosen gpu-by-uuid variable-visible-apu rule:one-gpu-linux"),
     ("memory and swap", "main-memory memory-in-use"),
     ("/dev/shm", "shm"),
     ("the wheel has kernels for the GPU", "torch-no-kernels no-wheel"),

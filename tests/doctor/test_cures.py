@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import findings
-from lora_rocm.doctor.cures import DEBIAN_CODENAMES, FAMILIES, FIRMWARE, KERNEL, KERNEL_PARAMETER, kernel_parameter
-from tests.doctor.injections import APU, INJECTIONS, case, facts_of, on
+from lora_rocm.doctor.cures import (
+    DEBIAN_CODENAMES,
+    FAMILIES,
+    FIRMWARE,
+    KERNEL,
+    KERNEL_PARAMETER,
+    kernel_parameter,
+    newer_kernel,
+)
+from tests.doctor.injections import APU, INJECTIONS, LINUX, case, facts_of, on
 from tests.golden import machines
 
 COMMANDS = (
@@ -72,3 +80,17 @@ def test_every_family_is_in_every_table(table: dict[str, tuple[str, ...]]) -> No
 def test_no_distribution_is_in_two_families() -> None:
     names = [name for family in FAMILIES.values() for name in family]
     assert len(names) == len(set(names)) and DEBIAN_CODENAMES
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [
+        ("24.04", "linux-generic-hwe-24.04"),
+        ("25.04", "linux-generic"),
+        ("x.04", "linux-generic"),
+        ("", "linux-generic"),
+    ],
+)
+def test_odd_versions_of_ubuntu(version: str, package: str) -> None:
+    facts = on(LINUX, linux={"distribution": "ubuntu", "distribution_version": version})[0].facts
+    assert newer_kernel(facts, "6.17")[0].endswith(f" {package}")
