@@ -110,6 +110,8 @@ def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
         (on(LINUX, memory_available_bytes=8 * GIB), "memory-in-use"),
         (on(LINUX, memory_bytes=12 * GIB, memory_available_bytes=3 * GIB), "memory-in-use"),
         (on(LINUX, linux={"boot_parameters": {"amdgpu.cwsr_enable": "1"}}), "cwsr"),
+        (on(LINUX, linux={"boot_parameters": {}}), "iommu"),
+        (on(LINUX, gpus=(LINUX.gpus[0], RAPHAEL), linux={"boot_parameters": {}}), "iommu"),
         (on(LINUX, gpu={"node": None, "gfx_source": "pci"}, linux={"amdgpu_loaded": False}), "kfd-node-missing"),
         (on(LINUX, gpu={"node": None}, linux={"kfd": None}), "kfd-node-missing"),
         (on(WSL, gpu={"node": None, "gfx_source": "pci"}), "kfd-node-missing"),
@@ -133,6 +135,11 @@ def test_is_silent_next_to_its_fault(made: object, absent: str) -> None:
 def test_only_the_root_of_a_missing_driver_is_told() -> None:
     found = findings(*on(LINUX, linux={"amdgpu_loaded": False, "kfd": None, "render_nodes": ()}))
     assert ids(found)[0] == "amdgpu-not-loaded" and "kfd-missing" not in ids(found)
+
+
+def test_gpus_without_rccl_are_told_of_under_linux_too() -> None:
+    pair = tuple(replace(LINUX.gpus[0], gfx="gfx1103", index=index) for index in range(2))
+    assert "for gfx1103" in told(*on(LINUX, gpus=pair))["no-rccl"].evidence
 
 
 def test_a_run_needs_one_open_render_node() -> None:

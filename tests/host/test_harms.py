@@ -174,6 +174,11 @@ ELSEWHERE: list[tuple[str, str | HostFacts, dict[str, str]]] = [
     ("visible-apu", BESIDE, {"ROCR_VISIBLE_DEVICES": "1"}),
     ("visible-rocr-windows", "windows-rx9070xt", {"ROCR_VISIBLE_DEVICES": "0"}),
     ("pal", XTX, {"PAL_DISABLE_SDMA": "1"}),
+    (
+        "attention-nan",
+        with_torch(XTX, version="2.10.0+rocm7.1", aotriton="0.11.1b"),
+        {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"},
+    ),
     ("compile-on", XTX, {"TORCHDYNAMO_DISABLE": "0"}),
     ("miopen-search", "linux-mi300x", {"MIOPEN_FIND_MODE": "1"}),
 ]
