@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, upgrade
+from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, unset, upgrade
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.errors import LoraRocmError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.host import wheels
 from lora_rocm.host.archs import Generation, arch_of, has_kernels
 from lora_rocm.host.environ import EnvPlan
@@ -58,6 +58,22 @@ def _no_wheel(situation: Situation, plan: EnvPlan) -> Finding | None:
     title = f"No torch has working kernels for this GPU on {situation.facts.system.capitalize()}"
     cure = ("Use another GPU. Or train on the CPU (tiny models only):", *install_for_cpu(situation.facts))
     return Finding("no-wheel", "breaks", title, f"{gpu.name}, {gpu.gfx}", error.what, cure, "lora_rocm/host/wheels.py")
+
+
+def _installer_variable(situation: Situation, plan: EnvPlan) -> Finding | None:
+    error, torch = _problem(situation), situation.facts.torch
+    if not isinstance(error, UserError):
+        return None
+    set_here = [name for name in wheels.VARIABLES if situation.environ.get(name)]
+    return Finding(
+        "installer-variable",
+        "harms" if torch is not None else "breaks",
+        "The installer stops at a variable, so it cannot be told which torch this machine needs",
+        "; ".join(f"{name}={situation.environ[name]}" for name in set_here),
+        error.what + (" torch is not installed, so nothing can be trained" if torch is None else ""),
+        unset(situation, set_here),
+        "lora_rocm/host/wheels.py",
+    )
 
 
 def _none(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -319,6 +335,7 @@ def _beside(row: Beside, situation: Situation, plan: EnvPlan) -> Finding | None:
 SOFTWARE_CHECKS: dict[str, Check] = {
     "python": _python,
     "no-wheel": _no_wheel,
+    "installer-variable": _installer_variable,
     "torch-none": _none,
     "torch-wrong-build": _wrong_build,
     "torch-old": _old,

@@ -248,7 +248,9 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
 
 
 def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
-    nvidia = tuple(f"{gpu.name} is not used: AMD comes first here" for gpu in facts.gpus if gpu.vendor == "nvidia")
+    index = "cuda-windows" if facts.system == "windows" else "cuda"
+    instead = f"AMD comes first here; {INDEX_VARIABLE}={index} would choose it"
+    nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")
     others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
     variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
     return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
@@ -315,10 +317,10 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
     """What the two variables say; it wins, and what speaks against it is said."""
     known = BY_ID.get(place) or next((index for index in INDEXES if index.url and _same(index.url, place)), None)
-    if asked and not re.match(r"torch(?![\w.-])", asked):
+    if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
         what = f"{TORCH_VARIABLE} is no requirement of torch."
         raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
-    if place and known is None and "://" not in place:
+    if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
         what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(BY_ID)}."
         raise UserError("torch-index-variable", what, where=place, fix=f"For example: {INDEX_VARIABLE}=amd")
     gpu = use.gpu if use.gpu is not None and use.gpu.vendor == "amd" else None

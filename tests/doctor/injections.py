@@ -101,6 +101,7 @@ INJECTIONS: dict[str, Injection] = {
     "iommu": lambda: on(LINUX, gpus=(LINUX.gpus[0], SECOND), linux={"boot_parameters": {}}),
     "python": lambda: on(LINUX, python="3.12.1 32-bit"),
     "no-wheel": lambda: on(LINUX, gpu={"gfx": "gfx906"}),
+    "installer-variable": lambda: on(LINUX, variables={"LORA_ROCM_TORCH_INDEX": "nowhere"}),
     "torch-none": lambda: case(replace(LINUX, torch=None)),
     "torch-wrong-build": lambda: on(LINUX, torch={"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}),
     "torch-old": lambda: on(LINUX, torch={"version": "2.9.1+rocm6.4", "hip": "6.4.43482"}),

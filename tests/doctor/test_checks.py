@@ -260,3 +260,10 @@ def test_thousands_of_unread_facts_are_counted() -> None:
     unread = tuple(Unread(f"/sys/{number}", "input/output error") for number in range(5000))
     evidence = told(*on(LINUX, unread=unread))["unread"].evidence
     assert evidence.endswith("; and 4980 more") and len(evidence) < 1000
+
+
+def test_a_bad_variable_of_the_installer_does_not_make_a_machine_without_torch_healthy() -> None:
+    bare = replace(LINUX, torch=None, variables={"LORA_ROCM_TORCH": "numpy"})
+    finding = told(*case(bare))["installer-variable"]
+    assert finding.level == "breaks" and finding.cure[0] == "unset LORA_ROCM_TORCH"
+    assert "installer-variable" not in told(*on(LINUX, variables={"LORA_ROCM_TORCH_INDEX": "cpu"}))

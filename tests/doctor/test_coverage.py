@@ -86,7 +86,7 @@ LIBRARIES = (
     ("DeepSpeed", "library-deepspeed"),
     ("torchvision belongs to a torch", "torchvision"),
     ("torch.compile on Windows", "rule:no-compile variable-compile-on"),
-    ("torch: none, the wrong one, too old", "torch-none torch-wrong-build torch-old rocm-old"),
+    ("torch: none, the wrong one, too old", "torch-none installer-variable torch-wrong-build torch-old rocm-old"),
 )
 CONVOLUTIONS = (
     ("the default search times the driver out", "rule:miopen-find variable-miopen-search"),

@@ -330,3 +330,23 @@ def test_any_machine_gets_a_choice_or_a_sentence(
         return
     assert made.why.strip() and made.requirement.startswith("torch") and "{" not in made.requirement
     assert made.by_user or made.url in {index.url for index in INDEXES}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LORA_ROCM_TORCH": 'torch"; echo broken; "'},
+        {"LORA_ROCM_TORCH": "torch==2.13.0`id`"},
+        {"LORA_ROCM_TORCH": "torch==2.13.0\nid"},
+        {"LORA_ROCM_TORCH_INDEX": "https://x/y; echo broken"},
+        {"LORA_ROCM_TORCH_INDEX": "https://x/$(id)"},
+    ],
+)
+def test_what_is_asked_for_is_no_command(variables: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        choose(machine("gfx1100"), variables)
+
+
+@pytest.mark.parametrize("index", ["https://u:p@x.y/whl/rocm7.2/?a=b", "file:///C:/wheels/100%25"])
+def test_ordinary_addresses_are_taken(index: str) -> None:
+    assert choose(machine("gfx1100"), {"LORA_ROCM_TORCH_INDEX": index}).url == index
