@@ -228,7 +228,7 @@ class RuntimeSection(Section):
         "safe", "fast: also the faster GPU libraries, where the self-test has cleared them on this very software."
     )
     self_test: Literal["auto", "no"] = on_resume(
-        "auto", "auto: an AMD GPU is tested once before its first run, about a minute; no: never."
+        "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
     )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 

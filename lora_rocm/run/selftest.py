@@ -50,7 +50,7 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
     new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
     if not wanted or not new or situation.gpu is None:
         return situation
-    say("Testing this GPU once, about a minute (runtime.self_test: no leaves it out) ...")
+    say("Testing this GPU once; it takes a minute or a few (runtime.self_test: no leaves it out) ...")
     verdict = self_test(situation, say)
     if verdict.unusable:
         bad = [result for result in verdict.results if not result.ok]
