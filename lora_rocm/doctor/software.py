@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -195,11 +194,13 @@ def _wsl_wheel(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch, facts = situation.facts.torch, situation.facts
     if not facts.is_wsl or situation.gpu is None or torch is None or torch.hip is None:
         return None
-    if not re.search(r"\+rocm\d+\.\d+$", torch.version):  # AMD's own have three numbers there
+    if not torch.is_pytorch_org_rocm:
+        return None
+    if situation.verdict is not None:  # it has started here, and what it computes was tested
         return None
     return Finding(
         "wsl-wheel",
-        "note",
+        "harms",
         "This torch is not the one that AMD makes for WSL",
         f"torch {torch.version} is of download.pytorch.org",
         "it may abort when it starts; if the self-test passes, it is good",

@@ -153,6 +153,11 @@ class Torch:
     aotriton: str | None = None
     """Version of the bundled attention kernels; only Linux's file names tell it."""
 
+    @property
+    def is_pytorch_org_rocm(self) -> bool:
+        """Whether it is a ROCm build of download.pytorch.org: "+rocm7.2"; AMD's own have three numbers there."""
+        return re.search(r"\+rocm\d+\.\d+$", self.version) is not None
+
 
 @dataclass(frozen=True)
 class HostFacts:

@@ -173,6 +173,7 @@ class WheelChoice:
     by_user: bool = False
     override: str | None = None
     """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture serve this GPU, on Linux."""
+    for_wsl: bool = False
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
             raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
     override = None if windows else arch.override
     made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
-    return _warned(facts, gpu, index, replace(made, override=override))
+    return _warned(facts, gpu, index, replace(made, override=override, for_wsl=facts.is_wsl))
 
 
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
@@ -379,7 +380,9 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
-    """Why an installed torch serves only by pretending another architecture, as the end of a sentence."""
+    """Why an installed torch serves, but only just, as the end of a sentence."""
+    if choice.for_wsl and torch.is_pytorch_org_rocm:
+        return "it is one of download.pytorch.org, which may abort under WSL (unsloth#11212)"
     if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:
         return None
     pretended = "gfx" + choice.override.replace(".", "")

@@ -28,6 +28,8 @@ def facts_of(machine: str) -> HostFacts:
 LINUX, APU, WINDOWS = facts_of("linux-rx7900xtx"), facts_of("linux-strix-halo-tuned"), facts_of("windows-rx9070xt")
 WINDOWS = replace(WINDOWS, gpus=(replace(WINDOWS.gpus[0], driver_product="26.8.1"),))
 WSL, NVIDIA, BARE = facts_of("wsl-rx7900xtx"), facts_of("nvidia-rtx4090"), facts_of("cpu-only")
+WSL_TORCH = replace(WSL.torch, version="2.12.0+rocm7.14.0", hip="7.14.26221")  # type: ignore[type-var]
+WSL = replace(WSL, torch=WSL_TORCH, libraries={})
 HEALTHY = {"linux": LINUX, "apu": APU, "windows": WINDOWS, "wsl": WSL, "nvidia": NVIDIA, "cpu": BARE}
 
 
@@ -119,7 +121,7 @@ INJECTIONS: dict[str, Injection] = {
     "library-deepspeed": library("deepspeed", "0.18.0"),
     "library-flash_attn": library("flash-attn", "2.8.3"),
     "wheel-building": lambda: case(facts_of("windows-rx9070xt")),
-    "wsl-wheel": lambda: case(WSL),
+    "wsl-wheel": lambda: on(WSL, torch={"version": "2.13.0+rocm7.2"}),
     "vc-runtime": lambda: on(WINDOWS, windows={"vc_runtime": None}),
     "smart-app-control": lambda: on(WINDOWS, windows={"smart_app_control": "on"}),
     "stale-dll": lambda: on(

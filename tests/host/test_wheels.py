@@ -259,6 +259,16 @@ def test_mismatch(torch: Torch, choice: WheelChoice, word: str | None) -> None:
     assert found is None if word is None else word in str(found)
 
 
+def test_under_wsl_the_wheel_of_pytorch_org_only_just_serves() -> None:
+    facts = load_facts(HOSTS / "wsl-rx7900xtx.json")
+    assert facts.torch is not None
+    choice = choose(facts, {})
+    assert "may abort under WSL" in str(makeshift(facts.torch, choice))
+    assert makeshift(replace(facts.torch, version="2.12.0+rocm7.14.0"), choice) is None
+    at_home = load_facts(HOSTS / "linux-rx7900xtx.json")
+    assert at_home.torch is not None and makeshift(at_home.torch, choose(at_home, {})) is None
+
+
 def test_makeshift() -> None:
     pretends = Torch("2.13.0", hip="7.2", arch_list=("gfx1030",))
     assert "HSA_OVERRIDE_GFX_VERSION=10.3.0" in str(makeshift(pretends, RDNA2))
