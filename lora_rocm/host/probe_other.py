@@ -34,7 +34,15 @@ WSL_POWERSHELL = "/mnt/c/Windows/System32/WindowsPowerShell/v1.0/powershell.exe"
 def linux_gpus(look: Look, wsl: bool) -> list[Gpu]:
     """All GPUs: AMD, NVIDIA, others; each vendor numbered from 0."""
     on_bus = _display_devices(look)
-    amd = kfd_gpus(look) or [_amd_on_bus(look, address, device) for address, device in on_bus if device[0] == AMD]
+    unread_before = len(look.unread)
+    listed = kfd_gpus(look)
+    on_bus_amd = [_amd_on_bus(look, address, device) for address, device in on_bus if device[0] == AMD]
+    if listed and len(look.unread) == unread_before:  # else a node is that of another container, or cannot be read
+        known = {gpu.pci_address for gpu in listed}
+        for gpu in on_bus_amd:  # one that the runtime has no number for, and that could compute
+            if gpu.gfx is not None and gpu.pci_address not in known:
+                look.note(f"{gpu.name} at {gpu.pci_address}", "the compute driver (KFD) does not list it")
+    amd = listed or on_bus_amd
     if wsl and not amd:
         amd = _windows_gpus(look)
     others = [

@@ -55,6 +55,18 @@ def test_a_compute_card_without_display_is_found_on_the_bus(tmp_path: Path) -> N
     assert [gpu.gfx for gpu in gpus(sources)] == ["gfx942"] * 8
 
 
+def test_a_card_that_kfd_skips_beside_an_apu_that_it_lists_is_said(tmp_path: Path) -> None:
+    """Without PCIe atomics KFD leaves a card out; the APU beside it would be used without a word."""
+    facts = host("linux-strix-halo-rx7900xtx")
+    skipping = tuple(replace(gpu, node=gpu.node if gpu.integrated else None) for gpu in facts.gpus)
+    sources, _ = linux_machine(tmp_path / "skipped", replace(facts, gpus=skipping))
+    found = probe(sources=sources)
+    assert [gpu.gfx for gpu in found.gpus] == ["gfx1151"]
+    assert [unread.why for unread in found.unread if "KFD" in unread.why and "0000:64:00.0" in unread.what]
+    sound, _ = linux_machine(tmp_path / "sound", facts)
+    assert not [unread for unread in probe(sources=sound).unread if "KFD" in unread.why]
+
+
 def test_a_card_that_kfd_does_not_know_is_not_numbered(tmp_path: Path) -> None:
     """HIP does not see an old card, and to count it would shift the numbers of the others."""
     sources, _ = linux_machine(tmp_path, host("linux-rx7900xtx"))
