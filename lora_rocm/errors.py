@@ -10,7 +10,8 @@
     +-- MachineError              exit 3: the machine or its software
     |   +-- StorageError          disk full, permission, a file that changed under us
     |   +-- TransferError         data did not arrive on the device as sent, by any method
-    |   +-- NonFiniteError        loss or gradient not finite several times in a row
+    |   +-- NonFiniteError        loss or gradient not finite several times in a row, or a weight or moment to be saved
+    |   +-- CanaryError           a calculation with a known answer came out wrong, or the frozen base has changed
     |   +-- ExportError           a written file did not load back with the same effect
     |   +-- WorkerDiedError       the training process ended without saying why
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
@@ -123,7 +124,11 @@ class TransferError(MachineError):
 
 
 class NonFiniteError(MachineError):
-    """Loss or gradient not finite several times in a row."""
+    """Loss or gradient not finite several times in a row, or a weight or moment that was to be saved."""
+
+
+class CanaryError(MachineError):
+    """A calculation whose answer is known came out wrong, or the frozen base model has changed."""
 
 
 class ExportError(MachineError):

@@ -36,13 +36,13 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
         lora += [(rows, width, rank), (rows, rank, width), (rank, rows, width)]  # down, up, gradient of a weight
     for number, (dtype, layout) in enumerate(product(DTYPES, LAYOUTS)):
         scale = (-1.0) ** number * 2.0 ** -(number // 2)
-        run = partial(_products, device, dtype, layout, scale=scale)
+        run = partial(products, device, dtype, layout, scale=scale)
         yield Check(f"gemm.square-{dtype}-{layout}", partial(run, ((square, square, square),)))
         yield Check(f"gemm.lora-{dtype}-{layout}", partial(run, tuple(lora)))
     tall = 600_000 if large else 30_000  # beyond 2**19 rows: ROCm#6595, rocm-libraries#8645
     for inner, columns in ((4, 4), (8, 32)):
         yield Check(
-            f"gemm.tall-fp32-{columns}", partial(_products, device, "fp32", "NN", ((tall, inner, columns),), scale=1.0)
+            f"gemm.tall-fp32-{columns}", partial(products, device, "fp32", "NN", ((tall, inner, columns),), scale=1.0)
         )
     for dtype in ("fp16", "bf16"):  # ROCm#6461: the second one of a process fails
         yield Check(f"gemm.twice-{dtype}", partial(_twice, device, dtype, square))
@@ -57,7 +57,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
     for number, (library, dtype) in enumerate(product(("miopen", "native"), DTYPES)):
         for side in (3, 1):
             sizes = (channels, height, width, side)
-            run = partial(_convolution, device, dtype, library == "miopen", sizes, scale=2.0**-number)
+            run = partial(convolution, device, dtype, library == "miopen", sizes, scale=2.0**-number)
             yield Check(f"conv.{library}.{side}x{side}-{dtype}", run, CONV_TIMEOUT_S)
 
 
@@ -78,7 +78,8 @@ def _laid_out(matrix: Tensor, letter: str) -> Tensor:
     return matrix.t().contiguous().t() if letter == "T" else matrix
 
 
-def _products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes, ...], *, scale: float) -> None:
+def products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes, ...], *, scale: float) -> None:
+    """A product of each [M, K, N], its operands laid out as ``layout`` says."""
     for sizes in shapes:
         a_MK, b_KN, wanted_MN = _problem(sizes, LIMITS[dtype])
         a = _laid_out((a_MK * scale).to(DTYPES[dtype]).to(device), layout[0])
@@ -130,9 +131,10 @@ def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tenso
     return x_BCHW.detach(), weight.detach(), grad_BCHW, y_BCHW.detach(), *found
 
 
-def _convolution(
+def convolution(
     device: torch.device, dtype: str, through_library: bool, sizes: tuple[int, int, int, int], *, scale: float
 ) -> None:
+    """A convolution (channels, height, width, side of the kernel) and both gradients."""
     x_BCHW, weight, grad_BCHW, wanted_y, wanted_dx, wanted_dw = _convolved(*sizes)
     tolerance = CONV_TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
     x = (x_BCHW * scale).to(DTYPES[dtype]).to(device).requires_grad_()

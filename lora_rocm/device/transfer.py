@@ -115,6 +115,7 @@ class DeviceTransfer:
 
     Attributes:
         bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed.
+        frozen: name -> (tensor on the device, fingerprint of what was sent) of all that must never change again.
         checks, failures: samples' tensors checked, and updates refused, since the start.
     """
 
@@ -133,6 +134,7 @@ class DeviceTransfer:
         self._read = read
         self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
         self._failures_at_base = 0
+        self.frozen: dict[str, tuple[Tensor, int]] = {}
 
     @property
     def method(self) -> str:
@@ -168,14 +170,29 @@ class DeviceTransfer:
         self.checks += expected_KB.numel()
         return arrived, Clock([start, copied, self._mark()])
 
-    def send_parameters(self, module: nn.Module) -> None:
+    def send_parameters(self, module: nn.Module, component: str) -> None:
         """Move a whole module, parameter by parameter, each compared with its bytes on the host before it is used.
 
         Raises:
             TransferError: a parameter did not arrive by any method.
         """
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            tensor.data = self.send_checked(tensor.data, name)
+        for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            name = f"{component}.{path}"
+            tensor.data, expected = self._sent(tensor.data, name)
+            if not tensor.requires_grad:
+                self.frozen[name] = (tensor, expected)
+
+    def changed(self) -> list[str]:
+        """Names of the frozen tensors whose bytes on the device are not those that were sent; one wait for all."""
+        if not self.frozen:
+            return []
+        self._sends += 1
+        salt = self._salt()  # so that an answer of the time before is no answer
+        found_K = torch.stack([whole_fingerprint(tensor) for tensor, _ in self.frozen.values()]) ^ salt
+        wanted_K = [expected ^ salt for _, expected in self.frozen.values()]
+        self.checks += len(wanted_K)
+        pairs = zip(self.frozen, found_K.tolist(), wanted_K, strict=True)
+        return [name for name, found, wanted in pairs if found != wanted]
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
         """Copy one tensor, wait for its verdict, and climb the ladder here and now (weights, restored state).
@@ -183,6 +200,9 @@ class DeviceTransfer:
         With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it:
         of one tensor at a time, so that a model never lies in memory twice.
         """
+        return self._sent(tensor, name)[0]
+
+    def _sent(self, tensor: Tensor, name: str) -> tuple[Tensor, int]:
         wanted = int(whole_fingerprint(tensor))
         for method in self.methods[self._base_rung :]:
             if self._heap_copy and method == "unpinned":
@@ -190,7 +210,7 @@ class DeviceTransfer:
             arrived = self._copy(tensor, self.device, method)
             self.checks += 1
             if int(whole_fingerprint(arrived)) == wanted:
-                return arrived
+                return arrived, wanted
             self.failures += 1
         raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
 

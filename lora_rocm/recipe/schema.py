@@ -224,6 +224,12 @@ class RuntimeSection(Section):
     worker_timeout_s: float = on_resume(300.0, "A loader worker silent for this long is given up.", gt=0)
     pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
     deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
+    canary_every_n_steps: int = on_resume(
+        250,
+        "Kernels with known answers, and the frozen base, are checked again this often; always at the start and before "
+        "anything is written. 0: only then.",
+        ge=0,
+    )
     profile: Literal["safe", "fast"] = on_resume(
         "safe", "fast: also the faster GPU libraries, where the self-test has cleared them on this very software."
     )

@@ -47,6 +47,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     # kind: transfer, nonfinite, fp16-overflow
     "incident": ("kind", "iteration", "samples", "detail", "action"),
+    # known answers were asked for again; checks: their names; detail: what was wrong, else empty
+    "canary": ("updates", "passed", "checks", "detail", "seconds"),
     "validation": ("updates", "loss"),
     "checkpoint": ("updates", "path", "lora"),
     # one preview round; pictures are paths relative to the run directory

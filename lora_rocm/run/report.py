@@ -226,7 +226,21 @@ def _guard(facts: Facts) -> str:
         )
         for event in incidents[:MAX_ROWS]
     ]
-    return section("Guard", counts, summary, table(("iteration", "kind", "what", "what was done", "samples"), rows))
+    head = ("iteration", "kind", "what", "what was done", "samples")
+    return section("Guard", counts, _canaries(facts), summary, table(head, rows))
+
+
+def _canaries(facts: Facts) -> str:
+    """How often known answers were asked for again, and what was wrong where they were."""
+    found = facts.all("canary")
+    wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
+    if not found:
+        return ""
+    times = "once" if len(found) == 1 else f"{len(found)} times"
+    sentence = f"Kernels with known answers and the base model's weights were looked at {times}"
+    if wrong:
+        return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_ROWS])}", "bad")
+    return paragraph(f"{sentence}: always right.", "good")
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:

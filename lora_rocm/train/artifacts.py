@@ -22,6 +22,7 @@ from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.train import concept, export, preview, state
 from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.facts import Facts
+from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.session import Session
@@ -40,6 +41,7 @@ class Artifacts:
     adapter: Adapter
     optimizer: GatedAdamW
     transfer: DeviceTransfer
+    guard: Guard
     prepared: Prepared
     data_identity: str
     steps_per_epoch: int
@@ -50,10 +52,15 @@ class Artifacts:
         return self.session.run_dir
 
     def checkpoint(self, position: Position) -> None:
-        """A LoRA file that can be used, then the state to go on from; older states are rotated away."""
+        """A LoRA file that can be used, then the state to go on from; older states are rotated away.
+
+        Raises:
+            CanaryError, NonFiniteError: see ``Guard``; nothing was written.
+        """
         updates = position.updates
         if state.read(self.run_dir.checkpoint(updates)) is not None:
             return
+        self.guard.check_all(updates)
         with self.session.phase("checkpoint"):
             lora = self.run_dir.checkpoint_lora(updates)
             with self._shown_weights():
@@ -88,6 +95,7 @@ class Artifacts:
 
     def finish(self, position: Position) -> None:
         """Last pictures, all formats loaded back and compared, the concept score, and the word that it is done."""
+        self.guard.check_all(position.updates)
         with self._shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
         result: dict[str, Any] = {"updates": position.updates, "exports": exports}

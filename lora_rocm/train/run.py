@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
@@ -25,6 +26,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
+from lora_rocm.train.guard import Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -100,6 +102,8 @@ def train(
         if checkpoint is not None:
             position = _restore(recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
             state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
+        guard = Guard(Canary(device, dtype, recipe.lora.rank, transfer), optimizer, session.emit)
+        guard.check_kernels(position.updates)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -108,6 +112,7 @@ def train(
         adapter=adapter,
         optimizer=optimizer,
         transfer=transfer,
+        guard=guard,
         prepared=data.prepared,
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
@@ -156,8 +161,8 @@ def _load_model(
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
-    for component in model.components.values():
-        transfer.send_parameters(component)
+    for name, component in model.components.items():
+        transfer.send_parameters(component, name)
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = device
     return model, adapter
@@ -226,7 +231,7 @@ def _trainer(
         epoch = 1 + now.iteration // data.plan.steps_per_epoch
         return {"max_train_steps": data.max_train_steps, "epoch": epoch, "memory_bytes": memory_bytes(model.device)}
 
-    hooks: list[Hook] = []
+    hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
     if train.validation_every_n_steps and data.prepared.held_out:
         held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
         hooks.append(

@@ -161,8 +161,8 @@ def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
 def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
     pin = device.type == "cuda" and settings.pin_memory
     transfer = DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
-    for component in model.components.values():
-        transfer.send_parameters(component)
+    for name, component in model.components.items():
+        transfer.send_parameters(component, name)
     model.device = device
 
 

@@ -216,9 +216,9 @@ def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
     transfer = DeviceTransfer(CPU, pin=False, copy=FaultyBus(half_zeroed, broken))
     if len(broken) == len(METHODS):
         with pytest.raises(TransferError, match="changed"):
-            transfer.send_parameters(module)
+            transfer.send_parameters(module, "net")
         return
-    transfer.send_parameters(module)
+    transfer.send_parameters(module, "net")
     assert transfer.failures == 2 and transfer.checks == 4
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
 
@@ -248,7 +248,7 @@ def is_mapped(tensor: Tensor) -> bool:
 def test_with_heap_copy_no_mapped_weight_is_left(heap_copy: bool, tmp_path: Path) -> None:
     module = Mapped(tmp_path)
     assert is_mapped(module.weight)
-    DeviceTransfer(CPU, pin=False, heap_copy=heap_copy).send_parameters(module)
+    DeviceTransfer(CPU, pin=False, heap_copy=heap_copy).send_parameters(module, "net")
     assert is_mapped(module.weight) == (not heap_copy)  # on a CPU a copy straight from the file is none at all
     assert torch.equal(module.weight, torch.arange(2.0**16).reshape(256, 256))
 

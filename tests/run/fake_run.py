@@ -80,6 +80,8 @@ def write_whole_run(run_dir: RunDir) -> None:
         writer.write("step", **step_fields(updates))
         if updates % 10 == 0:
             writer.write("validation", updates=updates, loss=0.3 - updates / 400)
+    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
+    writer.write("canary", updates=40, passed=True, checks=["sums"], detail="", seconds=0.01)
     writer.write(
         "incident", kind="transfer", iteration=7, samples=["pics/a.png"], detail="<latents> differ", action="sent again"
     )

@@ -22,6 +22,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("step", step_fields(2, loss=float("nan"), step_s=0.5)),
     ("step", step_fields(3, loss=None)),
     ("incident", {"kind": "transfer", "iteration": 3, "samples": [], "detail": "d[/red]", "action": "again"}),
+    ("canary", {"updates": 3, "passed": True, "checks": ["sums"], "detail": "", "seconds": 0.01}),
     ("validation", {"updates": 3, "loss": 0.25}),
     ("checkpoint", {"updates": 3, "path": "checkpoints/step-00000003", "lora": "l.safetensors"}),
     ("preview", {"updates": 3, "pictures": ["a.png"]}),

@@ -77,6 +77,7 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     ]
     assert html.count("<svg") == 3 and html.count("<img") == 1 + 9
     for words in ("Finished: 40 steps", "0.97", "control 0.51", "200 transfers were checked, none failed", "1.5e-06",
+                  "were looked at 2 times: always right",
                   "reader &lt;x&gt;", "pics/&lt;bad&gt;.png", "96x160", "a &amp; b", "5.00 it/s", "trigger word",
                   "&lt;latents&gt; differ", "not installed", "because"):  # fmt: skip
         assert words in html, words
@@ -137,6 +138,16 @@ def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(re.findall("<tr><td>(?:before|step)", html)) == report.MAX_ROUNDS
     assert html.count("<img") == report.MAX_ROUNDS - 1 + report.MAX_PROMPTS
     assert len(html) < 3_000_000
+
+
+def test_a_canary_that_failed_is_told(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("step", **step_fields(1))
+    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
+    writer.write("canary", updates=9, passed=False, checks=["sums"], detail="sums: <3> is wrong", seconds=0.01)
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "looked at 2 times, 1 of them with a failure: after step 9: sums: &lt;3&gt; is wrong" in html
 
 
 def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:

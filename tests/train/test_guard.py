@@ -1,0 +1,217 @@
+"""No checkpoint after kernels, the base's weights or the state went wrong; and nothing changes while all is well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_rocm.device.canary import Canary
+from lora_rocm.errors import CanaryError, ExportError, NonFiniteError
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import run, state
+from lora_rocm.train.guard import Guard
+from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
+from tests.tiny_models import write_tiny_sdxl
+from tests.train.test_run import bytes_of, make_recipe, start
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, two pictures, and a place for caches that all tests share."""
+    folder = tmp_path_factory.mktemp("material")
+    write_tiny_sdxl(folder / "model")
+    (folder / "pictures").mkdir()
+    for number in range(2):
+        picture = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))
+        picture.save(folder / "pictures" / f"{number}.png")
+    return folder
+
+
+def recipe_of(material: Path, canary_every_n_steps: int = 0, **train: Any) -> Recipe:
+    """Six updates, a checkpoint after each second."""
+    return make_recipe(
+        material,
+        train={"gradient_accumulation_steps": 1, "ema_decay": 0.9, **train},
+        runtime={"canary_every_n_steps": canary_every_n_steps},
+        output={"save_every_n_steps": 2, "keep_last": 9},
+    )
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[run.Trainer], object]) -> None:
+    """Do something to the run when update ``updates`` is confirmed, before hooks see it."""
+    fit = run.Trainer.fit
+
+    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+        emit = trainer.emit
+
+        def told(event_type: str, **fields: Any) -> None:
+            emit(event_type, **fields)
+            if event_type == "step" and fields["updates"] == updates:
+                act(trainer)
+
+        trainer.emit = told
+        return fit(trainer, max_train_steps)
+
+    monkeypatch.setattr(run.Trainer, "fit", watched)
+
+
+class Later(Broken):
+    """Kernels that are right until they are spoilt."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.spoilt = False
+        super().__init__(PRODUCTS, lambda right, before: fault(right, before) if self.spoilt else right)
+
+    def spoil(self, trainer: run.Trainer) -> None:
+        self.spoilt = True
+
+
+def written(run_dir: Path) -> tuple[list[int], list[str]]:
+    """Updates of the checkpoints that are whole, and the names of all LoRA files."""
+    directory = RunDir(run_dir)
+    whole = [updates for updates, path in directory.list_checkpoints() if state.read(path) is not None]
+    return whole, sorted(path.name for path in run_dir.rglob("*lora*.safetensors"))
+
+
+def looks(run_dir: Path) -> list[tuple[int, bool]]:
+    events = read_events(RunDir(run_dir).events())
+    return [(event["updates"], event["passed"]) for event in events if event["type"] == "canary"]
+
+
+@pytest.fixture(scope="module")
+def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which nothing goes wrong."""
+    run_dir = tmp_path_factory.mktemp("sound") / "run"
+    assert start(recipe_of(material), run_dir)
+    return run_dir
+
+
+def test_it_looks_at_the_start_and_before_anything_is_written_and_once_for_an_update(
+    material: Path, sound: Path, tmp_path: Path
+) -> None:
+    assert looks(sound) == [(updates, True) for updates in (0, 2, 4, 6)]
+    assert not start(recipe_of(material, 3), tmp_path / "run", stop_at=4)  # one more is under way
+    assert start(recipe_of(material, 3), tmp_path / "run")
+    assert looks(tmp_path / "run") == [(updates, True) for updates in (0, 2, 3, 4, 5, 5, 6)]
+
+
+def test_a_look_at_every_step_and_none_at_all_give_the_same_bytes(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(name: str, every: int) -> dict[str, bytes]:
+        recipe = recipe_of(material, every, mixed_precision="bf16")
+        recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"dropout": 0.2})})
+        assert start(recipe, tmp_path / name)
+        last = RunDir(tmp_path / name).checkpoint(6)
+        return {path.name: path.read_bytes() for path in [RunDir(tmp_path / name).lora, *last.glob("*.safetensors")]}
+
+    often = trained("often", 1)
+    monkeypatch.setattr(Guard, "check_all", lambda self, updates: None)
+    monkeypatch.setattr(Guard, "check_kernels", lambda self, updates: None)
+    assert trained("never", 0) == often and len(often) == 4
+    assert len(looks(tmp_path / "often")) == 7 and not looks(tmp_path / "never")
+
+
+@pytest.mark.parametrize(
+    ("fault", "every"), [(zeros, 1), (wrong_tail, 0), (one_nan, 0), (stale, 0)], ids=["zeros", "tail", "nan", "stale"]
+)
+def test_kernels_that_go_wrong_are_caught_before_the_next_checkpoint(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, every: int
+) -> None:
+    with Later(fault) as kernels:
+        after_step(monkeypatch, 3, kernels.spoil)
+        with pytest.raises(CanaryError) as caught:
+            start(recipe_of(material, every), tmp_path / "run")
+    assert caught.value.exit_code == 3 and "LoRA products" in caught.value.where
+    assert looks(tmp_path / "run")[-1] == (3 if every else 4, False)
+    assert written(tmp_path / "run") == ([2], ["lora-step00000002.safetensors"])
+
+
+def test_without_the_canary_wrong_kernels_go_into_a_checkpoint(
+    material: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr(Canary, "failure", lambda self: None)
+    with Later(zeros) as kernels:
+        after_step(monkeypatch, 2, kernels.spoil)
+        start(recipe_of(material), tmp_path / "run", stop_at=3)
+    assert 4 in written(tmp_path / "run")[0]
+    poisoned, right = (state.read(RunDir(path).checkpoint(4)) for path in (tmp_path / "run", sound))
+    assert poisoned is not None and right is not None
+    ours, theirs = poisoned.tensors("adapter"), right.tensors("adapter")
+    assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_kernels_that_are_wrong_at_the_start_never_train(material: Path, sound: Path, tmp_path: Path) -> None:
+    kernels = Later(zeros)
+    kernels.spoilt = True
+    with kernels, pytest.raises(CanaryError, match="lora-rocm doctor"):
+        start(recipe_of(material), tmp_path / "run")  # the caches are filled: ``sound`` has done so
+    events = {event["type"] for event in read_events(RunDir(tmp_path / "run").events())}
+    assert "step" not in events and written(tmp_path / "run") == ([], [])
+
+
+def test_a_flipped_bit_in_the_base_is_caught(
+    material: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flip(trainer: run.Trainer) -> None:
+        weight = trainer.model.components["unet"].conv_in.weight
+        assert not weight.requires_grad
+        weight.data.view(torch.int32).view(-1)[17] ^= 1 << 11
+
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, flip)
+        with pytest.raises(CanaryError, match=r"unet\.conv_in\.weight") as caught:
+            start(recipe_of(material), tmp_path / "run")
+    assert caught.value.code == "canary-weights"
+    assert written(tmp_path / "run")[0] == [2]
+    assert start(recipe_of(material), tmp_path / "run")
+    assert bytes_of(tmp_path / "run") == bytes_of(sound)
+
+
+def some_weight(trainer: run.Trainer) -> Tensor:
+    return next(iter(trainer.optimizer.parameters.values()))
+
+
+POISONS: dict[str, Callable[[run.Trainer], Tensor]] = {
+    "weight": lambda trainer: some_weight(trainer).data,
+    "average of": lambda trainer: next(iter(trainer.optimizer.ema.values())),
+    "exp_avg": lambda trainer: trainer.optimizer.optimizer.state[some_weight(trainer)]["exp_avg"],
+    "exp_avg_sq": lambda trainer: trainer.optimizer.optimizer.state[some_weight(trainer)]["exp_avg_sq"],
+    "loss_scale": lambda trainer: trainer.optimizer.loss_scale,
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"), [*((where, float("nan")) for where in POISONS), ("exp_avg_sq", float("inf"))]
+)
+def test_state_that_is_not_finite_is_named_and_not_written(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: float
+) -> None:
+    after_step(monkeypatch, 4, lambda trainer: POISONS[where](trainer).view(-1)[-1:].fill_(value))
+    with pytest.raises(NonFiniteError) as caught:
+        start(recipe_of(material), tmp_path / "run")
+    assert caught.value.code == "state-nonfinite" and where in caught.value.where and "1 of" in caught.value.what
+    assert written(tmp_path / "run") == ([2], ["lora-step00000002.safetensors"])
+
+
+def test_without_the_look_state_that_is_not_finite_would_be_written(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr(Guard, "check_all", Guard.check_kernels)
+    after_step(monkeypatch, 4, lambda trainer: POISONS["exp_avg"](trainer).fill_(float("nan")))
+    with pytest.raises(ExportError):  # a step later the weights are of no use
+        start(recipe_of(material), tmp_path / "run", stop_at=4)
+    poisoned = state.read(RunDir(tmp_path / "run").checkpoint(4))
+    assert poisoned is not None
+    assert any(tensor.isnan().any() for tensor in poisoned.tensors("optimizer").values())
