@@ -63,6 +63,7 @@ FactsPath = Annotated[
     typer.Option("--facts", metavar="FILE", help="Another machine's facts (from env --json) instead of this one's."),
 ]
 JsonPath = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")]
+CachePath = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
 
@@ -284,13 +285,35 @@ def schema() -> None:
 
 @cache_app.command("stats")
 @explained
-def cache_stats(
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")] = Path("cache"),
-) -> None:
+def cache_stats(folder: CachePath = Path("cache")) -> None:
     """Say what the caches hold."""
-    from lora_rocm.run.tools import cache_stats as stats
+    from lora_rocm.data import upkeep
 
-    typer.echo(stats(folder))
+    typer.echo(upkeep.stats(folder))
+
+
+@cache_app.command("verify")
+@explained
+def cache_verify(folder: CachePath = Path("cache")) -> int:
+    """Read every entry and name the damaged ones; exit code 3 where there are any."""
+    from lora_rocm.data import upkeep
+
+    return upkeep.verify(folder, typer.echo)
+
+
+@cache_app.command("prune")
+@explained
+def cache_prune(
+    folder: CachePath = Path("cache"),
+    older_than: Annotated[
+        float | None, typer.Option(min=1, metavar="DAYS", help="Also entries that no run wanted for so long.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Delete damaged entries, second copies, those of older versions, and what killed runs left behind."""
+    from lora_rocm.data import upkeep
+
+    upkeep.prune(folder, typer.echo, older_than_days=older_than, dry_run=dry_run)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,17 +187,60 @@ def test_files_where_folders_are_wanted(program: Program) -> None:
 def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folder: Path, new: RunDir) -> None:
     cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
     images, texts = (sorted((cache / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    other = texts[3].read_bytes()
     for file, change in (
         (images[0], lambda content: content[:-40]),  # half-written
         (images[1], lambda content: content[:-4] + bytes([content[-4] ^ 16]) + content[-3:]),  # one bit
         (images[2], lambda content: b""),
         (texts[0], lambda content: content[:20] + bytes([content[20] ^ 1]) + content[21:]),  # one bit of the header
         (texts[1], lambda content: content[:100]),
+        (texts[2], lambda content: other),  # another entry, whole
     ):
         file.write_bytes(change(file.read_bytes()))
+    images[3].unlink()
+    images[3].mkdir()
     (cache / "hashes.jsonl").write_bytes(b'\xff{"torn\n[1]\n')
+    assert program("cache", "verify", "--dir", cache).code == 3
     assert program.train(new.path, FORMATS, f"cache.dir={cache}").code == 0
     assert results(new) == results(RunDir(folder / "runs" / "ok"))
+    counted = Counter(event["kind"] for event in read_events(new.events()) if event["type"] == "repaired")
+    assert counted == {"image": 4, "text": 3}
+    assert "never trained on: 4 pictures, 3 captions" in new.report.read_text(encoding="utf-8")
+    assert "7 damaged before and replaced" in program("cache", "verify", "--dir", cache).out
+    assert "6 bad" in program("cache", "prune", "--dir", cache).out
+    again = RunDir(new.path.with_name("again"))
+    assert program.train(again.path, FORMATS, f"cache.dir={cache}").code == 0
+    assert not [event for event in read_events(again.events()) if event["type"] == "repaired"]
+
+
+def test_a_complete_cache_that_may_only_be_read(
+    program: Program, folder: Path, new: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run takes what it needs, and what is damaged it refuses to train on."""
+    cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
+    for file in cache.rglob("*.safetensors"):
+        os.utime(file, (0, 0))
+    before = snapshot(cache)
+
+    def refuse(source: Any, target: Any, moved: Any) -> None:
+        if cache in Path(target).parents:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        moved(source, target)
+
+    def no_marks(path: Any, *args: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    replace = os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda source, target: refuse(source, target, replace))
+        patch.setattr(os, "utime", no_marks)
+        patch.setattr("lora_rocm.data.cache.SETTLED_S", float("inf"))  # hashes that are new are not written either
+        assert program.train(new.path, FORMATS, f"cache.dir={cache}").code == 0
+        assert snapshot(cache) == before and results(new) == results(RunDir(folder / "runs" / "ok"))
+        for bad in (cache / "image").rglob("*.safetensors"):
+            bad.write_bytes(bad.read_bytes()[:-4] + b"\xff\xff\xff\xff")
+        other = new.path.with_name("other")
+        program.train(other, FORMATS, f"cache.dir={cache}").refused(3, cache, "Choose a folder you may write to")
 
 
 # resume

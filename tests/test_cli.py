@@ -46,6 +46,8 @@ COMMANDS: dict[str, set[str]] = {
     "env": {"[RECIPE]", "--set", "--facts", "--shell", "--explain", "--json"},
     "schema": set(),
     "cache stats": {"--dir"},
+    "cache verify": {"--dir"},
+    "cache prune": {"--dir", "--older-than", "--dry-run"},
     "bench transfer": {"--json"},
     "bench compute": {"[RECIPE]", "--set", "--json"},
 }
@@ -101,6 +103,9 @@ def test_version_and_help() -> None:
         ["status", "no such run"],
         ["report", "no such run"],
         ["cache", "stats", "--dir", "no such folder"],
+        ["cache", "verify", "--dir", "no such folder"],
+        ["cache", "prune", "--dir", "no such folder"],
+        ["cache", "prune", "--older-than", "0"],
         ["check", "\udcff.yaml"],
     ],
 )
@@ -159,6 +164,7 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
         ),
         (["env"], LIBRARIES),
         (["doctor", "--quick"], LIBRARIES),
+        (["cache", "verify", "--dir", "cache"], tuple(name for name in LIBRARIES if name != "numpy")),
     ],
 )
 def test_light_commands_stay_light(arguments: list[str], never: tuple[str, ...]) -> None:

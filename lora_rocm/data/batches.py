@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lora_rocm.data.cache import CacheEntryBad, LatentCache
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.entries import CacheEntryBad
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.prepare import Facts, Prepared, prepare
 from lora_rocm.device.transfer import fingerprint
@@ -35,7 +36,7 @@ sample_keys: list[str]. positions: list[int], index in the effective batch. buck
 iteration, micro: int, its address.
 """
 
-Repair = Callable[[str, str], None]
+Repair = Callable[[str, str, str], None]
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]
             where=bad.reason,
             fix="Check the disk, or set cache.dir to a folder on another one.",
         )
-    repair(bad.kind, bad.key)
+    repair(bad.kind, bad.key, bad.reason)
     repaired.add((bad.kind, bad.key))
 
 

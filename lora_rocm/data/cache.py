@@ -7,6 +7,7 @@ a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lora_rocm.data.entries import (
+    METADATA_KEY,
+    SPEC_VERSION,
+    CacheEntryBad,
+    check_place,
+    metadata_text,
+    read_entry,
+    read_header,
+)
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, storage_error
 from lora_rocm.run.layout import write_atomic
@@ -29,14 +39,12 @@ if TYPE_CHECKING:
     from lora_rocm.data.buckets import Geometry
     from lora_rocm.families.base import TensorSpec
 
-SPEC_VERSION = 1  # raise it when the same picture or caption would be encoded otherwise
-METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
-MAX_HEADER_BYTES = 1 << 20
+MARK_AFTER_S = (
+    24 * 3600
+)  # the time of change of a file says, to the day, when a run last wanted it: for ``cache prune``
+MAX_LINE_BYTES = 1 << 16
+MISSING = "missing"
 SETTLED_S = 2.0  # a file changed this recently could change again within one tick of its time stamp
-
-
-class CacheEntryBad(Exception):
-    """An entry that is missing, damaged or of another kind; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,26 @@ class LatentCache:
         self.root = root
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether there is an entry whose size is that which its header says; its bytes are checked by ``get``."""
+        """Whether there is an entry that looks whole from outside."""
+        return not self.fault(kind, key)
+
+    def fault(self, kind: str, key: str) -> str:
+        """What is wrong with an entry as seen from outside: MISSING, a damage, or nothing (empty).
+
+        Its header is read, and that its size is that which the header says; its bytes are checked by ``get``.
+        """
         names = self._names(kind, key)
-        return bool(names) and _has_stated_size(names[-1])
+        if not names:
+            return MISSING
+        try:
+            read_header(names[-1])
+        except (OSError, CacheEntryBad) as error:
+            return f"{names[-1]}: {error}"
+        _mark_used(names[-1])
+        return ""
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
-        """Write an entry, whole or not at all.
+        """Write an entry, whole or not at all; nothing where another run has just written the same.
 
         Args:
             kind: "image" or "text".
@@ -97,9 +119,10 @@ class LatentCache:
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
         fingerprints = {name: int(fingerprint(tensor[None])) for name, tensor in stored.items()}
-        metadata = json.dumps({"kind": kind, "key": key, "fingerprints": fingerprints}, sort_keys=True)
-        path = self._path(kind, key, len(self._names(kind, key)))
-        write_atomic(path, save(stored, {METADATA_KEY: metadata}))
+        content = save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
+        names = self._names(kind, key)
+        if not names or not _holds(names[-1], content):
+            write_atomic(self._path(kind, key, len(names)), content)
 
     def get(self, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
         """Read an entry and check everything about it; of several the newest good one.
@@ -110,78 +133,64 @@ class LatentCache:
         reasons = []
         for path in reversed(self._names(kind, key)):
             try:
-                return _checked(path.read_bytes(), kind, key, spec)
+                return _checked(path, kind, key, spec)
             except OSError as error:
                 reasons.append(f"{path}: {error}")
             except CacheEntryBad as error:
                 reasons.append(f"{path}: {error}")
-        raise CacheEntryBad("; ".join(reasons) or f"{self._path(kind, key, 0)}: missing")
+        raise CacheEntryBad("; ".join(reasons) or f"{self._path(kind, key, 0)}: {MISSING}")
 
     def _path(self, kind: str, key: str, repair: int) -> Path:
         return self.root / kind / key[:2] / f"{key}{f'-{repair}' if repair else ''}.safetensors"
 
     def _names(self, kind: str, key: str) -> list[Path]:
-        """The existing files of an entry, oldest first."""
+        """What lies under the names of an entry, oldest first: a folder or a link takes up a name too."""
         names: list[Path] = []
-        while (path := self._path(kind, key, len(names))).is_file():
+        while os.path.lexists(path := self._path(kind, key, len(names))):
             names.append(path)
         return names
 
 
-def _split_header(content: bytes) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and where the data begins.
+def _mark_used(path: Path) -> None:
+    """Note the day on which an entry was wanted, where the cache may be written."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > MARK_AFTER_S:
+            os.utime(path)
 
-    Raises:
-        CacheEntryBad: there is none.
-    """
-    num_bytes = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or num_bytes > MAX_HEADER_BYTES:
-        raise CacheEntryBad("the header is damaged")
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a file has exactly these bytes."""
     try:
-        header = json.loads(content[8 : 8 + num_bytes])
-    except ValueError as error:
-        raise CacheEntryBad("the header is damaged") from error
-    if not isinstance(header, dict):
-        raise CacheEntryBad("the header is damaged")
-    return header, 8 + num_bytes
-
-
-def _has_stated_size(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            header, data_at = _split_header(start + file.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return path.stat().st_size == data_at + max(ends, default=0)
-    except (OSError, CacheEntryBad, LookupError, TypeError):
+        return read_entry(path)[1] == content
+    except (OSError, CacheEntryBad):
         return False
 
 
-def _checked(content: bytes, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
-    """The entry in ``content``, if every tensor is the one that was written and the one that is wanted."""
-    header, _ = _split_header(content)
+def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
+    """The entry in a file, if every tensor is the one that was written and the one that is wanted."""
+    header, content = read_entry(path)
+    check_place(header, kind, key)
+    if header.spec_version != SPEC_VERSION:
+        raise CacheEntryBad(f"it is of version {header.spec_version}, not {SPEC_VERSION}")
+    if header.spans.keys() != set(spec):
+        raise CacheEntryBad(f"it holds {sorted(header.spans)}, not {sorted(spec)}")
     try:
-        metadata = json.loads(header["__metadata__"][METADATA_KEY])
-        named, fingerprints = (metadata["kind"], metadata["key"]), metadata["fingerprints"]
         tensors = load(content)
-    except (ValueError, LookupError, TypeError, SafetensorError) as error:
+    except SafetensorError as error:
         raise CacheEntryBad(f"it cannot be read ({error})") from error
-    if named != (kind, key):
-        raise CacheEntryBad("it is another entry's file")
-    if set(tensors) != set(spec) or set(fingerprints) != set(spec):
-        raise CacheEntryBad(f"it holds {sorted(tensors)}, not {sorted(spec)}")
     for name, tensor in tensors.items():
         if tensor.dtype != getattr(torch, spec[name].dtype) or tensor.ndim != len(spec[name].dims):
             raise CacheEntryBad(f"{name} is {tensor.dtype} of {tensor.ndim} dimensions")
-        if int(fingerprint(tensor[None])) != fingerprints[name]:
+        if int(fingerprint(tensor[None])) != header.fingerprints[name]:
             raise CacheEntryBad(f"{name} is not as it was written")
-    return CachedItem(tensors, fingerprints)
+    return CachedItem(tensors, header.fingerprints)
 
 
 class HashMemory:
     """SHA-256 of files, remembered by (absolute path, size, time of change) in ``hashes.jsonl``, which only grows.
 
-    The file is read when it is first asked; a line torn by a crash is skipped.
+    The file is read when it is first asked. Each line carries a digest of itself: one that was torn by a crash or
+    damaged is skipped, and its file is hashed again.
     """
 
     def __init__(self, root: Path) -> None:
@@ -206,19 +215,20 @@ class HashMemory:
             computed = hashlib.file_digest(opened, "sha256").hexdigest()
         if time.time() - stat.st_mtime > SETTLED_S:
             self._known[_digest(identity)] = computed
-            self._append([*identity, computed])
+            self._append([*identity, computed, _line_digest(identity, computed)])
         return computed
 
     def _read(self) -> dict[bytes, str]:
         known = {}
         try:
             with self.path.open("rb") as file:
-                for line in file:
+                for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
                     try:
-                        path, size, mtime_ns, sha256 = json.loads(line)
-                    except (ValueError, TypeError):
+                        *identity, sha256, digest = json.loads(line)
+                    except (ValueError, TypeError, RecursionError):
                         continue
-                    known[_digest([path, size, mtime_ns])] = sha256
+                    if digest == _line_digest(identity, sha256):
+                        known[_digest(identity)] = sha256
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -241,3 +251,7 @@ class HashMemory:
 def _digest(identity: list[Any]) -> bytes:
     """A short name for a file's state: a million of them take little memory."""
     return hashlib.blake2b(json.dumps(identity).encode("ascii"), digest_size=16).digest()
+
+
+def _line_digest(identity: list[Any], sha256: Any) -> str:
+    return _digest([*identity, sha256]).hex()

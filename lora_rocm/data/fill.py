@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import CacheEntryBad, LatentCache, image_key, text_key
+from lora_rocm.data.cache import MISSING, LatentCache, image_key, text_key
+from lora_rocm.data.entries import CacheEntryBad
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut
 from lora_rocm.data.samples import Sample, load_image
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int, float], None]
 """Called with what, done, total, per_second. It may raise: caching stops there, and goes on there the next time."""
+
+Repaired = Callable[[str, str, str], None]
+"""Called with kind, item (picture or caption) and what was wrong, when a damaged entry was encoded again."""
 
 REPORT_EVERY_S = 0.25
 
@@ -81,6 +85,7 @@ class Caches:
     device: torch.device
     report: Report
     say: Callable[[str], None]
+    repaired: Repaired = lambda *facts: None
     _jobs: dict[str, ImageJob] = field(default_factory=dict, init=False)
     _captions: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -103,8 +108,8 @@ class Caches:
             StorageError: the cache cannot be written; what is in it stays.
         """
         self._jobs.update({job.key: job for job in jobs})
-        missing = [job for key, job in self._jobs.items() if not self.cache.has("image", key)]
-        failed = self._encode_images(missing) if missing else {}
+        faults = self._faults("image", self._jobs)
+        failed = self._encode_images(faults) if faults else {}
         return {
             job.sample.key: Problem(shown(job.sample.location), failed[job.key].what, failed[job.key].fix)
             for job in jobs
@@ -119,21 +124,21 @@ class Caches:
             StorageError: the cache cannot be written; what is in it stays.
         """
         self._captions.update({self.text_key(caption): caption for caption in captions})
-        missing = {key: caption for key, caption in self._captions.items() if not self.cache.has("text", key)}
-        if missing:
-            self._encode_texts(missing)
+        faults = self._faults("text", self._captions)
+        if faults:
+            self._encode_texts(faults)
 
-    def repair(self, kind: str, key: str) -> None:
-        """Encode one entry again, under a new name, because it turned out to be bad.
+    def repair(self, kind: str, key: str, reason: str) -> None:
+        """Encode one entry again, under a new name, because it turned out to be bad: ``reason``.
 
         Raises:
             DataError: the picture can no longer be read.
             StorageError: the cache cannot be written.
         """
         if kind == "text":
-            self._encode_texts({key: self._captions[key]})
+            self._encode_texts({key: reason})
             return
-        failed = self._encode_images([self._jobs[key]])
+        failed = self._encode_images({key: reason})
         if key in failed:
             raise DataError(
                 "image-unreadable",
@@ -158,12 +163,22 @@ class Caches:
             )
         try:
             return self.cache.get("text", key, self.text_encoder.outputs).tensors
-        except CacheEntryBad:
-            self.repair("text", key)
+        except CacheEntryBad as error:
+            self.repair("text", key, str(error))
             return self.cache.get("text", key, self.text_encoder.outputs).tensors
 
-    def _encode_images(self, jobs: Sequence[ImageJob]) -> dict[str, Problem]:
+    def _faults(self, kind: str, keys: Iterable[str]) -> dict[str, str]:
+        """Key -> what is wrong, of the entries that have to be encoded."""
+        return {key: fault for key in keys if (fault := self.cache.fault(kind, key))}
+
+    def _put(self, kind: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
+        self.cache.put(kind, key, tensors, item)
+        if fault != MISSING:
+            self.repaired(kind, item, fault)
+
+    def _encode_images(self, faults: Mapping[str, str]) -> dict[str, Problem]:
         """Encode and write; the pictures that cannot be decoded, by key. The weights go when this returns."""
+        jobs = [self._jobs[key] for key in faults]
         encode = watched(self.image_encoder.load(self.device), self.device, self.say)
         progress = Progress("images", len(self._jobs), self.report, done=len(self._jobs) - len(jobs))
         failed: dict[str, Problem] = {}
@@ -178,19 +193,20 @@ class Caches:
                     continue
                 for job in same_picture:
                     tensors = encode(pixels_of(cut(image, job.geometry, job.flip)))
-                    self.cache.put("image", job.key, tensors, shown(job.sample.location))
+                    self._put("image", job.key, tensors, shown(job.sample.location), faults[job.key])
                     progress.step()
         finally:
             del encode
             _free(self.device)
         return failed
 
-    def _encode_texts(self, captions: Mapping[str, str]) -> None:
+    def _encode_texts(self, faults: Mapping[str, str]) -> None:
         encode = self.text_encoder.load(self.device)
-        progress = Progress("captions", len(self._captions), self.report, len(self._captions) - len(captions))
+        progress = Progress("captions", len(self._captions), self.report, len(self._captions) - len(faults))
         try:
-            for key, caption in captions.items():
-                self.cache.put("text", key, encode(caption), repr(caption))
+            for key, fault in faults.items():
+                caption = self._captions[key]
+                self._put("text", key, encode(caption), repr(caption), fault)
                 progress.step()
         finally:
             del encode

@@ -14,7 +14,7 @@ import torch
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
-from lora_rocm.data.fill import Caches, ImageJob, Progress, Report
+from lora_rocm.data.fill import Caches, ImageJob, Progress, Repaired, Report
 from lora_rocm.data.folders import shown
 from lora_rocm.data.plan import Item
 from lora_rocm.data.samples import Sample, geometries, image_bytes, nothing_left, scan
@@ -48,7 +48,7 @@ class Prepared:
     items, held_out: to train on, and for the validation loss (neither mirrored, shuffled nor dropped).
     samples: the samples of ``items``, in the same order.
     text_lookup: cached tensors of a preview prompt or of the empty caption.
-    repair: encodes the entry (kind, key) again; for ``loader``.
+    repair: encodes the entry (kind, key) again, because of a reason; for ``loader``.
     """
 
     items: tuple[Item, ...]
@@ -58,7 +58,7 @@ class Prepared:
     notices: tuple[str, ...]
     facts: Facts
     text_lookup: Callable[[str], Tensors]
-    repair: Callable[[str, str], None]
+    repair: Callable[[str, str, str], None]
 
 
 def prepare(
@@ -68,6 +68,7 @@ def prepare(
     device: torch.device,
     emit: Report,
     say: Callable[[str], None] = lambda text: None,
+    repaired: Repaired = lambda *facts: None,
 ) -> Prepared:
     """Find the pictures, cut them, hold some out, and fill the caches.
 
@@ -78,6 +79,7 @@ def prepare(
         device: where the encoders run.
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
+        repaired: gets every damaged entry that was encoded again, now or while the batches are read.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -87,7 +89,7 @@ def prepare(
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say)
+    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say, repaired)
     jobs = {
         sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
         for sample in found.samples

@@ -25,6 +25,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
     # caching goes on: what (images, captions), done, total, per_second
     "cache": ("what", "done", "total", "per_second"),
+    # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
+    "repaired": ("kind", "item", "reason"),
     # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
     # waiting for the verdict
     "step": (

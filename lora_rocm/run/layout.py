@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     if not path.name or (path.exists() and not path.is_file() and not path.is_dir()):
         fix = "Give the name of a file."
         raise StorageError("no-file", "There can be no file with that name.", where=f"{str(place)!r}", fix=fix)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")  # containers share pids
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:

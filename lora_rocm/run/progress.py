@@ -25,6 +25,7 @@ PHASES = {
 }
 
 CACHE_WORK = {"hashes": "Reading pictures", "images": "Caching images", "captions": "Caching captions"}
+MAX_REPAIRS_SAID = 5
 
 Event = dict[str, Any]
 
@@ -49,6 +50,7 @@ class ProgressDisplay:
         self.view = view
         self.loss = Smoothed()
         self.step_s = Smoothed(0.9)
+        self.repairs = 0
 
     def say(self, text: str) -> None:
         self.view.say(text)
@@ -88,6 +90,12 @@ class ProgressDisplay:
         rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
         what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
         self.view.show(what, event["done"], event["total"], rate)
+
+    def _on_repaired(self, event: Event) -> None:
+        self.repairs += 1
+        if self.repairs <= MAX_REPAIRS_SAID:
+            more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
+            self.say(f"Damaged in the cache, encoded again: {event['item']} ({event['reason']}){more}")
 
     def _on_step(self, event: Event) -> None:
         loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value

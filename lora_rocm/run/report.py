@@ -76,6 +76,7 @@ def write_report(run_dir: RunDir) -> Path:
             _curves(facts),
             _previews(facts),
             _guard(facts),
+            _repaired(facts),
             _exports(facts),
             _data(facts),
             _timings(facts),
@@ -241,6 +242,19 @@ def _canaries(facts: Facts) -> str:
     if wrong:
         return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_ROWS])}", "bad")
     return paragraph(f"{sentence}: always right.", "good")
+
+
+def _repaired(facts: Facts) -> str:
+    repaired = facts.all("repaired")
+    if not repaired:
+        return ""
+    kinds = Counter(event["kind"] for event in repaired)
+    what = f"Damaged and encoded again, never trained on: {kinds['image']} pictures, {kinds['text']} captions."
+    advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
+    rows = [(event["kind"], event["item"], event["reason"]) for event in repaired[:MAX_ROWS]]
+    more = paragraph(f"... and {len(repaired) - MAX_ROWS} more") if len(repaired) > MAX_ROWS else ""
+    head = ("kind", "picture or caption", "what was wrong")
+    return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows), more)
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.status import open_run
-from lora_rocm.run.wording import number_text, size_text
+from lora_rocm.run.wording import number_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
 SIDE_STEP_PX = 8  # one number of the latents stands for so many pixels a side
@@ -71,25 +71,6 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -
         "dtype": dtype,
     }
     return _run("export", job)
-
-
-def cache_stats(folder: Path) -> str:
-    """Number and size of the files of each kind in a cache folder.
-
-    Raises:
-        UserError: there is no such folder.
-    """
-    if not folder.is_dir():
-        fix = "Give the folder of cache.dir with --dir."
-        raise UserError("no-cache", "There is no cache folder here.", where=str(folder.absolute()), fix=fix)
-    kinds: dict[str, list[int]] = {}
-    for file in folder.rglob("*"):
-        if file.is_file():
-            inside = file.relative_to(folder).parts
-            kinds.setdefault(inside[0] if len(inside) > 1 else "(top)", []).append(file.stat().st_size)
-    lines = [f"  {kind}: {len(sizes)} files, {size_text(sum(sizes))}" for kind, sizes in sorted(kinds.items())]
-    total = sum(sum(sizes) for sizes in kinds.values())
-    return "\n".join([f"{folder.absolute()}: {size_text(total)}", *lines])
 
 
 def _existing(source: Path) -> Path:

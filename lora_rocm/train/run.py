@@ -131,7 +131,7 @@ def train(
 
 def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device: torch.device) -> Data:
     cache = LatentCache(Path(recipe.cache.dir))
-    prepared = prepare(recipe, family, cache, device, session.cache_progress, session.notice)
+    prepared = prepare(recipe, family, cache, device, session.cache_progress, session.notice, session.repaired)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)

@@ -57,6 +57,10 @@ class Session:
                 fix="Run again with --resume latest to go on.",
             )
 
+    def repaired(self, kind: str, item: str, reason: str) -> None:
+        """A damaged cache entry was encoded again."""
+        self.emit("repaired", kind=kind, item=item, reason=reason)
+
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit
             pass

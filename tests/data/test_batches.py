@@ -147,7 +147,7 @@ def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -
     damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key))
     asked = []
     with pytest.raises(StorageError) as caught:
-        list(ready.load(0, 1, repair=lambda kind, key: asked.append((kind, key))))
+        list(ready.load(0, 1, repair=lambda kind, key, reason: asked.append((kind, key))))
     assert caught.value.code == "cache-entry-damaged" and len(asked) == 1
 
 

@@ -1,7 +1,9 @@
 import errno
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import CacheEntryBad, HashMemory, LatentCache, image_key, text_key
+from lora_rocm.data.cache import MISSING, CacheEntryBad, HashMemory, LatentCache, image_key, text_key
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.base import TensorSpec
@@ -220,3 +222,86 @@ def test_hashes_that_cannot_be_written_are_a_storage_error(tmp_path: Path) -> No
     (tmp_path / "cache").write_text("a file where the folder should be", encoding="utf-8")
     with pytest.raises(StorageError):
         HashMemory(tmp_path / "cache").sha256(old(tmp_path / "a.png", b"x"))
+
+
+@given(st.data())
+def test_a_damaged_memory_of_hashes_is_never_believed(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """A wrong hash would choose other pictures to hold out."""
+    folder = tmp_path_factory.mktemp("h")
+    files = [old(folder / f"{name}.png", name.encode()) for name in "abc"]
+    memory = HashMemory(folder / "cache")
+    right = [memory.sha256(file) for file in files]
+    content = bytearray(memory.path.read_bytes())
+    at, bit, garbage = (
+        data.draw(st.integers(0, 9999)) % len(content),
+        data.draw(st.integers(0, 7)),
+        data.draw(st.none() | st.binary(max_size=200)),
+    )
+    if garbage is None:
+        content[at] ^= 1 << bit
+    else:
+        content[at:] = garbage
+    memory.path.write_bytes(content)
+    assert [HashMemory(folder / "cache").sha256(file) for file in files] == right
+
+
+def test_odd_lines_in_the_memory_of_hashes(tmp_path: Path) -> None:
+    memory = HashMemory(tmp_path / "cache")
+    file = old(tmp_path / "a.png", b"content")
+    right = memory.sha256(file)
+    stat = file.stat()
+    for line in (
+        b"[" * 70_000,
+        b"null",
+        b'{"a": 1, "b": 2, "c": 3}',
+        json.dumps([str(file), stat.st_size, stat.st_mtime_ns, "0" * 64]).encode(),
+        json.dumps([str(file), stat.st_size, stat.st_mtime_ns, {"a": [1]}, "0" * 32]).encode(),
+        bytes(200_000),
+    ):
+        with memory.path.open("ab") as opened:
+            opened.write(line + b"\n")
+    assert HashMemory(tmp_path / "cache").sha256(file) == right
+
+
+@pytest.mark.parametrize("place", ["folder", "link", "dangling link"])
+def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, tmp_path: Path, place: str) -> None:
+    entry(cache).parent.mkdir(parents=True)
+    cache.put("image", KEY, tensors(), "a.png")
+    if place == "folder":
+        entry(cache).unlink()
+        entry(cache).mkdir()
+    else:  # even to what was there: a link can be pointed elsewhere while it is read
+        target = tmp_path / "target"
+        os.replace(entry(cache), target)
+        os.symlink(target, entry(cache))
+        if place == "dangling link":
+            target.unlink()
+    assert not cache.has("image", KEY) and cache.fault("image", KEY) != MISSING
+    with pytest.raises(CacheEntryBad):
+        cache.get("image", KEY, SPEC)
+    cache.put("image", KEY, tensors(), "a.png")
+    assert torch.equal(cache.get("image", KEY, SPEC).tensors["ids"], tensors()["ids"]) and cache.has("image", KEY)
+
+
+def test_an_entry_of_another_version_is_found(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put("image", KEY, tensors(), "a.png")
+    monkeypatch.setattr("lora_rocm.data.cache.SPEC_VERSION", 2)
+    with pytest.raises(CacheEntryBad, match="version 1, not 2"):
+        cache.get("image", KEY, SPEC)
+
+
+def test_looking_for_an_entry_says_that_it_is_used(cache: LatentCache) -> None:
+    cache.put("image", KEY, tensors(), "a.png")
+    fresh = entry(cache).stat().st_mtime_ns
+    assert cache.has("image", KEY) and entry(cache).stat().st_mtime_ns == fresh
+    long_ago = time.time() - 9 * 86400
+    os.utime(entry(cache), (long_ago, long_ago))
+    assert cache.has("image", KEY) and time.time() - entry(cache).stat().st_mtime < 60
+
+
+def test_what_another_run_has_just_written_is_not_written_twice(cache: LatentCache) -> None:
+    for _ in range(2):
+        cache.put("image", KEY, tensors(), "a.png")
+    assert len(list(cache.root.rglob("*.safetensors"))) == 1
+    cache.put("image", KEY, tensors(2.0), "a.png")  # another encoding of the same: a GPU's last bits
+    assert len(list(cache.root.rglob("*.safetensors"))) == 2

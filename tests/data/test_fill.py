@@ -176,11 +176,13 @@ def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleN
     path = make.picture(tmp_path / "data" / "a.png", caption="x")
     jobs = jobs_for(caches, make, tmp_path / "data")
     caches.fill_images(jobs)
-    caches.repair("image", jobs[0].key)
+    (file,) = caches.cache.root.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    caches.repair("image", jobs[0].key, "damaged")
     assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
     path.unlink()
     with pytest.raises(DataError) as caught:
-        caches.repair("image", jobs[0].key)
+        caches.repair("image", jobs[0].key, "damaged")
     assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
 
 
@@ -225,3 +227,26 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
     assert ways == [True, True, False, False, False]
     assert len(said) == 1 and "From here on without it" in said[0]
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3
+
+
+def test_damaged_entries_are_counted_when_they_are_encoded_again(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches
+) -> None:
+    told: list[tuple[str, str, str]] = []
+    caches.repaired = lambda *facts: told.append(facts)
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    jobs = jobs_for(caches, make, tmp_path / "data")
+    caches.fill_images(jobs)
+    caches.fill_texts(["a", "b"])
+    assert told == []  # what was missing is no damage
+    images, texts = (sorted((caches.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    images[0].write_bytes(b"")
+    texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
+    images[1].unlink()
+    caches.fill_images(jobs)
+    for caption in ("a", "b"):
+        caches.text_lookup(caption)
+    assert [kind for kind, _, _ in told] == ["image", "text"]
+    assert str(images[0]) in told[0][2] and ".png" in told[0][1]
+    assert "not as it was written" in told[1][2] and told[1][1] in ("'a'", "'b'")

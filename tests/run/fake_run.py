@@ -75,6 +75,7 @@ def write_whole_run(run_dir: RunDir) -> None:
     writer.write("phase", phase="cache", state="begin", seconds=0.0)
     writer.write("cache", what="images", done=18, total=18, per_second=3.5)
     writer.write("phase", phase="cache", state="end", seconds=5.5)
+    writer.write("repaired", kind="image", item="pics/<c>.png", reason="cut short")
     writer.write("data", **data_fields())
     for updates in range(1, 41):
         writer.write("step", **step_fields(updates))

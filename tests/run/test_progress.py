@@ -17,6 +17,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("phase", {"phase": "cache", "state": "begin", "seconds": 0.0}),
     ("cache", {"what": "images", "done": 3, "total": 18, "per_second": 1.5}),
     ("cache", {"what": "images", "done": 18, "total": 18, "per_second": 1.5}),
+    ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
     ("data", data_fields()),
     ("step", step_fields(1, loss=0.5)),
     ("step", step_fields(2, loss=float("nan"), step_s=0.5)),

@@ -69,6 +69,7 @@ def test_a_whole_run(run_dir: RunDir) -> None:
         "Curves",
         "Previews over time",
         "Guard",
+        "Cache",
         "Exports, loaded back",
         "Data",
         "Timings",
@@ -79,7 +80,8 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     for words in ("Finished: 40 steps", "0.97", "control 0.51", "200 transfers were checked, none failed", "1.5e-06",
                   "were looked at 2 times: always right",
                   "reader &lt;x&gt;", "pics/&lt;bad&gt;.png", "96x160", "a &amp; b", "5.00 it/s", "trigger word",
-                  "&lt;latents&gt; differ", "not installed", "because"):  # fmt: skip
+                  "&lt;latents&gt; differ", "not installed", "because",
+                  "never trained on: 1 pictures, 0 captions", "pics/&lt;c&gt;.png"):  # fmt: skip
         assert words in html, words
     assert "<b>zibu" not in html and "alert(1)</script>" not in html.replace("&lt;/script&gt;", "")
 

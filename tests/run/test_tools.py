@@ -99,13 +99,3 @@ def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
     with pytest.raises(UserError, match="no run here"):
         tools.export(Path(source), "peft", output=None, dtype=None)
     assert jobs == []
-
-
-def test_cache_stats(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no cache folder"):
-        tools.cache_stats(tmp_path / "none")
-    (tmp_path / "latents" / "ab").mkdir(parents=True)
-    (tmp_path / "latents" / "ab" / "x.safetensors").write_bytes(b"x" * 2048)
-    (tmp_path / "weights.json").write_bytes(b"{}")
-    text = tools.cache_stats(tmp_path)
-    assert "latents: 1 files, 2.0 KiB" in text and "(top): 1 files, 2 B" in text

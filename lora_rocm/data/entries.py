@@ -1,0 +1,160 @@
+"""Files of the cache, read and checked without torch: for the cache itself, and for looking after it.
+
+Nothing in a file is believed: its kind, its size, its header and its place are checked before its bytes are, and no
+more than MAX_ENTRY_BYTES of it are ever in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SPEC_VERSION = 1  # raise it when the same picture or caption would be encoded otherwise
+METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
+MAX_HEADER_BYTES = 1 << 20
+MAX_ENTRY_BYTES = 1 << 29  # a picture of 100 megapixels takes 50 MB
+CHUNK_WORDS = 1 << 20
+WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 1),
+}
+
+
+class CacheEntryBad(Exception):
+    """An entry that is missing, damaged or of another kind; the message says which."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an entry says of itself.
+
+    spans: name -> first byte and end of a tensor's bytes in the file; they follow each other without a gap.
+    """
+
+    kind: str
+    key: str
+    spec_version: int
+    fingerprints: dict[str, int]
+    spans: dict[str, tuple[int, int]]
+    num_bytes: int
+
+
+def metadata_text(kind: str, key: str, fingerprints: Mapping[str, int]) -> str:
+    """What the header of a new entry holds under METADATA_KEY."""
+    facts = {"kind": kind, "key": key, "spec": SPEC_VERSION, "fingerprints": dict(fingerprints)}
+    return json.dumps(facts, sort_keys=True)
+
+
+def read_header(path: Path) -> Header:
+    """The header of an entry whose file is a plain one, of the size that the header says.
+
+    Raises:
+        CacheEntryBad: it is not such a file.
+        OSError: it cannot be read.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device might never end
+        raise CacheEntryBad("it is no plain file")
+    if found.st_size > MAX_ENTRY_BYTES:
+        raise CacheEntryBad("it is larger than any entry")
+    with path.open("rb") as file:
+        start = file.read(8)
+        num_bytes = int.from_bytes(start, "little")
+        if len(start) < 8 or num_bytes > MAX_HEADER_BYTES:
+            raise CacheEntryBad("the header is damaged")
+        header = _parse(file.read(num_bytes), 8 + num_bytes)
+    if header.num_bytes != found.st_size:
+        raise CacheEntryBad(f"it has {found.st_size} bytes, not {header.num_bytes}")
+    return header
+
+
+def read_entry(path: Path) -> tuple[Header, bytes]:
+    """Header and whole content of an entry; the bytes of the tensors are not yet checked.
+
+    Raises:
+        CacheEntryBad: it is not an entry.
+        OSError: it cannot be read.
+    """
+    header = read_header(path)
+    with path.open("rb") as file:
+        content = file.read(header.num_bytes)
+    if len(content) != header.num_bytes:
+        raise CacheEntryBad("it became shorter while it was read")
+    return header, content
+
+
+def check_place(header: Header, kind: str, key: str) -> None:
+    """Raise CacheEntryBad where an entry lies under a name that is not its own."""
+    if (header.kind, header.key) != (kind, key):
+        raise CacheEntryBad("it is another entry's file")
+
+
+def check_bytes(header: Header, content: bytes) -> None:
+    """Raise CacheEntryBad where a tensor's bytes are not those that were written."""
+    for name, (begin, end) in header.spans.items():
+        if fingerprint_of(memoryview(content)[begin:end]) != header.fingerprints[name]:
+            raise CacheEntryBad(f"{name} is not as it was written")
+
+
+def fingerprint_of(sample: bytes | memoryview) -> int:
+    """``device.transfer.fingerprint`` of one sample's bytes, computed without torch."""
+    word_bytes = next(size for size in WORD_TYPES if len(sample) % size == 0)
+    words_N = np.frombuffer(sample, dtype=WORD_TYPES[word_bytes])
+    total = 0
+    for first in range(0, words_N.size, CHUNK_WORDS):
+        part_N = words_N[first : first + CHUNK_WORDS].astype(np.int64)
+        total += int((part_N * _weights(first, part_N.size)).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _weights(first: int, count: int) -> NDArray[np.int64]:
+    """The odd weights of the positions from ``first`` on, as in ``device.transfer``; int64 wraps around."""
+    mixed_N = np.arange(first + 1, first + count + 1, dtype=np.int64) * np.int64(-0x61C8864680B583EB)
+    mixed_N = (mixed_N ^ (mixed_N >> 30)) * np.int64(-0x40A7B892E31B1A47)
+    mixed_N = (mixed_N ^ (mixed_N >> 27)) * np.int64(-0x6B2FB644ECCEEE15)
+    return (mixed_N ^ (mixed_N >> 31)) | np.int64(1)
+
+
+def _parse(text: bytes, data_at: int) -> Header:
+    """The header in ``text``; the data begins at byte ``data_at`` of the file.
+
+    Raises:
+        CacheEntryBad: it is not one, or its tensors overlap, leave a gap or are of another size than they say.
+    """
+    try:
+        header = json.loads(text)
+        facts = json.loads(header.pop("__metadata__")[METADATA_KEY])
+        kind, key, spec_version = str(facts["kind"]), str(facts["key"]), int(facts.get("spec", 1))  # 0.1.0 wrote none
+        spans = {name: _span(entry, data_at) for name, entry in header.items()}
+        fingerprints = {name: int(value) for name, value in facts["fingerprints"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CacheEntryBad("the header is damaged") from error
+    if fingerprints.keys() != spans.keys():
+        raise CacheEntryBad("the header is damaged: it lists other tensors than it has fingerprints of")
+    end = data_at
+    for begin, stop in sorted(spans.values()):
+        if begin != end:
+            raise CacheEntryBad("the header is damaged: its tensors do not follow each other")
+        end = stop
+    return Header(kind, key, spec_version, fingerprints, spans, end)
+
+
+def _span(entry: dict[str, Any], data_at: int) -> tuple[int, int]:
+    begin, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError("sizes are whole numbers")
+    if end - begin != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
+        raise ValueError("another size than it says")
+    return data_at + begin, data_at + end
