@@ -272,6 +272,15 @@ def bench_compute(
     return bench.compute(recipe, overrides or (), json_file)
 
 
+@bench_app.command("loader")
+@explained
+def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
+    """Measure how fast batches come from cache and pictures, without and with loader workers."""
+    from lora_rocm.run import bench
+
+    return bench.loader(recipe, overrides or (), json_file)
+
+
 @app.command()
 @explained
 def schema() -> None:

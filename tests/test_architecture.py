@@ -46,6 +46,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),
     (f"{PACKAGE}.run.failure", "exit_code_of"),
+    (f"{PACKAGE}.data.workers", "_serve"),
 }
 # Used by the installer before anything is installed.
 STANDARD_LIBRARY_ONLY = {

@@ -50,6 +50,7 @@ COMMANDS: dict[str, set[str]] = {
     "cache prune": {"--dir", "--older-than", "--dry-run"},
     "bench transfer": {"--json"},
     "bench compute": {"[RECIPE]", "--set", "--json"},
+    "bench loader": {"RECIPE", "--set", "--json"},
 }
 
 

@@ -116,11 +116,12 @@ class BatchPlan:
 
     def _epoch(self, epoch: int) -> list[list[tuple[int, int]]]:
         """The (item, repeat) pairs of each effective batch of an epoch, without filling."""
-        if epoch not in self._epochs:
+        batches = self._epochs.get(epoch)
+        if batches is None:  # each line is safe beside another thread that does the same: loader workers have one
             for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
-                del self._epochs[oldest]
-            self._epochs[epoch] = self._shuffled(epoch)
-        return self._epochs[epoch]
+                self._epochs.pop(oldest, None)
+            batches = self._epochs[epoch] = self._shuffled(epoch)
+        return batches
 
     def _shuffled(self, epoch: int) -> list[list[tuple[int, int]]]:
         size = self.effective_batch

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ Call = Callable[[], object]
 class Work:
     """One row to measure.
 
-    fields: what the row is about, for table and file. amount: floating point operations or bytes of one call.
-    prepare: allocates, and returns the call to be timed.
+    fields: what the row is about, for table and file. amount: floating point operations, bytes or samples of one call.
+    prepare: allocates, and returns the call to be timed. found: what else it found, told with the row.
     """
 
     fields: dict[str, Any]
     amount: float
     prepare: Callable[[], Call]
+    found: dict[str, Any] = field(default_factory=dict)
 
 
 def seconds_of(call: Call, device: torch.device) -> float:
@@ -94,7 +95,7 @@ def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float],
     for number, work in enumerate(works[start:], start):
         emit("begin", number=number, limit_s=limit_s, fields=work.fields)
         faulthandler.dump_traceback_later(limit_s, exit=True)  # a thread of C: it ends us even in a call that hangs
-        emit("row", number=number, **work.fields, **_measured(work, seconds))
+        emit("row", number=number, **work.fields, **_measured(work, seconds), **work.found)
         _clean_up()
         faulthandler.cancel_dump_traceback_later()
 

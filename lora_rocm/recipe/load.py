@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -141,6 +142,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
     if problems or recipe is None:
         raise RecipeError(problems)
+    runtime = recipe.runtime
+    if runtime.workers != runtime.workers_on(sys.platform):
+        notices.append(
+            f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
+            "to have them all the same, add runtime.workers_on_windows: true."
+        )
     return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
 
 

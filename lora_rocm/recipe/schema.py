@@ -221,7 +221,13 @@ class RuntimeSection(Section):
 
     device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Where to train.")
     workers: int = on_resume(0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0)
-    worker_timeout_s: float = on_resume(300.0, "A loader worker silent for this long is given up.", gt=0)
+    worker_timeout_s: float = on_resume(
+        300.0, "Loader workers silent for this long are given up; half as many go on, in the end none.", gt=0
+    )
+    persistent_workers: bool = on_resume(
+        False, "Keep the workers when reading begins anew (validation, a repaired cache entry) instead of new ones."
+    )
+    workers_on_windows: bool = on_resume(False, "On Windows runtime.workers counts as 0 unless this is true.")
     pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
     deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
     canary_every_n_steps: int = on_resume(
@@ -237,6 +243,10 @@ class RuntimeSection(Section):
         "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
     )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
+
+    def workers_on(self, system: str) -> int:
+        """The workers that count on a system (named as in ``sys.platform``): on Windows none unless asked for twice."""
+        return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
 class CacheSection(Section):

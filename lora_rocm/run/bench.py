@@ -23,6 +23,7 @@ from lora_rocm.run.layout import write_json
 from lora_rocm.run.wording import size_text
 
 MODULE = "lora_rocm.device.bench"
+LOADER_MODULE = "lora_rocm.train.bench_loader"
 MAX_DEATHS = 5
 """After so many rows that ended the child the rest is not tried: nothing here works."""
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
@@ -75,7 +76,7 @@ def compute(recipe_path: str | None, overrides: Sequence[str], json_path: Path |
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     variants = VARIANTS if amd else NO_VARIANTS
     for variant, variables in variants.items():
-        _measure("compute", shapes, {**env, **variables}, found, variant)
+        _measure("compute", shapes, {**env, **variables}, found, variant=variant)
     _say(_machine_text(found.machine))
     if not found.machine["gpu"]:
         _say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small pictures.")
@@ -84,6 +85,22 @@ def compute(recipe_path: str | None, overrides: Sequence[str], json_path: Path |
     for group, heading in GROUPS.items():
         _say("", f"{heading}:", *bench_tables.compute_table(found.rows, group, tuple(variants)))
     return _finish("compute", found, {"shapes": shapes}, json_path)
+
+
+def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -> int:
+    """Measure how fast batches come by number of loader workers, print the table; returns the exit code.
+
+    Raises:
+        LoraRocmError: the recipe or its pictures are wrong, the child could not start, or the file cannot be written.
+    """
+    loaded, found = load_recipe(recipe_path, overrides), Measured()
+    loaded.require_files()
+    recipe = loaded.recipe
+    _say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
+    _measure("loader", recipe.model_dump(mode="json"), plan_here(recipe).applied_to(os.environ), found, LOADER_MODULE)
+    _say(_machine_text(found.machine), f"{found.machine['pictures']} pictures, batch size {recipe.train.batch_size}")
+    _say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
+    return _finish("loader", found, {}, json_path)
 
 
 def _shapes(recipe: Recipe | None) -> dict[str, int]:
@@ -97,7 +114,14 @@ def _shapes(recipe: Recipe | None) -> dict[str, int]:
     }
 
 
-def _measure(tool: str, shapes: Mapping[str, int], env: Mapping[str, str], found: Measured, variant: str = "") -> None:
+def _measure(
+    tool: str,
+    shapes: Mapping[str, Any],
+    env: Mapping[str, str],
+    found: Measured,
+    module: str = MODULE,
+    variant: str = "",
+) -> None:
     """All rows into ``found``. After a row that ends the child, a new one goes on behind it."""
     begun: Event = {}
     rows = 0
@@ -121,7 +145,7 @@ def _measure(tool: str, shapes: Mapping[str, int], env: Mapping[str, str], found
         while True:
             write_json(job, {"start": rows, "shapes": dict(shapes)})
             try:
-                run_tool(MODULE, [tool, str(job)], env, on_event)
+                run_tool(module, [tool, str(job)], env, on_event)
                 return
             except WorkerDiedError as error:
                 deaths += 1

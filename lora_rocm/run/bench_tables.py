@@ -68,6 +68,25 @@ def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> l
     return aligned(lines, left=3)
 
 
+def loader_table(rows: Sequence[Row]) -> list[str]:
+    """How fast batches come, from the cache and from the pictures, by number of workers."""
+    lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
+    for row in rows:
+        batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}
+        first = f"{row['first_s']:.2f} s" if row.get("first_s") is not None else "-"
+        lines.append([row["source"], str(row["workers"]), _cell(row, 1), _cell(batches, 1), first])
+    return aligned(lines, left=1)
+
+
+def best_workers_text(rows: Sequence[Row]) -> str:
+    """What to write into the recipe: the fastest of the stable ones, from the cache, because training reads that."""
+    stable = [row for row in rows if row["source"] == "cache" and row["per_second"]]
+    if not stable:
+        return "Nothing could be read from the cache."
+    best = max(stable, key=lambda row: row["per_second"])
+    return f"Training reads from the cache: fastest and stable here is runtime.workers: {best['workers']}."
+
+
 def problems(rows: Sequence[Row]) -> list[str]:
     """Each reason why a figure is missing, with the rows that it concerns."""
     found: dict[str, list[str]] = {}
@@ -81,6 +100,8 @@ def title(row: Row) -> str:
     """A row in words."""
     if "copy" in row:
         return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
+    if "source" in row:
+        return f"{row['source']} with {row['workers']} workers"
     return " ".join([row["name"], row["way"], DTYPE_NAMES[row["dtype"]], row["variant"]]).strip()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
+from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.workers import Workers
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
@@ -38,9 +39,9 @@ class Data:
     """What the data phase leaves: items in the caches and the plan over them."""
 
     prepared: Prepared
-    cache: LatentCache
     plan: BatchPlan
     max_train_steps: int
+    workers: Workers
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
@@ -119,7 +120,8 @@ def train(
     )
     trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts, pins)
     artifacts.preview_before()
-    with session.phase("step"), first_time(device, "The first step", session.notice) as seen:
+    watching = first_time(device, "The first step", session.notice)
+    with closing(data.workers), session.phase("step"), watching as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
@@ -144,7 +146,8 @@ def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device:
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
-    return Data(prepared, cache, plan, steps)
+    workers = open_workers(cache, family, recipe.runtime, session.notice)
+    return Data(prepared, plan, steps, workers)
 
 
 def _pins(recipe: Recipe, device: torch.device, settings: Settings) -> bool:
@@ -225,7 +228,7 @@ def _trainer(
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
         repair = data.prepared.repair
-        return loader(plan, data.cache, family, first, count, recipe.runtime, pin_memory=pins, repair=repair)
+        return loader(plan, family, data.workers, first, count, pin_memory=pins, repair=repair)
 
     def extras(now: Position) -> dict[str, Any]:
         epoch = 1 + now.iteration // data.plan.steps_per_epoch

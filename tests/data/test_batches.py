@@ -1,7 +1,4 @@
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.data.batches import BatchPlan, Prepared, loader, prepare
+from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.transfer import fingerprint
-from lora_rocm.errors import DataError, MachineError, StorageError
+from lora_rocm.errors import DataError, StorageError
 from lora_rocm.recipe.schema import RuntimeSection
 
 CPU = torch.device("cpu")
@@ -32,10 +29,11 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> SimpleNamespace
     plan = BatchPlan(prepared.items, 2, 2, 0)
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
-        runtime = keys.pop("runtime", RUNTIME)
-        return loader(plan, cache, family, start, count, runtime, **{"repair": prepared.repair, **keys})
+        workers = open_workers(cache, family, keys.pop("runtime", RUNTIME), said.append)
+        return loader(plan, family, workers, start, count, **{"repair": prepared.repair, **keys})
 
-    return SimpleNamespace(cache=cache, prepared=prepared, plan=plan, family=family, load=load)
+    said: list[str] = []
+    return SimpleNamespace(said=said, cache=cache, prepared=prepared, plan=plan, family=family, load=load)
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -159,79 +157,13 @@ def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None
     assert str(path) in caught.value.where and "Delete" in caught.value.fix
 
 
-def test_a_worker_gives_the_same_batches_and_repairs(ready: SimpleNamespace) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_give_the_same_batches_and_repair(ready: SimpleNamespace, persistent: bool) -> None:
     whole = list(ready.load(0, 4))
     damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].image_key))
-    runtime = RuntimeSection(workers=1, worker_timeout_s=60)
+    runtime = RuntimeSection(workers=2, worker_timeout_s=60, persistent_workers=persistent)
     assert same(list(ready.load(0, 4, runtime=runtime)), whole)
-    assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 1
-
-
-SILENT_WORKER = """
-import pathlib, sys, time
-from lora_rocm.data.batches import BatchPlan, Reader, loader
-from lora_rocm.data.buckets import fit
-from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.plan import Item
-from lora_rocm.errors import MachineError
-from lora_rocm.recipe.schema import RuntimeSection
-
-class SlowCache(LatentCache):
-    def get(self, *entry):
-        time.sleep(600)
-
-class Encoder:
-    outputs, kind = {}, "image"
-
-class Family:
-    def encoders(self):
-        return [Encoder()]
-
-if __name__ == "__main__":
-    item = Item("a.png", fit(64, 64, 64, 16, 2.0, True, False), ("a",), ("b",), "c", 0.0, 1)
-    runtime = RuntimeSection(workers=1, worker_timeout_s=3)
-    try:
-        next(loader(BatchPlan([item], 1, 1, 0), SlowCache(pathlib.Path(".")), Family(), 0, 1, runtime))
-    except MachineError as error:
-        print(error)
-"""
-
-
-def test_a_worker_that_is_silent_too_long(tmp_path: Path) -> None:
-    script = tmp_path / "silent.py"
-    script.write_text(SILENT_WORKER, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, script], capture_output=True, encoding="utf-8", env=environment, timeout=120)
-    assert "timed out after 3" in done.stdout and "Set runtime.workers: 0" in done.stdout, done.stderr
-
-
-def test_a_worker_that_dies(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dead(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
-        yield
-
-    monkeypatch.setattr("lora_rocm.data.batches.DataLoader", dead)
-    with pytest.raises(MachineError, match="exited unexpectedly"):
-        list(ready.load(0, 1, runtime=RuntimeSection(workers=1)))
-    with pytest.raises(RuntimeError):  # without workers it is something else, and not hidden
-        list(ready.load(0, 1))
-
-
-def test_what_the_data_loader_is_asked_for(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options that are refused without workers come with workers only; never fork, never wait for ever."""
-    asked: list[dict[str, Any]] = []
-
-    def recorded(*args: Any, **options: Any) -> Any:
-        asked.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lora_rocm.data.batches.DataLoader", recorded)
-    for workers in (0, 2):
-        with pytest.raises(KeyboardInterrupt):
-            list(ready.load(0, 1, runtime=RuntimeSection(workers=workers, worker_timeout_s=77)))
-    assert asked[0]["num_workers"] == 0 and not {"timeout", "multiprocessing_context"} & asked[0].keys()
-    assert asked[1]["num_workers"] == 2 and asked[1]["timeout"] == 77
-    assert asked[1]["multiprocessing_context"] == "spawn"
+    assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 1 and ready.said == []
 
 
 def test_pinning(ready: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

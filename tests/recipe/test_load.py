@@ -1,6 +1,7 @@
 """A recipe file to a Recipe."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,14 @@ def test_fingerprint_and_differences(override: str, same: bool) -> None:
     differences = resume_differences(old, new)
     assert [problem.where for problem in differences] == ([] if same else [override.partition("=")[0]])
     assert all(" -> " in problem.what for problem in differences)
+
+
+@pytest.mark.parametrize(
+    ("system", "twice", "said"), [("win32", "false", True), ("win32", "true", False), ("linux", "false", False)]
+)
+def test_workers_on_windows_are_asked_for_twice(
+    system: str, twice: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    loaded = load_recipe("demo.yaml", ["runtime.workers=2", f"runtime.workers_on_windows={twice}"])
+    assert any("counts as 0 on Windows" in notice for notice in loaded.notices) == said

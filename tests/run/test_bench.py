@@ -204,3 +204,35 @@ def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     saved = json.loads((tmp_path / "c.json").read_bytes())
     assert {found["group"] for found in saved["rows"]} == {"gemm", "attention", "convolution"}
     assert all(found["problem"] is None and found["per_second"] > 0 for found in saved["rows"])
+
+
+def reads(number: int, source: str, workers: int, per_second: float | None, problem: str | None = None) -> Event:
+    fields = {"source": source, "workers": workers, "batch_size": 4}
+    return {**row(number, fields, per_second, problem), "first_s": 1.5 if per_second else None}
+
+
+def bench_loader(tmp_path: Path) -> Event:
+    changes = [f"cache.dir={tmp_path / 'cache'}", f"output.dir={tmp_path / 'runs'}"]
+    assert bench.loader("demo.yaml", changes, tmp_path / "l.json") == 0
+    return dict(json.loads((tmp_path / "l.json").read_bytes()))
+
+
+def test_loader_says_what_is_fastest_and_stable(child: Any, capsys: Any, tmp_path: Path) -> None:
+    stalled = "A loader worker failed: no batch came within 300 s"
+    rows = [reads(0, "cache", 0, 800.0), reads(1, "cache", 2, 900.0), reads(2, "cache", 4, None, stalled)]
+    fake = child([{**CPU, "pictures": 24}, *rows, reads(3, "pictures", 1, 1000.0)])
+    saved = bench_loader(tmp_path)
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert ["cache", "2", "900.0", "225.0", "1.50", "s"] in lines and ["cache", "4", "-", "-", "-"] in lines
+    assert "fastest and stable here is runtime.workers: 2." in text and f"cache with 4 workers: {stalled}" in text
+    assert fake.jobs[0]["shapes"]["train"]["batch_size"] == 4 and len(saved["rows"]) == 4
+
+
+def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, capsys: Any, tmp_path: Path) -> None:
+    fields = {"source": "cache", "workers": 1, "batch_size": 4}
+    crashed = [{**CPU, "pictures": 24}, begin(0, fields), died()]
+    child(crashed, [{**CPU, "pictures": 24}, reads(1, "pictures", 0, 1000.0)])
+    bench_loader(tmp_path)
+    text = capsys.readouterr().out
+    assert "cache with 1 workers: ended the process" in text and "Nothing could be read from the cache." in text
