@@ -32,6 +32,7 @@ from lora_rocm.run.process import describe_exit
 START_S = 120.0
 """The first batch of a new process may take so long, whatever the recipe says: it imports torch."""
 POLL_S = 0.2
+END_S = 2.0  # from a broken connection to the word of the system that the process has ended: it may dump its core
 SPARE_DESCRIPTORS = 8  # for the sockets over which descriptors are handed over
 KILL_WAIT_S = 5.0  # a process that is stuck inside a driver cannot die; it is left behind
 NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
@@ -169,7 +170,7 @@ class Group:
                 self._look(deadline, limit_s)
                 continue
             if said == "failed":
-                wait([process.sentinel for process in self._processes], POLL_S)  # its end is told after its silence
+                wait([process.sentinel for process in self._processes], END_S)  # its end is told after its silence
                 self._look_for_the_dead()
                 raise WorkersFailed(value)
             return said, value

@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.workers import Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.recipe.schema import RuntimeSection
@@ -17,7 +19,7 @@ RUNTIME = RuntimeSection()
 
 
 @pytest.fixture
-def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> SimpleNamespace:
+def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[SimpleNamespace]:
     for index in range(7):
         size = (96, 64) if index < 4 else (64, 96)
         make.picture(tmp_path / "data" / f"{index}.png", *size, seed=index, caption=f"{index}, a, b, c")
@@ -30,10 +32,14 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> SimpleNamespace
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
         workers = open_workers(cache, family, keys.pop("runtime", RUNTIME), said.append)
+        opened.append(workers)
         return loader(plan, family, workers, start, count, **{"repair": prepared.repair, **keys})
 
     said: list[str] = []
-    return SimpleNamespace(said=said, cache=cache, prepared=prepared, plan=plan, family=family, load=load)
+    opened: list[Workers] = []
+    yield SimpleNamespace(said=said, cache=cache, prepared=prepared, plan=plan, family=family, load=load)
+    for workers in opened:
+        workers.close()
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
