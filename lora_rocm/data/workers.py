@@ -32,7 +32,7 @@ from lora_rocm.run.process import describe_exit
 START_S = 120.0
 """The first batch of a new process may take so long, whatever the recipe says: it imports torch."""
 POLL_S = 0.2
-END_S = 2.0  # from a broken connection to the word of the system that the process has ended: it may dump its core
+END_S = 1.0  # from a broken connection to the system's word that the process has ended
 SPARE_DESCRIPTORS = 8  # for the sockets over which descriptors are handed over
 KILL_WAIT_S = 5.0  # a process that is stuck inside a driver cannot die; it is left behind
 NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
@@ -170,8 +170,7 @@ class Group:
                 self._look(deadline, limit_s)
                 continue
             if said == "failed":
-                wait([process.sentinel for process in self._processes], END_S)  # its end is told after its silence
-                self._look_for_the_dead()
+                self._wait_for_the_dead()
                 raise WorkersFailed(value)
             return said, value
 
@@ -179,6 +178,14 @@ class Group:
         self._look_for_the_dead()
         if time.monotonic() > deadline:
             raise WorkersFailed(f"no batch came within {limit_s:g} s")
+
+    def _wait_for_the_dead(self) -> None:
+        """A connection breaks, and the sentinel tells it, a moment before the system knows how the process ended."""
+        deadline = time.monotonic() + END_S
+        sentinels = [process.sentinel for process in self._processes]
+        while time.monotonic() < deadline and wait(sentinels, deadline - time.monotonic()):
+            self._look_for_the_dead()
+            time.sleep(0.01)
 
     def _look_for_the_dead(self) -> None:
         """Leaving with 0 is how workers end that have nothing left to do."""
