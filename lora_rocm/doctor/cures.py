@@ -53,8 +53,7 @@ KERNEL: dict[str, tuple[str, ...]] = {
         "Or a mainline kernel: https://kernel.ubuntu.com/mainline/",
     ),
     "debian": (
-        "echo 'deb http://deb.debian.org/debian {codename}-backports main' | "
-        "sudo tee /etc/apt/sources.list.d/backports.list",
+        "Add the suite {codename}-backports to the sources of apt: https://backports.debian.org/Instructions/",
         "sudo apt update && sudo apt install -t {codename}-backports linux-image-amd64",
     ),
     "pop": ("sudo apt update && sudo apt full-upgrade",),
