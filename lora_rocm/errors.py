@@ -14,6 +14,8 @@
     |   +-- CanaryError           a calculation with a known answer came out wrong, or the frozen base has changed
     |   +-- ExportError           a written file did not load back with the same effect
     |   +-- WorkerDiedError       the training process ended without saying why
+    |   +-- WorkerHungError       the training process was silent for too long
+    +-- GaveUpError               exit 4: the budget of restarts is spent, everything is kept
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
 
 ``what`` says what happened, ``where`` the file, line and key with the offending value,
@@ -137,6 +139,16 @@ class ExportError(MachineError):
 
 class WorkerDiedError(MachineError):
     """The training process ended without saying why."""
+
+
+class WorkerHungError(MachineError):
+    """The training process was silent for too long, and was ended (or could not be)."""
+
+
+class GaveUpError(LoraRocmError):
+    """The budget of restarts is spent; everything is kept (exit 4)."""
+
+    exit_code = 4
 
 
 class StoppedError(LoraRocmError):

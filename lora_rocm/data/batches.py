@@ -75,6 +75,25 @@ def loader(
             orders = orders.after(1)
 
 
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """The same samples in up to ``parts`` batches: each with its share of the weights, so that the losses add up."""
+    count = len(batch["positions"])
+    size = -(-count // parts)
+    if size >= count:
+        return [batch]
+    return [
+        {
+            **batch,
+            **{
+                name: {key: rows[at : at + size] for key, rows in batch[name].items()}
+                for name in ("tensors", "fingerprints")
+            },
+            **{name: batch[name][at : at + size] for name in ("sample_keys", "positions")},
+        }
+        for at in range(0, count, size)
+    ]
+
+
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
     """Have an entry made again, once.
 

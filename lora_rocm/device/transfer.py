@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,8 @@ class Clock:
 class DeviceTransfer:
     """Sends batches, keeps the verdict on the device, climbs the ladder.
 
+    ``first`` is where the ladder begins; auto: at pinned copies, or at unpinned ones where ``pin`` is false.
+
     Attributes:
         bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed.
         frozen: name -> (tensor on the device, fingerprint of what was sent) of all that must never change again.
@@ -126,9 +129,11 @@ class DeviceTransfer:
         copy: Callable[[Tensor, torch.device, str], Tensor] = copy_to_device,
         read: Callable[[Tensor], Tensor] = copy_to_host,
         heap_copy: bool = False,
+        first: Literal["auto", "unpinned", "clone"] = "auto",
     ) -> None:
         self.device, self._heap_copy = device, heap_copy
-        self.methods = METHODS if pin else METHODS[1:]
+        begin = ("pinned" if pin else "unpinned") if first == "auto" else first
+        self.methods = METHODS[METHODS.index(begin) :]
         self.bad = torch.zeros((), device=device)
         self.checks = self.failures = 0
         self._read = read

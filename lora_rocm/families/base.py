@@ -130,6 +130,10 @@ class ModelFamily(Protocol):
         """The repeated blocks, in forward order: for checkpointing, compiling and offloading."""
         ...
 
+    def recompute_activations(self, model: LoadedModel) -> None:
+        """From now on compute activations again in the backward pass instead of keeping them (arXiv 1604.06174)."""
+        ...
+
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
         """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
         ...

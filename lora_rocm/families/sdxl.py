@@ -115,13 +115,16 @@ class Sdxl:
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
         components = {name: self.source.load(name, dtype, device) for name in names}
-        if self.recipe.train.gradient_checkpointing:  # of the UNet: the text encoders' activations are small
-            components["unet"].enable_gradient_checkpointing()
         return LoadedModel(components, dtype, device)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         unet: Any = model.components["unet"]
         return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+
+    def recompute_activations(self, model: LoadedModel) -> None:
+        """Of the UNet: the text encoders' activations are small."""
+        unet: Any = model.components["unet"]
+        unet.enable_gradient_checkpointing()
 
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
         rngs = diffusion.generators(seeds)

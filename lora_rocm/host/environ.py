@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lora_rocm import __version__
+from lora_rocm.host.changes import CHANGE_RULES
 from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import SETTING, Level, Rule, Situation
@@ -26,7 +27,7 @@ from lora_rocm.host.rules_memory import MEMORY_RULES
 from lora_rocm.host.rules_verdict import VERDICT_RULES
 from lora_rocm.host.settings import VARIABLE, Settings
 
-RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES
+RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES + CHANGE_RULES
 PACKAGES = (
     "torch",
     "transformers",

@@ -39,6 +39,8 @@ class Situation:
     verdict: Verdict | None = None
     ranks: int = 1
     """Processes that train together, each on a GPU of its own."""
+    changes: tuple[str, ...] = ()
+    """Names of what past failures made necessary (``host.changes``); one that went further is there several times."""
 
     @property
     def gpu(self) -> Gpu | None:

@@ -34,6 +34,16 @@ class Settings:
     """This torch is one for the GPU of this machine: where it sees none, runtime.device: auto is not the CPU."""
     memory_limit_bytes: int | None = None
     """The allocator raises at this size, instead of a desktop that freezes or a driver that swaps."""
+    loader_workers: int | None = None
+    """No more loader workers than these, whatever the recipe says."""
+    copy_method: Literal["auto", "unpinned", "clone"] = "auto"
+    """Where the ladder of ``device.transfer`` begins; auto: as ``pin_memory`` says."""
+    micro_batch_parts: int = 1
+    """Each micro-batch is computed in so many parts, with the same samples and noise."""
+    checkpointing: bool = False
+    """Activations are recomputed, whatever ``train.gradient_checkpointing`` says."""
+    vae_tiling: bool = False
+    """The VAE works in tiles on pictures of any size."""
 
     def to_text(self) -> str:
         """One line; only what differs from the defaults, so that it can be read."""

@@ -242,11 +242,33 @@ class RuntimeSection(Section):
     self_test: Literal["auto", "no"] = on_resume(
         "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
     )
+    max_restarts: int = on_resume(
+        10,
+        "How often a worker that failed is started again; a start that came no further than the one before counts "
+        "two, and each checkpoint gives one back. 0: never.",
+        ge=0,
+    )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 
     def workers_on(self, system: str) -> int:
         """The workers that count on a system (named as in ``sys.platform``): on Windows none unless asked for twice."""
         return self.workers if system != "win32" or self.workers_on_windows else 0
+
+
+class TimeoutsSection(Section):
+    """How long the worker may be silent before it is ended and started again, in seconds, by what it does.
+
+    Unset: a generous first limit, then a multiple of what the run itself has shown to be usual.
+    """
+
+    start: float | None = on_resume(None, "From the start of the process to its first word.", gt=0)
+    load: float | None = on_resume(None, "Loading the base model.", gt=0)
+    cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0)
+    first_step: float | None = on_resume(None, "The first step of a start: kernels are compiled.", gt=0)
+    step: float | None = on_resume(None, "Every further step.", gt=0)
+    checkpoint: float | None = on_resume(None, "Writing a checkpoint.", gt=0)
+    preview: float | None = on_resume(None, "One denoising step of a preview picture.", gt=0)
+    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0)
 
 
 class CacheSection(Section):
@@ -279,5 +301,6 @@ class Recipe(Section):
     train: TrainSection
     sample: SampleSection = SampleSection()
     runtime: RuntimeSection = RuntimeSection()
+    timeouts: TimeoutsSection = TimeoutsSection()
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()

@@ -59,6 +59,26 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "concept": ("score", "control", "detail"),
     "export": ("format", "path", "max_difference", "cannot_read"),
     "notice": ("text",),
+    # something is done otherwise from here on (host/changes.py): id; effect: exact or rounding; seen: because of what
+    "change": ("id", "effect", "seen", "text"),
+    # of the supervisor: a worker failed. seen: see host/changes.py, or empty; phase and activity: where it was;
+    # silent_s, limit_s: null unless it hung; code, what, where: of its error, or how it ended; stacks: file in the run
+    # directory or null; kernel_log: lines of the system's log since its start
+    "failure": (
+        "seen",
+        "phase",
+        "activity",
+        "updates",
+        "silent_s",
+        "limit_s",
+        "code",
+        "what",
+        "where",
+        "stacks",
+        "kernel_log",
+    ),
+    # of the supervisor: it starts the worker again. spent, budget: see runtime.max_restarts; attempt: see train/loop.py
+    "restart": ("number", "spent", "budget", "progress", "from_updates", "attempt", "changes"),
     "error": ("code", "what", "where", "fix", "exit_code"),
     # the worker is leaving: reason is done or stopped
     "end": ("reason", "updates", "exit_code"),

@@ -97,6 +97,14 @@ class RunDir:
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"
 
+    def stacks(self, rank: int = 0) -> Path:
+        """Where the worker's Python stacks go while it is silent (``train.session``)."""
+        return self.path / f"stacks.rank{rank}.txt"
+
+    def stacks_kept(self, session: int) -> Path:
+        """The stacks of the worker of that start, which was ended because it hung."""
+        return self.path / f"stacks-{session}.txt"
+
     def checkpoint(self, updates: int) -> Path:
         return self.checkpoints / f"step-{updates:08d}"
 

@@ -17,13 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lora_rocm.data.batches import Batch, split
+from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
-Batch = dict[str, Any]  # see data/batches.py
 
 
 def seed_for(*parts: int | str) -> int:
@@ -79,8 +81,8 @@ class Pending:
 class Work:
     """The forward and backward passes of one effective batch: gradients are in the parameters."""
 
-    iteration: int
     loss: Tensor
+    iteration: int = -1
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
@@ -116,8 +118,10 @@ class Trainer:
     dropout: bool
     position: Position
     autocast: Callable[[], AbstractContextManager[Any]]
+    relief: Relief
     emit: Callable[..., Any]
     stop_requested: Callable[[], bool]
+    beat: Callable[[str], None] = lambda activity: None
     hooks: Sequence[Hook] = ()
     step_extras: Callable[[Position], dict[str, Any]] = lambda position: {}
 
@@ -127,13 +131,15 @@ class Trainer:
         Raises:
             TransferError: a batch did not arrive by any method.
             NonFiniteError: too many updates in a row were not finite.
+            MachineError: memory ran out, and nothing is left that would need less.
         """
         pending: Pending | None = None
         batches = self.open_batches(self.position.iteration)
         self._settled_at = time.perf_counter()
         while self.position.updates < max_train_steps:
-            work = self._forward_backward(batches)
-            if pending is not None and self._settle(pending) is Outcome.RESEND:
+            work = self._work(batches)
+            settled = self._settle(pending) if pending is not None else Outcome.DONE
+            if work is None or settled is Outcome.RESEND:
                 self.optimizer.drop_gradients()
                 batches, pending = self.open_batches(self.position.iteration), None
                 continue
@@ -152,33 +158,45 @@ class Trainer:
                 return False
         return True
 
-    def _forward_backward(self, batches: Iterator[Batch]) -> Work:
-        """Queue all micro-batches of the next effective batch; the gradient of the weighted sum accumulates."""
-        work = Work(iteration=-1, loss=torch.zeros((), device=self.model.device))
-        for _ in range(self.accumulation):
-            started = time.perf_counter()
-            batch = next(batches)
-            work.loading_s += time.perf_counter() - started
-            work.iteration = batch["iteration"]
-            work.samples += batch["sample_keys"]
-            where = (self.seed, self.position.attempt, batch["iteration"])
-            draws = self.family.draw(
-                batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]
-            ).tensors
-            if self.dropout:  # PEFT's dropout draws from the global generator
-                torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
-            tensors, clock = self.transfer.send(
-                {**batch["tensors"], **draws},
-                {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
-            )
-            work.clocks.append(clock)
-            sent_draws = {name: tensors.pop(name) for name in draws}
-            with self.autocast():
-                loss_B = self.family.loss(self.model, tensors, sent_draws).loss_B
-            loss = (loss_B * tensors["weight"]).sum()
-            (loss * self.optimizer.loss_scale).backward()
-            work.loss += loss.detach()
-        return work
+    def _work(self, batches: Iterator[Batch]) -> Work | None:
+        """Queue all micro-batches of the next effective batch. None: memory ran out, and now less is needed."""
+        try:
+            work = Work(torch.zeros((), device=self.model.device))
+            for _ in range(self.accumulation):
+                self.beat("loader")
+                started = time.perf_counter()
+                batch = next(batches)
+                work.loading_s += time.perf_counter() - started
+                for part in split(batch, self.relief.parts):
+                    self.beat("step")
+                    self._forward_backward(part, work)
+            return work
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None:
+                raise
+        self.relief.take(full)  # only here: the error's traceback kept the activations alive
+        return None
+
+    def _forward_backward(self, batch: Batch, work: Work) -> None:
+        """One micro-batch, or a part of one: the gradient of the weighted sum accumulates."""
+        work.iteration = batch["iteration"]
+        work.samples += batch["sample_keys"]
+        where = (self.seed, self.position.attempt, batch["iteration"])
+        draws = self.family.draw(batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]).tensors
+        if self.dropout:  # PEFT's dropout draws from the global generator
+            torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
+        tensors, clock = self.transfer.send(
+            {**batch["tensors"], **draws},
+            {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
+        )
+        work.clocks.append(clock)
+        sent_draws = {name: tensors.pop(name) for name in draws}
+        with self.autocast():
+            loss_B = self.family.loss(self.model, tensors, sent_draws).loss_B
+        loss = (loss_B * tensors["weight"]).sum()
+        (loss * self.optimizer.loss_scale).backward()
+        work.loss += loss.detach()
 
     def _update(self, work: Work) -> Pending:
         """Queue the gated optimizer step and the verdict's way home."""
@@ -201,6 +219,7 @@ class Trainer:
 
     def _settle(self, pending: Pending) -> Outcome:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
+        self.beat("verdict")
         started = time.perf_counter()
         _, loss, grad_norm, bad, nonfinite, scale = pending.verdict()
         waited_s = time.perf_counter() - started

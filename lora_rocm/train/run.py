@@ -23,7 +23,7 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import fingerprint
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import Recipe, RuntimeSection
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
@@ -31,7 +31,30 @@ from lora_rocm.train.guard import Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.relief import Relief
 from lora_rocm.train.session import Session
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one start of the worker has in hand before anything is loaded.
+
+    Attributes:
+        dtype: of the base and of the autocast.
+        settings: what the parent planned for this machine.
+        checkpoint: what to go on from.
+        accept_changes: also where recipe, data or base are not those of the checkpoint.
+        attempt: no lower one is drawn noise for (``Position.attempt``).
+    """
+
+    session: Session
+    recipe: Recipe
+    device: torch.device
+    dtype: torch.dtype
+    settings: Settings = Settings()
+    checkpoint: state.Checkpoint | None = None
+    accept_changes: bool = False
+    attempt: int = 0
 
 
 @dataclass
@@ -70,40 +93,32 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
     return found
 
 
-def train(
-    session: Session,
-    recipe: Recipe,
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpoint: state.Checkpoint | None,
-    *,
-    settings: Settings,
-    accept_changes: bool,
-) -> tuple[bool, int]:
+def train(start: Start) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
+    session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     session.readers.append(TensorBoard(session.run_dir.tensorboard))
     if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     with session.phase("cache"):
-        data = _prepare_data(session, recipe, family, device)
+        data = _prepare_data(start, family)
     with session.phase("load"):
-        pins = _pins(recipe, device, settings)
-        transfer = DeviceTransfer(device, pin=pins, heap_copy=settings.heap_copy)
-        model, adapter = _load_model(recipe, family, device, dtype, transfer)
+        transfer = _transfer(start)
+        model, adapter = _load_model(start, family, transfer)
         optimizer = GatedAdamW(
             adapter.parameters,
             adapter.groups(recipe.optim),
             recipe.optim,
             max_train_steps=data.max_train_steps,
             ema_decay=recipe.train.ema_decay,
-            use_loss_scale=dtype is torch.float16,
+            use_loss_scale=start.dtype is torch.float16,
         )
         position = Position()
         if checkpoint is not None:
-            position = _restore(recipe, data, checkpoint, transfer, adapter, optimizer, accept_changes)
+            position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
             state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
-        guard = Guard(Canary(device, dtype, recipe.lora.rank, transfer), optimizer, session.emit)
+        position.attempt = max(position.attempt, start.attempt)
+        guard = Guard(Canary(start.device, start.dtype, recipe.lora.rank, transfer), optimizer, session.emit)
         guard.check_kernels(position.updates)
     artifacts = Artifacts(
         session=session,
@@ -118,9 +133,9 @@ def train(
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
     )
-    trainer = _trainer(session, recipe, family, model, optimizer, transfer, data, position, artifacts, pins)
+    trainer = _trainer(start, data, position, artifacts)
     artifacts.preview_before()
-    watching = first_time(device, "The first step", session.notice)
+    watching = first_time(start.device, "The first step", session.notice)
     with closing(data.workers), session.phase("step"), watching as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
         finished = trainer.fit(data.max_train_steps)
@@ -131,9 +146,10 @@ def train(
     return finished, position.updates
 
 
-def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device: torch.device) -> Data:
+def _prepare_data(start: Start, family: ModelFamily) -> Data:
+    session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
-    prepared = prepare(recipe, family, cache, device, session.cache_progress, session.notice, session.repaired)
+    prepared = prepare(recipe, family, cache, start.device, session.cache_progress, session.notice, session.repaired)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
@@ -146,39 +162,54 @@ def _prepare_data(session: Session, recipe: Recipe, family: ModelFamily, device:
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
-    workers = open_workers(cache, family, recipe.runtime, session.notice)
+    workers = open_workers(cache, family, _runtime(start), session.notice)
     return Data(prepared, plan, steps, workers)
 
 
-def _pins(recipe: Recipe, device: torch.device, settings: Settings) -> bool:
-    asked = recipe.runtime.pin_memory
+def _runtime(start: Start) -> RuntimeSection:
+    """The recipe's, with no more workers than the plan allows."""
+    runtime, most = start.recipe.runtime, start.settings.loader_workers
+    return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
+
+
+def _transfer(start: Start) -> DeviceTransfer:
+    settings = start.settings
+    return DeviceTransfer(start.device, pin=_pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
+
+
+def _pins(start: Start) -> bool:
+    asked, settings = start.recipe.runtime.pin_memory, start.settings
     planned = settings.pin_memory if asked == "auto" else asked == "yes"
-    return device.type == "cuda" and planned
+    return start.device.type == "cuda" and planned and settings.copy_method == "auto"
 
 
-def _load_model(
-    recipe: Recipe, family: ModelFamily, device: torch.device, dtype: torch.dtype, transfer: DeviceTransfer
-) -> tuple[LoadedModel, Adapter]:
+def _load_model(start: Start, family: ModelFamily, transfer: DeviceTransfer) -> tuple[LoadedModel, Adapter]:
     """Load and adapt on the CPU, then send every parameter through the checked door."""
-    model = family.load(dtype, torch.device("cpu"))
+    recipe = start.recipe
+    model = family.load(start.dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     for name, component in model.components.items():
         transfer.send_parameters(component, name)
         component.train()  # the base has no dropout; the adapter's may be asked for
-    model.device = device
+    model.device = start.device
+    if _recomputes(start):
+        family.recompute_activations(model)
     return model, adapter
 
 
+def _recomputes(start: Start) -> bool:
+    return start.recipe.train.gradient_checkpointing or start.settings.checkpointing
+
+
 def _restore(
-    recipe: Recipe,
+    start: Start,
     data: Data,
     checkpoint: state.Checkpoint,
     transfer: DeviceTransfer,
     adapter: Adapter,
     optimizer: GatedAdamW,
-    accept_changes: bool,
 ) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door.
 
@@ -187,11 +218,11 @@ def _restore(
     """
     facts = checkpoint.facts
     for key, now, what in (
-        ("recipe", fingerprint(recipe), "The recipe differs from the checkpoint's in a key that may not change."),
+        ("recipe", fingerprint(start.recipe), "The recipe differs from the checkpoint's in a key that may not change."),
         ("data", data.identity(), "The training pictures are not those of the checkpoint."),
         ("base", adapter.family.base_facts()["identity"], "The base model is not that of the checkpoint."),
     ):
-        if facts[key] != now and not accept_changes:
+        if facts[key] != now and not start.accept_changes:
             raise ResumeError(
                 f"resume-{key}-changed",
                 what,
@@ -212,19 +243,9 @@ def _restore(
     return checkpoint.position
 
 
-def _trainer(
-    session: Session,
-    recipe: Recipe,
-    family: ModelFamily,
-    model: LoadedModel,
-    optimizer: GatedAdamW,
-    transfer: DeviceTransfer,
-    data: Data,
-    position: Position,
-    artifacts: Artifacts,
-    pins: bool,
-) -> Trainer:
-    train = recipe.train
+def _trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
+    session, recipe, family, model = start.session, start.recipe, artifacts.family, artifacts.model
+    train, pins = recipe.train, _pins(start)
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
         repair = data.prepared.repair
@@ -250,16 +271,20 @@ def _trainer(
     return Trainer(
         family=family,
         model=model,
-        optimizer=optimizer,
-        transfer=transfer,
+        optimizer=artifacts.optimizer,
+        transfer=artifacts.transfer,
         open_batches=lambda first: open_batches(data.plan, first, None),
         accumulation=train.gradient_accumulation_steps,
         seed=train.seed,
         dropout=recipe.lora.dropout > 0,
         position=position,
         autocast=autocast_of(model),
+        relief=Relief(
+            family, model, train.batch_size, start.settings.micro_batch_parts, _recomputes(start), session.emit
+        ),
         emit=session.emit,
         stop_requested=session.stop_requested,
+        beat=session.beat,
         hooks=hooks,
         step_extras=extras,
     )

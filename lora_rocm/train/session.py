@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import MachineError, StoppedError
+from lora_rocm.errors import MachineError, StoppedError, storage_error
 from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 
 ORPHAN_GRACE_S = 30.0
+STACKS_REARM = 4  # arming starts a thread, so it is done this many times in the waiting time at most
 
 
 class Session:
-    """What every phase of a run uses to say what happens and to hear that it should stop."""
+    """What every phase of a run uses to say what happens and to hear that it should stop.
 
-    def __init__(self, run_dir: RunDir, watch_parent: bool) -> None:
+    Args:
+        run_dir: held by this process.
+        watch_parent: leave when standard input ends.
+        stacks_after_s: write the stacks of all threads down whenever nothing was heard for so long; None: never.
+    """
+
+    def __init__(self, run_dir: RunDir, watch_parent: bool, stacks_after_s: float | None = None) -> None:
         self.run_dir = run_dir
+        self._heartbeat = HeartbeatWriter(run_dir.heartbeat())
+        self._stacks = Stacks(run_dir.stacks(), stacks_after_s) if stacks_after_s is not None else None
+        self.beat("start")
         past = read_events(run_dir.events())
         self.events = EventWriter(run_dir.events(), session=sum(event["type"] == "start" for event in past) + 1)
         self.readers: list[Callable[[dict[str, Any]], None]] = []
@@ -34,12 +47,26 @@ class Session:
         for reader in self.readers:
             reader(event)
 
+    def beat(self, activity: str) -> None:
+        """Say that there is progress, and what is done next. Only the code that does the work calls this."""
+        self._heartbeat.beat(activity)
+        if self._stacks is not None:
+            self._stacks.put_off()
+
+    def close(self) -> None:
+        """Let go of the files; nothing is said or watched any more."""
+        self.events.close()
+        self._heartbeat.close()
+        if self._stacks is not None:
+            self._stacks.close()
+
     def notice(self, text: str) -> None:
         self.emit("notice", text=text)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self.beat(name)
         self.emit("phase", phase=name, state="begin", seconds=0.0)
         yield
         self.emit("phase", phase=name, state="end", seconds=round(time.perf_counter() - started, 3))
@@ -49,6 +76,7 @@ class Session:
 
     def cache_progress(self, what: str, done: int, total: int, per_second: float) -> None:
         """Progress of the caches; also where caching is left when a stop was asked for."""
+        self.beat("cache")
         self.emit("cache", what=what, done=done, total=total, per_second=round(per_second, 2))
         if self.stop_requested():
             raise StoppedError(
@@ -67,3 +95,28 @@ class Session:
         self._orphaned.set()
         time.sleep(ORPHAN_GRACE_S)
         os._exit(MachineError.exit_code)  # a step that does not end must not keep the directory for ever
+
+
+class Stacks:
+    """Python's watchdog: a thread of its own in C, which writes the stacks even while somebody keeps the GIL."""
+
+    def __init__(self, path: Path, after_s: float) -> None:
+        self._after_s, self._armed_at = after_s, float("-inf")
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def put_off(self) -> None:
+        """There was progress: begin to wait anew, and forget stacks that were written in the meantime."""
+        now = time.monotonic()
+        if now - self._armed_at < self._after_s / STACKS_REARM:
+            return
+        self._armed_at = now
+        self._file.seek(0)
+        self._file.truncate()
+        faulthandler.dump_traceback_later(self._after_s, repeat=True, file=self._file)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()

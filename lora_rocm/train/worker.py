@@ -35,12 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
+    parser.add_argument("--attempt", type=int, default=0, help="draw other noise than attempts with lower numbers")
+    parser.add_argument("--stacks-after", type=float, help="write all stacks down after so many seconds of silence")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
     try:
         with filelock.FileLock(run_dir.worker_lock, timeout=ORPHAN_LOCK_WAIT_S):
-            session = Session(run_dir, watch_parent=True)
+            session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after)
             recipe = load_recipe(run_dir.recipe).recipe
             return _train(session, recipe, options)
     except filelock.Timeout:
@@ -87,9 +89,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int
         precision=str(dtype).removeprefix("torch."),
         resumed_from=checkpoint.position.updates if checkpoint else None,
     )
-    finished, updates = run.train(
-        session, recipe, device, dtype, checkpoint, settings=settings, accept_changes=options.accept_changes
-    )
+    start = run.Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt)
+    finished, updates = run.train(start)
     code = 0 if finished else StoppedError.exit_code
     session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)
     if device.type == "cuda":

@@ -137,9 +137,9 @@ def test_components_are_frozen(tiny_sdxl: Path, train_text: bool) -> None:
 
 
 def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
-    recipe = tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}, train={"gradient_checkpointing": True})
-    family = Sdxl(recipe)
+    family = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}))
     model = family.load(torch.float32, CPU)
+    family.recompute_activations(model)
     for component in model.components.values():
         component.train().requires_grad_(True)
     encode = family.encoders()[1].load(CPU)
@@ -154,8 +154,10 @@ def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
 
 def test_gradient_checkpointing_changes_no_gradient(tiny_sdxl: Path) -> None:
     def gradients(checkpointing: bool) -> list[Tensor]:
-        family = Sdxl(tiny_recipe(tiny_sdxl, train={"gradient_checkpointing": checkpointing}))
+        family = Sdxl(tiny_recipe(tiny_sdxl))
         model = family.load(torch.float32, CPU)
+        if checkpointing:
+            family.recompute_activations(model)
         unet = model.components["unet"].train().requires_grad_(True)
         assert unet.is_gradient_checkpointing is checkpointing
         batch = batch_of(family)

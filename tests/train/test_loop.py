@@ -16,6 +16,7 @@ from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.recipe.schema import OptimSection
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.relief import Relief
 
 CPU = torch.device("cpu")
 EFFECTIVE_BATCH, WIDTH = 4, 8
@@ -80,9 +81,10 @@ class Rig:
         self.optimizer = GatedAdamW(
             self.parameters, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
+        family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(
-            family=NoisyLine(),  # type: ignore[arg-type]
-            model=LoadedModel({"net": net}, torch.float32, CPU),
+            family=family,  # type: ignore[arg-type]
+            model=model,
             optimizer=self.optimizer,
             transfer=DeviceTransfer(CPU, pin=False, copy=copy),
             open_batches=batches(accumulation, poison),
@@ -91,10 +93,14 @@ class Rig:
             dropout=False,
             position=Position(),
             autocast=nullcontext,
-            emit=lambda event_type, **fields: self.events.append({"type": event_type, **fields}),
+            relief=Relief(family, model, 1, 1, True, self.emit),  # type: ignore[arg-type]
+            emit=self.emit,
             stop_requested=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,
             hooks=hooks or [],
         )
+
+    def emit(self, event_type: str, **fields: Any) -> None:
+        self.events.append({"type": event_type, **fields})
 
     def fit(self, steps: int) -> Rig:
         self.finished = self.trainer.fit(steps)
@@ -234,7 +240,8 @@ def test_hooks_act_on_confirmed_state_only() -> None:
 
 def test_a_lost_verdict_is_read_again_and_never_believed() -> None:
     rig = Rig()
-    work = rig.trainer._forward_backward(rig.trainer.open_batches(0))
+    work = rig.trainer._work(rig.trainer.open_batches(0))
+    assert work is not None
     pending = rig.trainer._update(work)
     pending.on_host = torch.zeros_like(pending.on_host)
     assert pending.verdict()[0] == 1

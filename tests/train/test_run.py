@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,11 @@ def start(
     try:
         checkpoint = run.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
-        finished, _ = run.train(
-            session, recipe, device, dtype, checkpoint, settings=Settings(), accept_changes=accept_changes
-        )
+        begin = run.Start(session, recipe, device, dtype, Settings(), checkpoint, accept_changes)
+        finished, _ = run.train(begin)
         return finished
     finally:
-        session.events.close()
+        session.close()
 
 
 def bytes_of(run_dir: Path) -> bytes:
@@ -355,8 +355,11 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material:
 def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> None:
     """``auto`` is what the plan says of a GPU; the CPU never pins."""
     settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
-    assert run._pins(recipe, torch.device("cuda", 0), settings) is pins
-    assert run._pins(recipe, CPU, settings) is False
+    session: Any = None
+    begin = run.Start(session, recipe, torch.device("cuda", 0), torch.float32, settings)
+    assert run._pins(begin) is pins
+    assert run._pins(replace(begin, device=CPU)) is False
+    assert run._pins(replace(begin, settings=replace(settings, copy_method="unpinned"))) is False
 
 
 @pytest.mark.gpu

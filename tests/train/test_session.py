@@ -30,7 +30,7 @@ def test_sessions_count_the_starts(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         session = Session(RunDir(tmp_path), watch_parent=False)
         session.emit("start", **START)
-        session.events.close()
+        session.close()
         assert session.events.session == number
     assert [event["session"] for event in read_events(RunDir(tmp_path).events())] == [1, 2, 3]
 
@@ -40,7 +40,7 @@ def test_phases_are_bracketed_and_readers_see_every_event(tmp_path: Path) -> Non
     session.readers.append(seen.append)
     with session.phase("load"):
         session.notice("hello")
-    session.events.close()
+    session.close()
     assert [(event["type"], event.get("state")) for event in seen] == [
         ("phase", "begin"),
         ("notice", None),
@@ -55,7 +55,7 @@ def test_caching_stops_when_asked_and_only_then(tmp_path: Path) -> None:
     RunDir(tmp_path).stop.touch()
     with pytest.raises(StoppedError, match="what is encoded stays"):
         session.cache_progress("images", 2, 2, 3.0)
-    session.events.close()
+    session.close()
 
 
 def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
