@@ -50,6 +50,7 @@ class Change:
         effect: what it does to the promise of equal bytes.
         sets: variables, or "setting:" fields as JSON; a value may depend on the situation.
         text: what the user reads.
+        phases: of the worker, in which it can help; empty: in any.
         applies: whether it can mean anything in this run, beside ``when``.
         most: how often it can be made (each time it goes further).
         of_workload: it is for runs of this size, not for the machine: remembered for such runs only.
@@ -62,6 +63,7 @@ class Change:
     text: str
     source: str
     when: When = ALWAYS
+    phases: tuple[str, ...] = ()
     applies: Callable[[Situation], bool] = field(default=lambda situation: True)
     most: int = 1
     of_workload: bool = False
@@ -176,6 +178,7 @@ CHANGES: tuple[Change, ...] = (
         (("setting:vae_tiling", "true"),),
         "pictures are encoded and decoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
+        phases=("cache", "preview", "export"),
         of_workload=True,
     ),
     Change(
@@ -185,6 +188,7 @@ CHANGES: tuple[Change, ...] = (
         (("setting:micro_batch_parts", lambda situation: json.dumps(parts(situation))),),
         "a batch is computed in half as large parts, with the same samples and noise; the effective batch stays",
         "arXiv 1811.06965 (micro-batches)",
+        phases=("step",),
         applies=_can_be_halved,
         most=16,
         of_workload=True,
@@ -196,6 +200,7 @@ CHANGES: tuple[Change, ...] = (
         (("setting:checkpointing", "true"),),
         "activations are computed again in the backward pass instead of kept",
         "arXiv 1604.06174",
+        phases=("step",),
         applies=_recomputes_not,
         of_workload=True,
     ),
@@ -210,12 +215,13 @@ def made(situation: Situation) -> list[Change]:
     return [change for change in CHANGES if counts[change.id]]
 
 
-def candidates(seen: Seen, situation: Situation) -> list[Change]:
-    """What can still be changed because of this, the mildest first; ``environ.plan`` says if it alters anything."""
+def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
+    """What can still be changed because of this (met in ``phase``), the mildest first; ``environ.plan`` says if it alters anything."""
     return [
         change
         for change in CHANGES
         if seen in change.seen
+        and (not change.phases or phase in change.phases)
         and situation.changes.count(change.id) < change.most
         and change.when.holds(situation)
         and change.applies(situation)

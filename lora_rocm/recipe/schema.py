@@ -267,7 +267,7 @@ class TimeoutsSection(Section):
     first_step: float | None = on_resume(None, "The first step of a start: kernels are compiled.", gt=0)
     step: float | None = on_resume(None, "Every further step.", gt=0)
     checkpoint: float | None = on_resume(None, "Writing a checkpoint.", gt=0)
-    preview: float | None = on_resume(None, "One denoising step of a preview picture.", gt=0)
+    preview: float | None = on_resume(None, "One round of previews.", gt=0)
     export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0)
 
 
