@@ -216,7 +216,10 @@ def made(situation: Situation) -> list[Change]:
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
-    """What can still be changed because of this (met in ``phase``), the mildest first; ``environ.plan`` says if it alters anything."""
+    """What can still be changed because of this, met in ``phase``; the mildest first.
+
+    ``environ.plan`` says whether it would alter anything.
+    """
     return [
         change
         for change in CHANGES
