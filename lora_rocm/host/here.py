@@ -1,14 +1,20 @@
-"""This machine's plan: facts, stored verdict and recipe put together, for every command that starts a heavy process."""
+"""This machine's plan, for every command that starts a heavy process.
+
+Facts, stored verdict, remembered changes and recipe are put together here.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.host.appdir import app_dir
 from lora_rocm.host.environ import EnvPlan, plan
 from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.kept import in_force, key_of, recall, workload_of
 from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import select
@@ -46,7 +52,15 @@ def situation_here(
     verdict = stored(folder, stack) if folder is not None and stack is not None else None
     profile = recipe.runtime.profile if recipe is not None else "safe"
     own = str(folder) if folder is not None else RECORDED_APP_DIR[found.system]
-    return Situation(found, selection, seen, own, recipe, profile, verdict)
+    situation = Situation(found, selection, seen, own, recipe, profile, verdict)
+    return situation if folder is None else _with_changes(situation, folder)
+
+
+def _with_changes(situation: Situation, folder: Path) -> Situation:
+    """With what past runs on this machine made necessary."""
+    remembered = recall(folder, key_of(situation.facts, situation.selection))
+    workload = workload_of(situation.recipe).id if situation.recipe is not None else None
+    return replace(situation, changes=in_force(remembered, workload), remembered=remembered)
 
 
 def plan_here(recipe: Recipe | None = None) -> EnvPlan:

@@ -18,6 +18,7 @@ from lora_rocm.host.select import Selection
 from lora_rocm.host.verdict import Verdict
 
 if TYPE_CHECKING:
+    from lora_rocm.host.kept import Remembered
     from lora_rocm.recipe.schema import Recipe  # pydantic takes longer than the whole plan
 
 Profile = Literal["safe", "fast"]
@@ -41,6 +42,8 @@ class Situation:
     """Processes that train together, each on a GPU of its own."""
     changes: tuple[str, ...] = ()
     """Names of what past failures made necessary (``host.changes``); one that went further is there several times."""
+    remembered: Remembered | None = None
+    """What is kept about this machine for runs of any size; None: it was not asked for (a recorded machine)."""
 
     @property
     def gpu(self) -> Gpu | None:

@@ -1,0 +1,228 @@
+"""What past runs on this machine made necessary, kept for the next ones until the software changes or it is forgotten.
+
+One small JSON file for each machine and software stack, in the program's folder. What is for runs of one size
+(``Change.of_workload``) counts for such runs only. Nothing here is needed to train: where the folder cannot be written
+the next run learns it again, and where two runs write at once one of them may have to. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm.errors import storage_error
+from lora_rocm.host.changes import BY_ID
+from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.select import Selection
+from lora_rocm.host.stack import stack_of
+from lora_rocm.host.verdict import Stack
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
+FORMAT = 1
+PREFIX = "changes-"
+FORGET = "lora-rocm forget"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The size of a run, as far as it decides about memory. ``id``: short and stable; ``text``: for people."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One change: because of what (``changes.Seen``), since which day (ISO), and for which runs (None: all)."""
+
+    change: str
+    seen: str
+    when: str
+    workload: Workload | None = None
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What the file of this stack says. ``damaged``: there is one that cannot be read; it counts as empty."""
+
+    entries: tuple[Kept, ...] = ()
+    damaged: bool = False
+
+
+def key_of(facts: HostFacts, selection: Selection) -> str:
+    """Of the machine and its software; without a GPU that torch can use, of its torch alone."""
+    torch = facts.torch.version if facts.torch is not None else "none"
+    return (stack_of(facts, selection) or Stack(torch, "cpu", "", "")).key
+
+
+def path_of(folder: Path, key: str) -> Path:
+    """Where the changes for a stack are kept."""
+    return folder / f"{PREFIX}{key}.json"
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """What of a recipe decides how much memory it takes."""
+    lora, train = recipe.lora, recipe.train
+    sides = sorted({source.resolution for source in recipe.data.resolved_sources()})
+    targets = lora.targets if isinstance(lora.targets, str) else " ".join(lora.targets)
+    words = [
+        recipe.model.name_or_path,
+        f"{', '.join(map(str, sides))} px",
+        f"batch {train.batch_size}",
+        f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.rank} ({targets})",
+        *(["with text encoders"] if lora.train_text_encoder else []),
+        f"precision {train.mixed_precision}",
+        *(["checkpointing"] if train.gradient_checkpointing else []),
+    ]
+    text = ", ".join(words)
+    return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
+
+
+def recall(folder: Path, key: str) -> Remembered:
+    """Everything that is remembered for a stack, for runs of any size."""
+    return _read(path_of(folder, key))
+
+
+def kept(folder: Path, key: str, workload: str | None) -> tuple[str, ...]:
+    """Names for ``Situation.changes``: those for every run, and those for runs of this size (``Workload.id``)."""
+    return in_force(recall(folder, key), workload)
+
+
+def in_force(remembered: Remembered, workload: str | None) -> tuple[str, ...]:
+    """As ``kept``, from what was read. Names that this version does not know are left out."""
+    return tuple(
+        entry.change
+        for entry in remembered.entries
+        if entry.change in BY_ID and (entry.workload is None or entry.workload.id == workload)
+    )
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], None] = _to_stderr) -> None:
+    """Remember a change that was made, for the next runs on this machine.
+
+    A change that goes further each time is remembered as often as it was made. One for runs of a size is remembered
+    only where a recipe tells the size. Where nothing can be written, ``say`` gets a sentence and the run goes on.
+
+    Raises:
+        KeyError: there is no such change.
+    """
+    change = BY_ID[change_id]
+    if change.of_workload and situation.recipe is None:
+        return
+    workload = workload_of(situation.recipe) if change.of_workload and situation.recipe is not None else None
+    path = path_of(Path(situation.app_dir), key_of(situation.facts, situation.selection))
+    old = _read(path)
+    if old.damaged:
+        say(f"What was remembered about this machine cannot be read, and is begun anew: {path}")
+    same = [entry for entry in old.entries if (entry.change, entry.workload) == (change_id, workload)]
+    if len(same) >= change.most:
+        return
+    entries = (*old.entries, Kept(change_id, seen, date.today().isoformat(), workload))
+    try:
+        _write(path, {"format": FORMAT, "entries": [asdict(entry) for entry in entries]})
+    except OSError as error:
+        reason = error.strerror or error
+        say(f"The next run will have to learn this again, for it cannot be remembered ({reason}): {path}")
+
+
+def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
+    """Delete what is remembered, for every stack; what it was, file by file (a damaged one has no entries).
+
+    Raises:
+        StorageError: a file cannot be deleted.
+    """
+    gone = []
+    for path in sorted(folder.glob(f"{PREFIX}*.json")):
+        entries = _read(path).entries
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(error, path) from error
+        gone.append((path, entries))
+    return gone
+
+
+def said(entry: Kept) -> str:
+    """One entry in words."""
+    what = BY_ID[entry.change].text if entry.change in BY_ID else "a change of another version of this program"
+    runs = f"; for runs of this size: {entry.workload.text}" if entry.workload is not None else ""
+    return f"{entry.change}: {what} (since {entry.when}, because of: {entry.seen}{runs})"
+
+
+def notices(situation: Situation) -> list[str]:
+    """What the user has to know at the start of a run: the remembered changes that are in force, each once."""
+    remembered = situation.remembered
+    if remembered is None:
+        return []
+    workload = workload_of(situation.recipe).id if situation.recipe is not None else None
+    mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id == workload]
+    newest = {entry.change: entry for entry in mine if entry.change in situation.changes and entry.change in BY_ID}
+    texts = [f"Remembered from a run before, {said(entry)}" for entry in newest.values()]
+    if texts:
+        texts.append(f"To try again without: {FORGET}")
+    if remembered.damaged:
+        texts.append(
+            f"What was remembered about this machine cannot be read and counts as forgotten ({FORGET} deletes it)."
+        )
+    return texts
+
+
+def _read(path: Path) -> Remembered:
+    try:
+        whole = json.loads(path.read_bytes())
+        if whole["format"] != FORMAT:
+            raise ValueError(f"format {whole['format']}")
+        return Remembered(tuple(map(_entry, whole["entries"])))
+    except (FileNotFoundError, NotADirectoryError):
+        return Remembered()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Remembered(damaged=True)
+
+
+def _entry(value: dict[str, Any]) -> Kept:
+    """One entry of the file.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    workload = value["workload"]
+    size = Workload(**workload) if workload is not None else None
+    entry = Kept(value["change"], value["seen"], value["when"], size)
+    texts = [entry.change, entry.seen, entry.when, *((size.id, size.text) if size is not None else ())]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("not text")
+    date.fromisoformat(entry.when)
+    return entry
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """The whole file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

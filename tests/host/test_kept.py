@@ -1,0 +1,286 @@
+"""What is remembered about a machine: kept, recalled for the right runs, damaged, forgotten, said."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.errors import StorageError
+from lora_rocm.host import here, kept
+from lora_rocm.host.changes import BY_ID, CHANGES
+from lora_rocm.host.environ import plan
+from lora_rocm.host.here import situation_here
+from lora_rocm.host.kept import forget, keep, key_of, notices, path_of, recall, workload_of
+from lora_rocm.host.quirks import Situation
+from lora_rocm.recipe.schema import Recipe
+from tests.host.situations import facts_of, situation, with_torch
+from tests.host.test_environ import recipe
+
+XTX = "linux-rx7900xtx"
+MACHINE, OF_SIZE = "sdma-off", "micro-batch-halved"
+
+
+def of_size(**train: object) -> Recipe:
+    made = recipe()
+    return made.model_copy(update={"train": made.train.model_copy(update={"batch_size": 4, **train})})
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Situation:
+    """A start on "this machine", whose folder has spaces and letters that are not ASCII."""
+    folder = tmp_path / "Zoë K"
+    monkeypatch.setattr(here, "probe", lambda deep: facts_of(XTX))
+    monkeypatch.setenv("LORA_ROCM_HOME", str(folder))
+    return situation_here(of_size())
+
+
+def file_of(made: Situation) -> Path:
+    return path_of(Path(made.app_dir), key_of(made.facts, made.selection))
+
+
+def mute(text: str) -> None:
+    pytest.fail(f"nothing was to be said: {text}")
+
+
+def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situation) -> None:
+    assert start.changes == () and start.remembered == kept.Remembered()
+    assert "HSA_ENABLE_SDMA" not in {row.variable for row in plan(start).variables}
+    keep(start, MACHINE, "hang", mute)
+    again = situation_here(of_size())
+    assert again.changes == (MACHINE,)
+    assert {row.variable: row.value for row in plan(again).variables}["HSA_ENABLE_SDMA"] == "0"
+    assert kept.kept(Path(start.app_dir), key_of(start.facts, start.selection), None) == (MACHINE,)
+    (entry,) = json.loads(file_of(start).read_text(encoding="utf-8"))["entries"]
+    assert entry == {"change": MACHINE, "seen": "hang", "when": entry["when"], "workload": None}
+    assert len(entry["when"]) == 10
+    assert os.listdir(file_of(start).parent) == [file_of(start).name], "no temporary file is left"
+
+
+def test_another_stack_knows_nothing(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(start, MACHINE, "hang", mute)
+    newer = with_torch(XTX, version="2.14.0+rocm7.2")
+    monkeypatch.setattr(here, "probe", lambda deep: newer)
+    assert situation_here(of_size()).changes == ()
+    assert key_of(newer, start.selection) != key_of(start.facts, start.selection)
+
+
+def test_without_a_gpu_torch_is_the_key() -> None:
+    made, newer = situation("cpu-only"), situation(with_torch("cpu-only", version="9.9"))
+    none = situation(replace(facts_of("cpu-only"), torch=None))
+    keys = {key_of(each.facts, each.selection) for each in (made, newer, none)}
+    assert len(keys) == 3 and key_of(made.facts, made.selection) == key_of(made.facts, made.selection)
+
+
+def test_a_recorded_machine_has_no_memory(start: Situation) -> None:
+    keep(start, MACHINE, "hang", mute)
+    recorded = situation_here(of_size(), facts_of(XTX))
+    assert recorded.changes == () and recorded.remembered is None and notices(recorded) == []
+
+
+def test_what_is_for_a_size_counts_for_that_size_only(start: Situation) -> None:
+    for change in (OF_SIZE, MACHINE, OF_SIZE):
+        keep(start, change, "out-of-memory", mute)
+    assert situation_here(of_size()).changes == (OF_SIZE, MACHINE, OF_SIZE)
+    assert plan(situation_here(of_size())).settings.micro_batch_parts == 4
+    assert situation_here(of_size(batch_size=2)).changes == (MACHINE,)
+    assert situation_here().changes == (MACHINE,), "no recipe, no size"
+
+
+def test_what_is_for_a_size_is_not_kept_where_no_recipe_tells_it(start: Situation) -> None:
+    keep(replace(start, recipe=None), OF_SIZE, "out-of-memory", mute)
+    assert not file_of(start).exists()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.id)
+def test_none_is_kept_more_often_than_it_can_be_made(change: object, start: Situation) -> None:
+    for _ in range(change.most + 2):  # type: ignore[attr-defined]
+        keep(start, change.id, "hang", mute)  # type: ignore[attr-defined]
+    assert situation_here(of_size()).changes == (change.id,) * change.most  # type: ignore[attr-defined]
+
+
+def test_an_unknown_change_cannot_be_kept_and_one_of_another_version_is_passed_over(start: Situation) -> None:
+    with pytest.raises(KeyError):
+        keep(start, "no-such-change", "hang", mute)
+    keep(start, MACHINE, "hang", mute)
+    path = file_of(start)
+    path.write_text(path.read_text(encoding="utf-8").replace(MACHINE, "of-the-future"), encoding="utf-8")
+    made = situation_here(of_size())
+    assert made.changes == () and made.remembered is not None and len(made.remembered.entries) == 1
+    assert notices(made) == [] and "another version" in kept.said(made.remembered.entries[0])
+    keep(start, MACHINE, "hang", mute)
+    assert len(recall(path.parent, key_of(start.facts, start.selection)).entries) == 2, "it is left in the file"
+
+
+GOOD = {"change": MACHINE, "seen": "hang", "when": "2026-11-21", "workload": None}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b'{"format": 2, "entries": []}',
+        b'{"format": 1}',
+        b'{"format": 1, "entries": 3}',
+        b'{"format": 1, "entries": [3]}',
+        *(
+            json.dumps({"format": 1, "entries": [{**GOOD, **wrong}]}).encode()
+            for wrong in (
+                {"change": 3},
+                {"seen": None},
+                {"when": "yesterday"},
+                {"workload": {"id": "a"}},
+                {"workload": 3},
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_is_forgotten_with_a_word_and_begun_anew(content: bytes, start: Situation) -> None:
+    path = file_of(start)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    made = situation_here(of_size())
+    assert made.changes == () and made.remembered == kept.Remembered(damaged=True)
+    (notice,) = notices(made)
+    assert "cannot be read" in notice and kept.FORGET in notice
+    said: list[str] = []
+    keep(made, MACHINE, "hang", said.append)
+    assert len(said) == 1 and str(path) in said[0]
+    assert situation_here(of_size()).changes == (MACHINE,) and "cannot be read" not in str(
+        notices(situation_here(of_size()))
+    )
+
+
+def test_a_sound_file_is_not_called_damaged(start: Situation) -> None:
+    path = file_of(start)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": 1, "entries": [GOOD]}), encoding="utf-8")
+    assert not recall(path.parent, key_of(start.facts, start.selection)).damaged
+    assert situation_here(of_size()).changes == (MACHINE,)
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_is_no_error(start: Situation, tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("", encoding="utf-8")
+    said: list[str] = []
+    keep(replace(start, app_dir=str(blocked)), MACHINE, "hang", said.append)
+    assert len(said) == 1 and str(blocked) in said[0] and "learn this again" in said[0]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(start, MACHINE, "hang", mute)
+    before, said = file_of(start).read_bytes(), list[str]()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    keep(start, "hipblaslt-off", "hang", said.append)
+    assert file_of(start).read_bytes() == before and os.listdir(file_of(start).parent) == [file_of(start).name]
+    assert "No space left" in said[0]
+
+
+def test_without_somebody_to_tell_it_goes_to_standard_error(
+    start: Situation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("", encoding="utf-8")
+    keep(replace(start, app_dir=str(blocked)), MACHINE, "hang")
+    assert str(blocked) in capsys.readouterr().err
+
+
+def test_forget_deletes_every_stack_s_and_nothing_else(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(start.app_dir)
+    keep(start, MACHINE, "hang", mute)
+    keep(situation_here(of_size()), OF_SIZE, "out-of-memory", mute)
+    other = replace(start, facts=with_torch(XTX, version="2.14.0"))
+    keep(other, "hipblaslt-off", "canary", mute)
+    (folder / "changes-damaged.json").write_text("{", encoding="utf-8")
+    (folder / "selftest-0.json").write_text("{}", encoding="utf-8")
+    gone = forget(folder)
+    assert sorted(entry.change for _, entries in gone for entry in entries) == [
+        "hipblaslt-off", OF_SIZE, MACHINE,
+    ]  # fmt: skip
+    assert (folder / "changes-damaged.json", ()) in gone and len(gone) == 3
+    assert os.listdir(folder) == ["selftest-0.json"]
+    assert forget(folder) == [] and situation_here(of_size()).changes == ()
+
+
+def test_forget_where_there_is_no_folder(tmp_path: Path) -> None:
+    assert forget(tmp_path / "none") == []
+
+
+def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: Situation) -> None:
+    for change in (OF_SIZE, OF_SIZE, MACHINE):
+        keep(start, change, "out-of-memory" if change == OF_SIZE else "hang", mute)
+    made = situation_here(of_size())
+    halved, sdma, undo = notices(made)
+    assert BY_ID[OF_SIZE].text in halved and "out-of-memory" in halved and "batch 4" in halved
+    assert BY_ID[MACHINE].text in sdma and "hang" in sdma and "since 20" in sdma and kept.FORGET in undo
+    assert len(notices(situation_here(of_size(batch_size=1)))) == 2, "what is for another size is not in force"
+    assert notices(start) == []
+
+
+def test_workloads_differ_in_what_decides_memory_and_in_nothing_else() -> None:
+    made = of_size()
+    variations = [
+        made.model_copy(update={"model": made.model.model_copy(update={"name_or_path": "other"})}),
+        made.model_copy(update={"data": made.data.model_copy(update={"resolution": 512})}),
+        of_size(batch_size=3),
+        of_size(mixed_precision="fp16"),
+        of_size(gradient_checkpointing=True),
+        *(
+            made.model_copy(update={"lora": made.lora.model_copy(update=update)})
+            for update in ({"rank": 32}, {"targets": "attention"}, {"train_text_encoder": True}, {"use_dora": True})
+        ),
+    ]
+    ids = {workload_of(each).id for each in (made, *variations)}
+    assert len(ids) == 1 + len(variations)
+    assert workload_of(of_size(seed=7, max_train_steps=9)) == workload_of(made)
+
+
+def test_a_workload_s_name_is_the_same_in_every_version() -> None:
+    """Or what is remembered would be lost with an update."""
+    found = workload_of(of_size())
+    assert found.text == "builtin:tiny-sdxl, 1024 px, batch 4, LoRA rank 16 (attention-mlp), precision auto"
+    assert found.id == "aa7083ec7eb9d1c7"
+
+
+@given(
+    made=st.lists(st.tuples(st.sampled_from(sorted(BY_ID)), st.sampled_from([1, 2, 4])), max_size=12),
+    asked=st.sampled_from([1, 2, 4]),
+)
+def test_any_history_is_recalled_as_a_counting_model_says(
+    made: list[tuple[str, int]], asked: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own = replace(situation(XTX), app_dir=str(tmp_path_factory.mktemp("app")))
+    model: list[str] = []
+    for change, batch in made:
+        keep(replace(own, recipe=of_size(batch_size=batch)), change, "hang", mute)
+        counts = not BY_ID[change].of_workload or batch == asked
+        if counts and model.count(change) < BY_ID[change].most:
+            model.append(change)
+    key = key_of(own.facts, own.selection)
+    assert kept.kept(Path(own.app_dir), key, workload_of(of_size(batch_size=asked)).id) == tuple(model)
+
+
+def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(start, MACHINE, "hang", mute)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError) as met:
+        forget(Path(start.app_dir))
+    assert met.value.where == str(file_of(start))
