@@ -11,7 +11,7 @@ Silent zeros, stale and garbled copies are real on ROCm: TheRock#8379, legacy-ro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +50,17 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
     parts = [fingerprint(row[None]) for row in words_N[:full].view(-1, chunk)]
     parts.append(fingerprint(words_N[full:][None]))
     return fingerprint(torch.cat(parts)[None])[0]
+
+
+def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
+    """Fingerprints, each xor-ed with a number that depends on the salt and on its place.
+
+    Args:
+        fingerprints_KB: int64.
+        salt: odd; an int, or int64 of shape [] on the same device.
+    """
+    numbers_N = _position_weights(fingerprints_KB.numel(), fingerprints_KB.device) * salt
+    return fingerprints_KB ^ numbers_N.view_as(fingerprints_KB)
 
 
 def _words(tensor_B: Tensor) -> Tensor:
@@ -117,7 +128,8 @@ class DeviceTransfer:
     ``first`` is where the ladder begins; auto: at pinned copies, or at unpinned ones where ``pin`` is false.
 
     Attributes:
-        bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed.
+        bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed. Always the same
+            tensor, so that a captured graph may read it.
         frozen: name -> (tensor on the device, fingerprint of what was sent) of all that must never change again.
         checks, failures: samples' tensors checked, and updates refused, since the start.
     """
@@ -155,25 +167,35 @@ class DeviceTransfer:
     ) -> tuple[dict[str, Tensor], Clock]:
         """Copy a micro-batch to the device and compare there what arrived with what was meant.
 
-        The expected values travel the same road, so each is xor-ed with a number that changes with every send and
-        reaches the device as a kernel argument: stale or zeroed data and fingerprints do not agree by accident.
+        The expected values travel the same road, so each is xor-ed with a number that changes with every send and from
+        place to place, and reaches the device as a kernel argument: data and fingerprints that are both stale, both
+        zeroed, or both exchanged with their neighbours do not agree.
 
         Args:
             tensors: CPU tensors, first dimension B.
             fingerprints: for each of them int64 [B], made when the sample was cached (not from the tensor at hand).
         """
-        self._sends += 1
-        salt = self._salt()
+        salt = self.next_salt()
         names = list(tensors)
         start = self._mark()
         arrived = {name: self._copy(tensors[name].contiguous(), self.device, self.method) for name in names}
-        expected_KB = torch.stack([fingerprints[name] for name in names]) ^ salt
+        expected_KB = salted(torch.stack([fingerprints[name] for name in names]), salt)
         expected_KB = self._copy(expected_KB, self.device, self.method)
         copied = self._mark()
-        found_KB = torch.stack([fingerprint(arrived[name]) for name in names]) ^ salt
-        self.bad = torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32))
+        self.compare(arrived.values(), expected_KB, salt)
         self.checks += expected_KB.numel()
         return arrived, Clock([start, copied, self._mark()])
+
+    def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
+        """Set ``bad`` where what arrived is not what was meant. Waits for nothing, so it may be captured in a graph.
+
+        Args:
+            arrived: K tensors on the device, first dimension B.
+            expected_KB: ``salted`` fingerprints, on the device.
+            salt: that of this send; for a graph a tensor, filled anew (``fill_``) before each replay.
+        """
+        found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
+        torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
     def send_parameters(self, module: nn.Module, component: str) -> None:
         """Move a whole module, parameter by parameter, each compared with its bytes on the host before it is used.
@@ -191,8 +213,7 @@ class DeviceTransfer:
         """Names of the frozen tensors whose bytes on the device are not those that were sent; one wait for all."""
         if not self.frozen:
             return []
-        self._sends += 1
-        salt = self._salt()  # so that an answer of the time before is no answer
+        salt = self.next_salt()  # so that an answer of the time before is no answer
         found_K = torch.stack([whole_fingerprint(tensor) for tensor, _ in self.frozen.values()]) ^ salt
         wanted_K = [expected ^ salt for _, expected in self.frozen.values()]
         self.checks += len(wanted_K)
@@ -225,8 +246,7 @@ class DeviceTransfer:
         Raises:
             TransferError: a tensor did not come back unchanged.
         """
-        self._sends += 1
-        salt = self._salt()
+        salt = self.next_salt()
         wanted_K = torch.stack([whole_fingerprint(tensor) for tensor in tensors.values()]) ^ salt
         received = {}
         for (name, tensor), wanted in zip(tensors.items(), wanted_K.tolist(), strict=True):
@@ -248,7 +268,7 @@ class DeviceTransfer:
 
     def clear(self) -> None:
         """Forget the verdict; the next update starts clean."""
-        self.bad = torch.zeros((), device=self.device)
+        self.bad.zero_()
 
     def succeeded(self) -> None:
         self._rung = self._base_rung
@@ -278,8 +298,10 @@ class DeviceTransfer:
             "suspect driver, kernel or memory.",
         )
 
-    def _salt(self) -> int:
-        return (self._sends * 0x9E3779B97F4A7C15) % 2**63
+    def next_salt(self) -> int:
+        """An odd number below 2**63 that was not used before."""
+        self._sends += 1
+        return ((2 * self._sends + 1) * 0x9E3779B97F4A7C15) % 2**63
 
     def _mark(self) -> torch.cuda.Event | float:
         if self.device.type != "cuda":

@@ -202,12 +202,11 @@ class Trainer:
         """Queue the gated optimizer step and the verdict's way home."""
         updates = self.position.updates
         learning_rate = self.optimizer.learning_rate(updates)
-        scale = self.optimizer.loss_scale
         blocked = self.transfer.bad
         stats = self.optimizer.step(updates, blocked)
         stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
-        values = (stamp, work.loss, stats.grad_norm, blocked, stats.nonfinite, scale)
+        values = (stamp, work.loss, stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
         on_device = torch.stack([value.to(torch.float64) for value in values])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":

@@ -40,10 +40,14 @@ class UpdateStats:
 
     grad_norm: Tensor
     nonfinite: Tensor
+    loss_scale: Tensor  # that the gradients were made with
 
 
 class GatedAdamW:
-    """AdamW with clipping, loss scale (fp16) and EMA; every write is gated by ``blocked``.
+    """AdamW with clipping, loss scale (fp16) and EMA; every write is gated by ``blocked`` and made in place.
+
+    A step waits for nothing, so it can be captured in a graph (with ``capturable`` in PyTorch's parameter groups): the
+    learning rate and the EMA's decay are then those of the capture.
 
     Args:
         parameters: name -> float32 parameter.
@@ -92,7 +96,8 @@ class GatedAdamW:
             blocked: float32 0-d, exactly 0 or 1, on the device.
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        torch._foreach_mul_(grads, 1.0 / self.loss_scale)
+        scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
+        torch._foreach_mul_(grads, 1.0 / scale)
         grad_norm = torch.nn.utils.get_total_norm(grads)
         nonfinite = (~torch.isfinite(grad_norm)).to(torch.float32)
         if self.optim.max_grad_norm:
@@ -106,7 +111,7 @@ class GatedAdamW:
         self._average(updates, held)
         self._rescale(blocked, nonfinite)
         self.optimizer.zero_grad(set_to_none=True)
-        return UpdateStats(grad_norm, nonfinite)
+        return UpdateStats(grad_norm, nonfinite, scale)
 
     def _average(self, updates: int, held: Tensor) -> None:
         """EMA with a short warm-up of the decay (early weights are mostly initialisation)."""
@@ -127,8 +132,8 @@ class GatedAdamW:
         scale = torch.where(
             nonfinite > 0, self.loss_scale * 0.5, torch.where(grown, self.loss_scale * 2, self.loss_scale)
         )
-        self.growth = torch.where(blocked > 0, self.growth, torch.where(grown, 0.0, growth))
-        self.loss_scale = torch.where(blocked > 0, self.loss_scale, scale)
+        self.growth.copy_(torch.where(blocked > 0, self.growth, torch.where(grown, 0.0, growth)))
+        self.loss_scale.copy_(torch.where(blocked > 0, self.loss_scale, scale))
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
