@@ -1,17 +1,56 @@
-"""The memory of the device in hand: what tensors may take, and a limit that makes a full one raise."""
+"""The memory of the device in hand: what tensors may take, a limit that makes a full one raise, and what is taken."""
 
 from __future__ import annotations
 
+import gc
 import sys
+from dataclasses import dataclass
 
 import psutil
 import torch
 
-from lora_rocm.host.memory import host_reserve
+from lora_rocm.host.memory import GIB, host_reserve
 from lora_rocm.host.quirks import release
 
 FRACTION_OF_PROPERTIES_FROM = (2, 10)
 """From this torch on a memory fraction is a part of the properties' total, before of the total of mem_get_info."""
+
+FRAGMENTED_SHARE = 0.2
+"""Of what torch holds; our estimate. Where more than this lies unused when memory runs out, it lies in pieces: whole
+segments that nobody uses were given back before the error (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What torch's allocator holds on a GPU: for tensors, and in all."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @property
+    def fragmented(self) -> bool:
+        """Asked when memory ran out: whether it is there, but in pieces."""
+        return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
+
+    def __str__(self) -> str:
+        return f"{self.allocated_bytes / GIB:.2f} GiB in tensors, {self.reserved_bytes / GIB:.2f} GiB held"
+
+
+def usage(device: torch.device) -> Usage | None:
+    """What is taken of a device now; None for the CPU, whose memory torch does not keep."""
+    if device.type != "cuda":
+        return None
+    return Usage(int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device)))
+
+
+def empty_pools() -> None:
+    """Give memory that torch keeps for later back to the device; pieces become whole again where nothing lies between.
+
+    To be called between phases, whose tensors are of different sizes.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def device_budget(device: torch.device) -> int:

@@ -47,7 +47,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
         "transfer_failures",
         "loss_scale",
     ),
-    # kind: transfer, nonfinite, fp16-overflow
+    # kind: transfer, nonfinite, fp16-overflow, out-of-memory
     "incident": ("kind", "iteration", "samples", "detail", "action"),
     # known answers were asked for again; checks: their names; detail: what was wrong, else empty
     "canary": ("updates", "passed", "checks", "detail", "seconds"),

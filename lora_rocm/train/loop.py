@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lora_rocm.data.batches import Batch, split
 from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.memory import usage
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -81,8 +82,8 @@ class Pending:
 class Work:
     """The forward and backward passes of one effective batch: gradients are in the parameters."""
 
-    loss: Tensor
     iteration: int = -1
+    losses: list[Tensor] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
@@ -160,8 +161,8 @@ class Trainer:
 
     def _work(self, batches: Iterator[Batch]) -> Work | None:
         """Queue all micro-batches of the next effective batch. None: memory ran out, and now less is needed."""
+        work = Work()
         try:
-            work = Work(torch.zeros((), device=self.model.device))
             for _ in range(self.accumulation):
                 self.beat("loader")
                 started = time.perf_counter()
@@ -175,7 +176,10 @@ class Trainer:
             full = out_of_memory(error)
             if full is None:
                 raise
-        self.relief.take(full)  # only here: the error's traceback kept the activations alive
+            seen = usage(self.model.device)
+        self.optimizer.drop_gradients()  # only here: the error's traceback kept the activations alive
+        action = self.relief.take(full, seen, self.position.updates)
+        self._incident("out-of-memory", work, full.where, action)
         return None
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
@@ -196,17 +200,21 @@ class Trainer:
             loss_B = self.family.loss(self.model, tensors, sent_draws).loss_B
         loss = (loss_B * tensors["weight"]).sum()
         (loss * self.optimizer.loss_scale).backward()
-        work.loss += loss.detach()
+        work.losses.append(loss.detach())
 
     def _update(self, work: Work) -> Pending:
-        """Queue the gated optimizer step and the verdict's way home."""
+        """Queue the gated optimizer step and the verdict's way home.
+
+        All that it keeps was allocated before the first step. Where memory runs out in here all the same, half an
+        update may have been made: the error leaves the loop, and a new start goes on from the last checkpoint.
+        """
         updates = self.position.updates
         learning_rate = self.optimizer.learning_rate(updates)
         blocked = self.transfer.bad
         stats = self.optimizer.step(updates, blocked)
         stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
-        values = (stamp, work.loss, stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
+        values = (stamp, torch.stack(work.losses).sum(), stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
         on_device = torch.stack([value.to(torch.float64) for value in values])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
@@ -272,7 +280,5 @@ class Trainer:
                 "At the very first update also suspect the base model's file.",
             )
 
-    def _incident(self, kind: str, pending: Pending, detail: str, action: str) -> None:
-        self.emit(
-            "incident", kind=kind, iteration=pending.iteration, samples=pending.samples, detail=detail, action=action
-        )
+    def _incident(self, kind: str, work: Work | Pending, detail: str, action: str) -> None:
+        self.emit("incident", kind=kind, iteration=work.iteration, samples=work.samples, detail=detail, action=action)

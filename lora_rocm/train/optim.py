@@ -77,6 +77,12 @@ class GatedAdamW:
         self.optimizer = torch.optim.AdamW(
             groups, betas=optim.betas, eps=optim.epsilon, weight_decay=optim.weight_decay, fused=True
         )
+        for parameter in parameters.values():  # as the first step would: memory must not run out within an update
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
         device = next(iter(parameters.values())).device
         self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if use_loss_scale else 1.0, device=device)
         self.growth = torch.zeros((), device=device)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from lora_rocm.device.memory import Usage, empty_pools
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.changes import BY_ID
 
+EMPTY_EVERY_UPDATES = 100
+"""Emptied pools that do not last for so many updates were no cure."""
+
 
 @dataclass
 class Relief:
-    """The ways to need less memory, in order: smaller parts of a micro-batch, then recomputed activations.
+    """The ways to need less memory, in order: whole pools, smaller parts of a micro-batch, recomputed activations.
 
     Attributes:
         batch_size: of a whole micro-batch.
@@ -30,31 +31,39 @@ class Relief:
     parts: int
     recomputes: bool
     emit: Callable[..., Any]
+    _emptied_at: int | None = field(default=None, init=False)  # updates
 
-    def take(self, full: MachineError) -> None:
-        """Change something, so that the step can be tried again.
+    def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
+        """Change something, so that the step can be tried again; says what.
+
+        Args:
+            full: what was met.
+            seen: what the device held then; None where that is not known.
+            updates: made so far.
 
         Raises:
             MachineError: ``full``, where nothing is left to change.
         """
         empty_pools()
+        if seen is not None and seen.fragmented and self._may_empty_again(updates):
+            self._emptied_at = updates
+            return f"{seen}: in pieces, so all that was free was given back, and the step is made again unchanged"
         if self.parts < self.batch_size:
             self.parts *= 2
-            self._tell("micro-batch-halved")
-        elif not self.recomputes:
+            tell("micro-batch-halved", self.emit)
+            return f"made again in up to {min(self.parts, self.batch_size)} parts"
+        if not self.recomputes:
             self.family.recompute_activations(self.model)
             self.recomputes = True
-            self._tell("checkpointing")
-        else:
-            raise full
+            tell("checkpointing", self.emit)
+            return "made again, and activations are computed again instead of kept"
+        raise full
 
-    def _tell(self, change: str) -> None:
-        row = BY_ID[change]
-        self.emit("change", id=row.id, effect=row.effect, seen="out-of-memory", text=row.text)
+    def _may_empty_again(self, updates: int) -> bool:
+        return self._emptied_at is None or updates - self._emptied_at >= EMPTY_EVERY_UPDATES
 
 
-def empty_pools() -> None:
-    """Give memory that torch keeps for later back to the device."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+def tell(change: str, emit: Callable[..., Any]) -> None:
+    """The event for a change of the table (``host.changes``) that the worker has made itself."""
+    row = BY_ID[change]
+    emit("change", id=row.id, effect=row.effect, seen="out-of-memory", text=row.text)
