@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lora_rocm.host.quirks import Rule, Situation, When
+from lora_rocm.host.stack import stack_of
 
 Seen = Literal[
     "loader-hang", "hang", "corruption", "illegal-access", "out-of-memory", "canary", "nonfinite", "died"
@@ -41,6 +42,17 @@ ALWAYS = When(amd=False)
 
 
 @dataclass(frozen=True)
+class Sets:
+    """One variable, or a "setting:" with its value as JSON. ``when``: else as of the change."""
+
+    variable: str
+    value: str | Callable[[Situation], str]
+    shown: str = ""
+    """The value in words, where it depends on the situation."""
+    when: When | None = None
+
+
+@dataclass(frozen=True)
 class Change:
     """One row.
 
@@ -48,7 +60,7 @@ class Change:
         id: its name in events, in the memory of this machine and in ``Situation.changes``.
         seen: what it answers.
         effect: what it does to the promise of equal bytes.
-        sets: variables, or "setting:" fields as JSON; a value may depend on the situation.
+        sets: what it sets.
         text: what the user reads.
         phases: of the worker, in which it can help; empty: in any.
         applies: whether it can mean anything in this run, beside ``when``.
@@ -59,7 +71,7 @@ class Change:
     id: str
     seen: tuple[Seen, ...]
     effect: Effect
-    sets: tuple[tuple[str, str | Callable[[Situation], str]], ...]
+    sets: tuple[Sets, ...]
     text: str
     source: str
     when: When = ALWAYS
@@ -84,9 +96,22 @@ def _platform(situation: Situation) -> str:
 
 
 def _on_gpu(situation: Situation) -> bool:
-    recipe, torch = situation.recipe, situation.facts.torch
-    has_gpu = torch is not None and (torch.hip is not None or torch.cuda is not None)
-    return has_gpu and (recipe is None or recipe.runtime.device != "cpu")
+    usable = stack_of(situation.facts, situation.selection) is not None
+    return usable and (situation.recipe is None or situation.recipe.runtime.device != "cpu")
+
+
+def _pins(situation: Situation) -> bool:
+    """Whether batches would be pinned: asked for, or neither refused nor found to fail by the self-test."""
+    asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
+    fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
+    return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
+
+
+def _convolves_without_miopen(situation: Situation) -> bool:
+    """Only where the self-test saw torch's own convolutions pass: see ``rules_verdict.avoids_miopen``."""
+    verdict = situation.verdict
+    sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
+    return sound and _on_gpu(situation)
 
 
 def _can_be_halved(situation: Situation) -> bool:
@@ -97,68 +122,87 @@ def _recomputes_not(situation: Situation) -> bool:
     return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
 
 
+# In this order they are tried: of those for one thing seen the exact ones first, but for caching-off, with which every
+# step is several times slower.
 CHANGES: tuple[Change, ...] = (
     Change(
         "workers-0",
         ("loader-hang", "died"),
         "exact",
-        (("setting:loader_workers", "0"),),
+        (Sets("setting:loader_workers", "0"),),
         "batches are read without worker processes",
-        "pytorch#91895 and ultralytics#26085: workers that hang on ROCm hosts",
+        "pytorch#130610, #27278 and ultralytics#26085: loader workers that hang, on any vendor's machines",
         applies=_has_workers,
     ),
     Change(
         "copies-unpinned",
-        ("corruption", "hang"),
+        ("corruption", "hang", "loader-hang"),
         "exact",
-        (("setting:copy_method", json.dumps("unpinned")),),
+        (Sets("setting:copy_method", json.dumps("unpinned")),),
         "batches are copied to the GPU from ordinary memory, not from pinned memory",
-        "llama.cpp#26543; TheRock#8379",
-        applies=_on_gpu,
+        "cupy#5138 (wrong bytes from pinned memory on ROCm); pinning is a part of reading a batch",
+        applies=_pins,
     ),
     Change(
         "copies-blocking",
         ("corruption", "hang"),
         "exact",
-        (("setting:copy_method", json.dumps("clone")),),
+        (Sets("setting:copy_method", json.dumps("clone")),),
         "each copy to the GPU is made from a buffer of its own and waited for",
-        "TheRock#8379; ROCm#6603",
+        "llama.cpp#26543, #28211 (host memory read too early on gfx1151; blocking cures it)",
         applies=_on_gpu,
     ),
     Change(
         "sdma-off",
         ("corruption", "hang", "died"),
         "exact",
-        (("HSA_ENABLE_SDMA", "0"),),
+        (Sets("HSA_ENABLE_SDMA", "0"),),
         "copies are made by shaders instead of the copy engines",
         "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
         When(systems=("linux",)),
+        applies=_on_gpu,
     ),
     Change(
         "hipblaslt-off",
         ("illegal-access", "canary", "hang", "died"),
         "rounding",
-        (("TORCH_BLAS_PREFER_HIPBLASLT", "0"), ("ROCBLAS_USE_HIPBLASLT", "0")),
+        (
+            Sets("TORCH_BLAS_PREFER_HIPBLASLT", "0"),
+            Sets("ROCBLAS_USE_HIPBLASLT", "0"),
+            Sets("DISABLE_ADDMM_HIP_LT", "1", when=When(torch_below="2.12")),
+        ),
         "matrix products do without hipBLASLt",
-        "rocm-libraries#7992; ROCm#6647",
+        "rocm-libraries#7992; ROCm#6647, #6461",
         When(),
+        applies=_on_gpu,
+    ),
+    Change(
+        "miopen-gemm-off",
+        ("canary",),
+        "rounding",
+        (Sets("MIOPEN_DEBUG_CONV_GEMM", "0"),),
+        "MIOpen does without its solvers that go through a matrix product",
+        "rocm-libraries#3339",
+        When(systems=("windows",)),
+        applies=_on_gpu,
     ),
     Change(
         "miopen-off",
         ("canary", "illegal-access"),
         "rounding",
-        (("setting:miopen", "false"),),
+        (Sets("setting:miopen", "false"),),
         "convolutions do without MIOpen",
-        "rocm-libraries#3339; MIOpen#3964",
+        "rocm-libraries#3339; MIOpen#3964; only where the self-test saw torch's own convolutions pass",
         When(),
+        applies=_convolves_without_miopen,
     ),
     Change(
         "attention-float32",
         ("nonfinite", "canary", "illegal-access"),
         "rounding",
-        (("setting:attention", json.dumps("math")),),
+        (Sets("setting:attention", json.dumps("math")),),
         "attention is computed plainly and in float32",
-        "pytorch#132004; PyTorch computes its plain attention of half-precision numbers in float32",
+        "pytorch#132004; torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed (off: sums in float32)",
         applies=_on_gpu,
         of_workload=True,
     ),
@@ -166,16 +210,17 @@ CHANGES: tuple[Change, ...] = (
         "caching-off",
         ("illegal-access",),
         "exact",
-        (("PYTORCH_NO_HIP_MEMORY_CACHING", "1"),),
-        "every allocation goes to the driver (slow; the last resort)",
+        (Sets("PYTORCH_NO_HIP_MEMORY_CACHING", "1"),),
+        "every allocation goes to the driver (several times slower; the last resort)",
         "ROCm#6647 (page fault in a LoRA step: 3 of 3 runs passed with it, 7 of 7 failed without)",
         When(),
+        applies=_on_gpu,
     ),
     Change(
         "vae-tiling",
         ("out-of-memory",),
         "rounding",
-        (("setting:vae_tiling", "true"),),
+        (Sets("setting:vae_tiling", "true"),),
         "pictures are encoded and decoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
         phases=("cache", "preview", "export"),
@@ -185,7 +230,7 @@ CHANGES: tuple[Change, ...] = (
         "micro-batch-halved",
         ("out-of-memory",),
         "rounding",
-        (("setting:micro_batch_parts", lambda situation: json.dumps(parts(situation))),),
+        (Sets("setting:micro_batch_parts", lambda situation: json.dumps(parts(situation)), "`2`, `4`, `8` ..."),),
         "a batch is computed in half as large parts, with the same samples and noise; the effective batch stays",
         "arXiv 1811.06965 (micro-batches)",
         phases=("step",),
@@ -197,7 +242,7 @@ CHANGES: tuple[Change, ...] = (
         "checkpointing",
         ("out-of-memory",),
         "rounding",
-        (("setting:checkpointing", "true"),),
+        (Sets("setting:checkpointing", "true"),),
         "activations are computed again in the backward pass instead of kept",
         "arXiv 1604.06174",
         phases=("step",),
@@ -218,7 +263,9 @@ def made(situation: Situation) -> list[Change]:
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     """What can still be changed because of this, met in ``phase``; the mildest first.
 
-    ``environ.plan`` says whether it would alter anything.
+    ``environ.plan`` says whether it would alter anything. Empty: the same is tried again, or the run ends. There is
+    nothing for memory that runs out while the base is loaded, for a loader that hangs without workers and pinning, nor,
+    on the CPU, for a hang, wrong results, an illegal access or numbers that are not finite.
     """
     return [
         change
@@ -231,17 +278,34 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     ]
 
 
-def _rule(change: Change, variable: str, value: str | Callable[[Situation], str]) -> Rule:
+def _rules(change: Change) -> Iterator[Rule]:
+    for number, row in enumerate(change.sets, 1):
+        name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
+        why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
+        shown = ("", row.shown or f"`{row.value}`")
+        when = row.when or change.when
+        value, evidence = _planned(change, row), _when(change)
+        yield Rule(name, row.variable, value, why, change.source, when, shown=shown, evidence=evidence)
+
+
+def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
     def planned(situation: Situation) -> str | None:
         if change.id not in situation.changes:
             return None
-        return value if isinstance(value, str) else value(situation)
+        return row.value if isinstance(row.value, str) else row.value(situation)
 
-    why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
-    shown = ("", f"`{value}`" if isinstance(value, str) else "2, 4, 8 ...")
-    return Rule(f"change-{change.id}", variable, planned, why, change.source, change.when, shown=shown)
+    return planned
 
 
-CHANGE_RULES: tuple[Rule, ...] = tuple(
-    _rule(change, variable, value) for change in CHANGES for variable, value in change.sets
-)
+def _when(change: Change) -> Callable[[Situation], str]:
+    """Evidence: the day and what was met, where it is remembered from an earlier run."""
+
+    def evidence(situation: Situation) -> str:
+        entries = situation.remembered.entries if situation.remembered is not None else ()
+        mine = [entry for entry in entries if entry.change == change.id]
+        return f" (met on {mine[-1].when}: {mine[-1].seen})" if mine else ""
+
+    return evidence
+
+
+CHANGE_RULES: tuple[Rule, ...] = tuple(rule for change in CHANGES for rule in _rules(change))

@@ -10,7 +10,17 @@ from lora_rocm.errors import MachineError
 from lora_rocm.host.settings import VARIABLE, Settings, settings_from
 
 ALL = Settings(
-    miopen=False, attention="math", pin_memory=False, precision="fp16", heap_copy=True, memory_limit_bytes=2**33
+    miopen=False,
+    attention="math",
+    pin_memory=False,
+    precision="fp16",
+    heap_copy=True,
+    memory_limit_bytes=2**33,
+    loader_workers=0,
+    copy_method="clone",
+    micro_batch_parts=4,
+    checkpointing=True,
+    vae_tiling=True,
 )
 
 
@@ -40,6 +50,8 @@ def test_only_what_differs_is_written() -> None:
         ('{"attention": "flash"}', "attention cannot be 'flash'"),
         ('{"precision": "fp8"}', "precision cannot be 'fp8'"),
         ('{"precision": []}', "precision cannot be []"),
+        ('{"copy_method": "pinned"}', "copy_method cannot be 'pinned'"),
+        ('{"micro_batch_parts": "2"}', "micro_batch_parts cannot be '2'"),
         ('{"memory_limit_bytes": true}', "memory_limit_bytes cannot be True"),
         ('{"memory_limit_bytes": 1.5}', "memory_limit_bytes cannot be 1.5"),
     ],
