@@ -10,6 +10,7 @@ from lora_rocm.doctor.kernel_log import LOG_CHECKS
 from lora_rocm.doctor.known_bad import KNOWN_BAD_CHECKS
 from lora_rocm.doctor.linux import LINUX_CHECKS
 from lora_rocm.doctor.memory import MEMORY_CHECKS
+from lora_rocm.doctor.remembered import REMEMBERED_CHECKS
 from lora_rocm.doctor.software import SOFTWARE_CHECKS
 from lora_rocm.doctor.tested import TESTED_CHECKS
 from lora_rocm.doctor.windows import WINDOWS_CHECKS
@@ -29,6 +30,7 @@ CHECKS: dict[str, Check] = {
     **KNOWN_BAD_CHECKS,
     **LOG_CHECKS,
     **MEMORY_CHECKS,
+    **REMEMBERED_CHECKS,
     **NOTES,
 }
 

@@ -39,7 +39,11 @@ def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str
 def without_private(situation: Situation) -> Situation:
     """The situation made from clean facts: what is made from it has nothing private."""
     names = {**os.environ, **situation.environ}
-    texts = [*texts_in(situation.facts), *texts_in(situation.verdict), *texts_in(dict(situation.environ))]
+    texts = [
+        text
+        for part in (situation.facts, situation.verdict, dict(situation.environ), situation.remembered)
+        for text in texts_in(part)
+    ]
     private = private_of(names, platform.node(), texts)
     # What is not in the facts (live: the rest of the environment) is read by no rule, and stays out.
     kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
@@ -55,6 +59,8 @@ def without_private(situation: Situation) -> Situation:
         None,
         situation.profile,
         private.value(situation.verdict),
+        changes=situation.changes,
+        remembered=private.value(situation.remembered),
     )
 
 

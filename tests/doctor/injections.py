@@ -11,6 +11,7 @@ from lora_rocm.host.environ import RULES, EnvPlan, EnvRow, Warned, plan
 from lora_rocm.host.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.here import situation_here
+from lora_rocm.host.kept import Kept, Remembered
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.verdict import Result, Stack, Verdict
 from tests.golden import HOSTS
@@ -37,6 +38,13 @@ def case(facts: HostFacts, verdict: Verdict | None = None, variables: Mapping[st
     if variables is not None:
         facts = replace(facts, variables=dict(variables))
     situation = replace(situation_here(facts=facts), verdict=verdict)
+    return situation, plan(situation)
+
+
+def remembering(*entries: Kept, damaged: bool = False) -> Case:
+    """A healthy machine on which runs have failed before."""
+    changes = tuple(entry.change for entry in entries)
+    situation = replace(case(LINUX)[0], changes=changes, remembered=Remembered(entries, damaged))
     return situation, plan(situation)
 
 
@@ -178,6 +186,7 @@ INJECTIONS: dict[str, Injection] = {
         LINUX, gpus=(LINUX.gpus[0], RAPHAEL), variables={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"}
     ),
     "no-rccl": lambda: on(WINDOWS, gpus=(WINDOWS.gpus[0], replace(WINDOWS.gpus[0], index=1))),
+    "remembered": lambda: remembering(Kept("sdma-off", "hang", "2026-11-20")),
     "owner-ipc": lambda: case(LINUX),
     "owner-gfx1151": lambda: case(APU),
     "unread": lambda: on(LINUX, unread=(Unread("/proc/meminfo", "permission denied"),)),

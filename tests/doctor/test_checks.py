@@ -12,6 +12,7 @@ from lora_rocm.doctor.known_bad import BAD
 from lora_rocm.host.environ import RULES
 from lora_rocm.host.facts import DeviceFile, Unread
 from lora_rocm.host.harms import HARMS
+from lora_rocm.host.kept import Kept, Workload
 from tests.doctor.injections import (
     APU,
     DEBIAN_612,
@@ -30,6 +31,7 @@ from tests.doctor.injections import (
     facts_of,
     log,
     on,
+    remembering,
 )
 from tests.golden import machines
 
@@ -267,3 +269,15 @@ def test_a_bad_variable_of_the_installer_does_not_make_a_machine_without_torch_h
     finding = told(*case(bare))["installer-variable"]
     assert finding.level == "breaks" and finding.cure[0] == "unset LORA_ROCM_TORCH"
     assert "installer-variable" not in told(*on(LINUX, variables={"LORA_ROCM_TORCH_INDEX": "cpu"}))
+
+
+def test_every_remembered_change_is_named_with_day_and_reason_and_can_be_forgotten() -> None:
+    size = Workload("0" * 16, "builtin:tiny-sdxl, 1024 px")
+    entries = Kept("sdma-off", "hang", "2026-11-20"), Kept("micro-batch-halved", "out-of-memory", "2026-11-21", size)
+    finding = told(*remembering(*entries))["remembered"]
+    for words in ("sdma-off", "2026-11-20", "hang", "micro-batch-halved", "out-of-memory", size.text):
+        assert words in finding.evidence
+    assert finding.level == "note" and finding.cure[-1] == "lora-rocm forget"
+    damaged = told(*remembering(damaged=True))["remembered"]
+    assert "cannot be read" in damaged.title
+    assert "remembered" not in told(*remembering())

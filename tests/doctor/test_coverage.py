@@ -98,7 +98,16 @@ CONVOLUTIONS = (
     ("caches that last", "rule:miopen-db rule:miopen-cache variable-miopen-temporary variable-miopen-no-cache"),
     ("large pictures in tiles", "code:lora_rocm/families/sdxl_encoders.py"),
 )
-NOT_FROM_THERE = {"unknown-gpu", "unread", "long-paths", "disk", "log-no-firmware", "owner-ipc", "owner-gfx1151"}
+NOT_FROM_THERE = {
+    "remembered",
+    "unknown-gpu",
+    "unread",
+    "long-paths",
+    "disk",
+    "log-no-firmware",
+    "owner-ipc",
+    "owner-gfx1151",
+}
 """Checks of our own, of the self-test as a whole and of the owner's rules."""
 
 

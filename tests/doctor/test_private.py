@@ -17,8 +17,9 @@ from lora_rocm.doctor.report import without_private
 from lora_rocm.errors import StorageError
 from lora_rocm.host.facts import HostFacts, Library, Unread, facts_from_json
 from lora_rocm.host.here import situation_here
+from lora_rocm.host.kept import Kept, Workload
 from lora_rocm.host.verdict import Result, Verdict
-from tests.doctor.injections import HEALTHY, LINUX, STACK, WINDOWS, case, facts_of
+from tests.doctor.injections import HEALTHY, LINUX, STACK, WINDOWS, case, facts_of, remembering
 from tests.golden import machines
 
 SECRETS = {
@@ -252,3 +253,13 @@ def test_what_helps_and_is_public_stays(text: str) -> None:
 def test_a_name_with_dots_is_removed_in_every_form() -> None:
     private = private_of({"USER": "erika.muster", "HOME": "/home/erika.muster"}, "box", [])
     assert private.text("erika.muster erikamuster Erika Muster") == "<user> <user> <user> <user>"
+
+
+def test_a_report_names_remembered_changes_without_the_user_s_paths() -> None:
+    size = Workload("0123456789abcdef", "/home/zoe/models/base.safetensors, 1024 px")
+    situation, _ = remembering(
+        Kept("sdma-off", "hang", "2026-11-20"), Kept("checkpointing", "out-of-memory", "2026-11-21", size)
+    )
+    text = " ".join(report.report(without_private(situation), live=False).split())
+    assert "[note] remembered" in text and "change-sdma-off" in text and "checkpointing" in text
+    assert "zoe" not in text and "<home>/models/base.safetensors" in text
