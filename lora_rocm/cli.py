@@ -250,6 +250,15 @@ def env(
     )
 
 
+@app.command()
+@explained
+def forget() -> None:
+    """Forget what failures of past runs have changed on this machine: the next run begins without."""
+    from lora_rocm.host.here import forget_here
+
+    typer.echo(forget_here())
+
+
 @bench_app.command("transfer")
 @explained
 def bench_transfer(json_file: JsonPath = None) -> int:

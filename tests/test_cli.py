@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from lora_rocm import __version__, cli
+from lora_rocm.host.kept import keep
 from lora_rocm.run.layout import RunDir
+from tests.host.situations import situation
 from tests.run.fake_run import write_whole_run
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +47,7 @@ COMMANDS: dict[str, set[str]] = {
     "report": {"RUN"},
     "doctor": {"--json", "--report", "--facts", "--quick"},
     "env": {"[RECIPE]", "--set", "--facts", "--shell", "--explain", "--json"},
+    "forget": set(),
     "schema": set(),
     "cache stats": {"--dir"},
     "cache verify": {"--dir"},
@@ -151,6 +155,18 @@ def test_schema_status_and_report(tmp_path: Path) -> None:
     assert run("report", str(run_dir.path))[1].strip() == str(run_dir.report) and run_dir.report.exists()
 
 
+def test_forget_lists_what_was_remembered_and_deletes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Zoë K"
+    monkeypatch.setenv("LORA_ROCM_HOME", str(folder))
+    assert run("forget") == (0, "Nothing was remembered about this machine.\n", "")
+    keep(replace(situation("linux-rx7900xtx"), app_dir=str(folder)), "sdma-off", "hang", pytest.fail)
+    (folder / "changes-0.json").write_text("{", encoding="utf-8")
+    code, output, _ = run("forget")
+    assert code == 0 and "sdma-off: copies are made by shaders" in output and "because of: hang" in output
+    assert "changes-0.json" in output and "damaged" in output
+    assert list(folder.iterdir()) == [] and run("forget")[1].startswith("Nothing")
+
+
 LIBRARIES = ("torch", "transformers", "diffusers", "peft", "datasets", "numpy", "PIL")
 SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
 
@@ -165,10 +181,14 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
         ),
         (["env"], LIBRARIES),
         (["doctor", "--quick"], LIBRARIES),
+        (["forget"], LIBRARIES),
         (["cache", "verify", "--dir", "cache"], tuple(name for name in LIBRARIES if name != "numpy")),
     ],
 )
-def test_light_commands_stay_light(arguments: list[str], never: tuple[str, ...]) -> None:
+def test_light_commands_stay_light(
+    arguments: list[str], never: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path))
     script = "import sys; from lora_rocm.cli import main; sys.argv[0] = 'lora-rocm'\n"
     script += "try: main()\nexcept SystemExit as end: assert not end.code\n"
     script += f"print('\\nloaded:', [name for name in {never!r} if name in sys.modules])"

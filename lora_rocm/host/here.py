@@ -6,6 +6,7 @@ Facts, stored verdict, remembered changes and recipe are put together here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 from lora_rocm.host.appdir import app_dir
 from lora_rocm.host.environ import EnvPlan, plan
 from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.kept import in_force, key_of, recall, workload_of
+from lora_rocm.host.kept import forget, in_force, key_of, recall, said, workload_of
+from lora_rocm.host.printable import printable
 from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import select
@@ -61,6 +63,22 @@ def _with_changes(situation: Situation, folder: Path) -> Situation:
     remembered = recall(folder, key_of(situation.facts, situation.selection))
     workload = workload_of(situation.recipe).id if situation.recipe is not None else None
     return replace(situation, changes=in_force(remembered, workload), remembered=remembered)
+
+
+def forget_here() -> str:
+    """Forget what past runs on this machine made necessary, with whatever software; what it was, in words.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    system = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")
+    gone = forget(app_dir(os.environ, system))
+    if not gone:
+        return "Nothing was remembered about this machine."
+    lines = ["Forgotten; the next run begins without:"]
+    for path, entries in gone:
+        lines += [f"  {text}" for text in dict.fromkeys(map(said, entries))] or [f"  what {path} held (damaged)"]
+    return "\n".join(map(printable, lines))
 
 
 def plan_here(recipe: Recipe | None = None) -> EnvPlan:
