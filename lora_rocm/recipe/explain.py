@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.schema import DataSource, Recipe
 from lora_rocm.recipe.suggest import section_class, suggest
-from lora_rocm.recipe.yaml_tree import Key, dotted
+from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 
 EXPECTED = {
     "int": "a whole number",
@@ -40,16 +40,19 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> list[Problem]:
-    """One problem a place. ``where`` turns a key into "file.yaml:12 lora.rank"."""
-    expected: dict[Key, list[str]] = {}
+    """One problem a place, the first MAX_PROBLEMS of them. ``where`` turns a key into "file.yaml:12 lora.rank"."""
+    expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
     for detail in error.errors(include_url=False):
+        if len(problems) == MAX_PROBLEMS:
+            break
         key = _real_key(detail, data)
         phrase = EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
-            expected.setdefault(key, []).append(phrase)
-            sentence = f"expected {' or '.join(dict.fromkeys(expected[key]))}, got {shown(detail['input'])}"
-            problems[key] = Problem(where(key), sentence, _quote_advice(expected[key], detail["input"]))
+            phrases = expected.setdefault(key, {})
+            phrases[phrase] = None  # a set in order: thousands of items of a list can have the same problem
+            sentence = f"expected {' or '.join(phrases)}, got {shown(detail['input'])}"
+            problems[key] = Problem(where(key), sentence, _quote_advice(phrases, detail["input"]))
         elif key not in problems:
             problems[key] = Problem(where(key), *_sentence_and_fix(detail, key))
     return list(problems.values())
@@ -92,7 +95,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", ""
 
 
-def _quote_advice(expected: list[str], value: Any) -> str:
+def _quote_advice(expected: Collection[str], value: Any) -> str:
     if "text" in expected and isinstance(value, int | float) and not isinstance(value, bool):
         return f'To mean the text, put it in quotes: "{value}".'
     return ""

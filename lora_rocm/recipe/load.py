@@ -21,7 +21,7 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import Key, YamlSyntaxError, YamlTree, dotted, is_clean, parse_yaml
 
-MAX_RECIPE_BYTES = 1 << 20
+MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
 # Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
 EITHER_OR: dict[Key, Key] = {
     ("data", "path"): ("data", "sources"),
@@ -221,7 +221,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError([Problem(str(path), "is larger than 1 MiB: this is no recipe")])
+            raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB: this is no recipe")])
         return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None

@@ -20,7 +20,8 @@ from lora_rocm.errors import Problem
 Key = tuple[str | int, ...]
 
 MAX_DEPTH = 20
-MAX_NODES = 100_000  # counted after aliases are followed: a few lines of aliases can stand for billions of values
+MAX_NODES = 20_000  # counted after aliases are followed: a few lines of aliases can stand for billions of values
+MAX_PROBLEMS = 50
 STANDARD_TAG = "tag:yaml.org,2002:"
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -93,13 +94,17 @@ class _Reader:
         self.tree, self.count = tree, 0
 
     def problem(self, node: Node, key: Key, what: str, fix: str = "") -> None:
-        self.tree.problems.append((key, node.start_mark.line + 1, what, fix))
+        if len(self.tree.problems) < MAX_PROBLEMS:
+            self.tree.problems.append((key, node.start_mark.line + 1, what, fix))
 
-    def read(self, node: Node, key: Key) -> Any:
+    def counted(self, node: Node, key: Key) -> None:
         self.count += 1
         if self.count > MAX_NODES or len(key) > MAX_DEPTH:
             mark = node.start_mark
-            raise YamlSyntaxError("too deeply nested, or aliases without end", mark.line + 1, mark.column + 1)
+            raise YamlSyntaxError("too deeply nested, or too much for a recipe", mark.line + 1, mark.column + 1)
+
+    def read(self, node: Node, key: Key) -> Any:
+        self.counted(node, key)
         if isinstance(node, MappingNode):
             return self.read_mapping(node, key)
         if isinstance(node, SequenceNode):
@@ -112,6 +117,7 @@ class _Reader:
     def read_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            self.counted(key_node, key)  # also of a key that is given twice, and so not read
             name = key_node.value
             if not isinstance(key_node, ScalarNode) or not is_clean(name):
                 self.problem(key_node, key, "a key has to be plain text")
