@@ -53,3 +53,29 @@ def test_an_apu_leaves_the_system_its_part(fractions: list[float], monkeypatch: 
     free = SimpleNamespace(total=64 * GIB, available=20 * GIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
     assert memory.device_budget(GPU) == 20 * GIB - int(0.2 * 64 * GIB)
+
+
+@pytest.mark.parametrize(("held", "in_pieces"), [(100, False), (125, False), (126, True), (400, True)])
+def test_memory_is_in_pieces_where_much_of_what_is_held_is_unused(held: int, in_pieces: bool) -> None:
+    assert memory.Usage(100 * GIB, held * GIB).fragmented is in_pieces
+
+
+def test_the_cpu_keeps_no_pools() -> None:
+    assert memory.usage(torch.device("cpu")) is None
+    memory.empty_pools()
+
+
+@pytest.mark.gpu
+def test_gpu_pools_are_counted_and_emptied() -> None:
+    gpu = torch.device("cuda", 0)
+    memory.empty_pools()
+    before = memory.usage(gpu)
+    block = torch.empty(2**28, dtype=torch.uint8, device=gpu)
+    during = memory.usage(gpu)
+    del block
+    kept = memory.usage(gpu)
+    memory.empty_pools()
+    after = memory.usage(gpu)
+    assert before and during and kept and after
+    assert during.allocated_bytes - before.allocated_bytes == 2**28
+    assert kept.reserved_bytes - kept.allocated_bytes >= 2**28 > after.reserved_bytes - after.allocated_bytes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
@@ -32,6 +33,11 @@ class NoisyLine:
     def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
         predicted_BD = model.components["net"](batch["x"] + draws["noise"])
         return LossTerms((predicted_BD - draws["noise"]).square().mean(dim=1))
+
+    def recompute_activations(self, model: LoadedModel) -> None:
+        net = model.components["net"]
+        inner = net.forward
+        net.forward = lambda x_BD: checkpoint(inner, x_BD, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def batches(accumulation: int, poison: int | None = None) -> Callable[[int], Iterator[Batch]]:
@@ -72,6 +78,8 @@ class Rig:
         scale: bool = False,
         hooks: list[Any] | None = None,
         stop_after: int | None = None,
+        parts: int = 1,
+        recomputes: bool = True,
     ) -> None:
         self.events: list[dict[str, Any]] = []
         torch.manual_seed(0)
@@ -93,7 +101,7 @@ class Rig:
             dropout=False,
             position=Position(),
             autocast=nullcontext,
-            relief=Relief(family, model, 1, 1, True, self.emit),  # type: ignore[arg-type]
+            relief=Relief(family, model, EFFECTIVE_BATCH // accumulation, parts, recomputes, self.emit),  # type: ignore[arg-type]
             emit=self.emit,
             stop_requested=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,
             hooks=hooks or [],
