@@ -1,0 +1,278 @@
+"""Training on batches of realistic tensors, each of which meets a fault on its way to the device.
+
+The loop, the transfer check and the gated optimizer are the product's; after each event parameters and moments are
+compared, bit by bit, with those of a trainer that met no fault.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.faults import Fault, FaultyBus
+from lora_rocm.data.batches import Batch
+from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
+from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.loop import Position, Trainer
+from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.relief import Relief
+
+SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
+SHARES = (50, 25, 15, 7, 3)  # how often each, of 100
+NAMES = (
+    "latent_mean", "latent_std", "prompt_embeds", "pooled_embeds", "input_ids", "time_ids", "mask", "weight",
+    "timesteps", "posterior", "noise",
+)  # fmt: skip
+FEATURES = 3  # numbers that a tensor of a sample gives the model
+CHUNK = 250  # updates between two steps of the trainer without faults
+
+
+def make_batch(seed: int, iteration: int, size: tuple[int, int] | None = None, samples: int = 0) -> dict[str, Tensor]:
+    """CPU tensors as caches and families make them: mixed dtypes and sizes, odd numbers of bytes, some all zero."""
+    rng = random.Random(f"{seed} {iteration}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(60))
+    height, width = size or rng.choices(SIZES, SHARES)[0]
+    count = samples or rng.choice((1, 2, 3, 4))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(count, *shape, generator=generator)
+
+    def whole(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(0, high, (count, *shape), generator=generator, dtype=dtype)
+
+    tensors = {
+        "latent_mean": normal(4, height, width),
+        "latent_std": normal(4, height, width).abs(),
+        "time_ids": whole(1536, 6),
+        "weight": torch.full((count,), 1.0 / count),
+    }
+    if size is not None or rng.random() < 0.7:
+        tensors["prompt_embeds"] = normal(77, 8)
+        tensors["pooled_embeds"] = normal(31).to(torch.bfloat16)
+    if size is not None or rng.random() < 0.5:
+        tensors["input_ids"] = whole(49408, 77)
+        tensors["mask"] = whole(2, 1, 7, 9, dtype=torch.uint8)
+    if size is None and rng.random() < 0.1 and "prompt_embeds" in tensors:
+        tensors["prompt_embeds"] = torch.zeros_like(tensors["prompt_embeds"])  # of the empty caption, say
+    return tensors
+
+
+@lru_cache
+def basis(count: int, device: torch.device) -> Tensor:
+    """[count, FEATURES]: so that it matters where in a tensor a number lies."""
+    places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
+    return (torch.sin(places * torch.tensor([1.0, 0.37, 0.011])) / count**0.5).to(device, torch.float32)
+
+
+class Mixture:
+    """A family in miniature: predicts the noise's features from those of everything else in the batch."""
+
+    def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
+        shape = batch["latent_mean"].shape[1:]
+        rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
+        times_B = torch.stack([torch.randint(0, 1000, (), generator=rng) for rng in rngs])
+        drawn = {name: torch.stack([torch.randn(shape, generator=rng) for rng in rngs]) for name in NAMES[-2:]}
+        return Draws({"timesteps": times_B, **drawn})
+
+    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+        tensors = {**batch, **draws}
+        parts = []
+        for name in NAMES:
+            if name not in tensors:
+                parts.append(torch.zeros(len(batch["weight"]), FEATURES, device=model.device))
+                continue
+            flat_BN = tensors[name].flatten(1) if tensors[name].ndim > 1 else tensors[name][:, None]
+            parts.append(flat_BN.to(torch.float32) @ basis(flat_BN.shape[1], model.device))
+        predicted_BF = model.components["net"](torch.cat(parts[:-1], 1).clamp(-1e4, 1e4))
+        return LossTerms((predicted_BF - parts[-1]).square().mean(1))
+
+
+class WatchedTransfer(DeviceTransfer):
+    """Tells the bus what is sent, and begins the ladder anew each time: a run of faults must not use it up."""
+
+    before_send: Callable[[Mapping[str, Tensor]], None] = staticmethod(lambda tensors: None)
+
+    def send(
+        self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Clock]:
+        self.before_send(tensors)
+        return super().send(tensors, fingerprints)
+
+    def failed(self, what: str) -> None:
+        super().failed(what)
+        self._failures_at_base = 0
+
+
+class UncheckedTransfer(WatchedTransfer):
+    """The same without the check: what the faults would do."""
+
+    def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
+        pass
+
+
+def make_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedAdamW]:
+    """A small model, the same each time, and the product's optimizer for it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(FEATURES * (len(NAMES) - 1), 8), nn.Tanh(), nn.Linear(8, FEATURES)).to(device)
+    parameters = dict(net.named_parameters())
+    groups: list[dict[str, object]] = [{"params": list(parameters.values()), "lr": 1e-2}]
+    optim = OptimSection(lr_scheduler="constant")
+    optimizer = GatedAdamW(parameters, groups, optim, max_train_steps=10**9, ema_decay=ema_decay, use_loss_scale=False)
+    return net, optimizer
+
+
+def state_of(optimizer: GatedAdamW) -> Tensor:
+    """All that a step changes, as bytes on the CPU: parameters, average, moments, step counts."""
+    tensors = [*optimizer.parameters.values(), *optimizer.ema.values(), *optimizer.state().values()]
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).cpu().view(torch.int32)
+
+
+class Run:
+    """A trainer on such batches; with a bus that makes faults, or without."""
+
+    def __init__(self, device: torch.device, seed: int, kind: type[WatchedTransfer], bus: FaultyBus | None) -> None:
+        self.seed, self.bus, self.iteration = seed, bus, 0
+        self.told: Callable[[str, dict[str, Any]], None] = lambda event_type, fields: None
+        self.stop = False
+        net, self.optimizer = make_optimizer(device)
+        model = LoadedModel({"net": net}, torch.float32, device)
+        family: Any = Mixture()
+        self.transfer = kind(device, pin=device.type == "cuda", copy=bus or copy_to_device)
+        self.trainer = Trainer(
+            family=family,
+            model=model,
+            optimizer=self.optimizer,
+            transfer=self.transfer,
+            open_batches=self._batches,
+            accumulation=1,
+            seed=seed,
+            dropout=False,
+            position=Position(),
+            autocast=nullcontext,
+            relief=Relief(family, model, 1, 1, True, self._emit),
+            emit=self._emit,
+            stop_requested=lambda: self.stop,
+        )
+
+    def _emit(self, event_type: str, **fields: Any) -> None:
+        self.told(event_type, fields)
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        iteration = first
+        while True:
+            self.iteration = iteration
+            tensors = make_batch(self.seed, iteration)
+            count = len(tensors["weight"])
+            yield {
+                "tensors": tensors,
+                "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
+                "sample_keys": [f"{iteration}-{row}" for row in range(count)],
+                "positions": list(range(count)),
+                "bucket": (1, 1),
+                "iteration": iteration,
+                "micro": 0,
+            }
+            iteration += 1
+
+
+@dataclass
+class Found:
+    """What came of the faults: counts by (kind, target)."""
+
+    caught: Counter[tuple[str, str]] = field(default_factory=Counter)
+    reached: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unchanged: Counter[tuple[str, str]] = field(default_factory=Counter)  # faults that changed nothing, so none
+    compared: int = 0  # states found to be those of the run without faults
+    differing: list[int] = field(default_factory=list)  # updates after which they were not
+    false_alarms: int = 0
+    seconds: float = 0.0
+
+    @property
+    def faults(self) -> int:
+        return sum(self.caught.values()) + sum(self.reached.values())
+
+
+COUNTS = ("caught", "reached", "unchanged")
+
+
+class Judge:
+    """Reads the events of a run with faults, and compares its state after each with that of a run without."""
+
+    def __init__(
+        self, run: Run, bus: FaultyBus, clean_states: dict[int, Tensor], found: Found, choice: Mapping[str, Any]
+    ) -> None:
+        self.run, self.bus, self.states, self.found, self.choice = run, bus, clean_states, found, choice
+        self.drawn: dict[int, Fault] = {}
+        self.refused = -1
+        run.told = self.event
+        run.transfer.before_send = self.before_send  # type: ignore[method-assign]
+
+    def before_send(self, tensors: Mapping[str, Tensor]) -> None:
+        """A fault for each batch, until it was refused because of it."""
+        iteration = self.run.iteration
+        if iteration != self.refused:
+            self.drawn[iteration] = Fault.drawn(iteration, self.run.seed, tensors, **self.choice)
+        self.bus.begin(tensors, None if iteration == self.refused else self.drawn[iteration])
+
+    def event(self, event_type: str, fields: dict[str, Any]) -> None:
+        updates = fields["updates"] if event_type == "step" else self.run.trainer.position.updates
+        self.found.compared += 1
+        if not torch.equal(state_of(self.run.optimizer), self.states[updates]):
+            self.found.differing.append(updates)
+        iteration = fields["iteration"]
+        fault = self.drawn[iteration]
+        name = (fault.kind, fault.target)
+        if event_type == "incident":
+            if fields["kind"] == "transfer" and fault.changed:
+                self.found.caught[name] += 1
+            else:
+                self.found.false_alarms += 1
+            self.refused = iteration
+        elif iteration != self.refused:  # a step on what came the first time
+            (self.found.reached if fault.changed else self.found.unchanged)[name] += 1
+        if event_type == "step":
+            self.drawn.pop(iteration)
+
+
+def faulty_steps(
+    wanted: int, device: torch.device, seed: int, kind: type[WatchedTransfer] = WatchedTransfer, **choice: Any
+) -> Found:
+    """Train until so many faults were met, or one did harm.
+
+    Args:
+        wanted: faults.
+        device: to train on.
+        seed: of batches and faults.
+        kind: the transfer of the run that meets them.
+        choice: ``kinds`` and ``targets`` of the faults, where not all.
+    """
+    found, states = Found(), dict[int, Tensor]()
+    clean, bus = Run(device, seed, WatchedTransfer, None), FaultyBus()
+    faulty = Run(device, seed, kind, bus)
+
+    def keep(event_type: str, fields: dict[str, Any]) -> None:
+        found.false_alarms += event_type == "incident"
+        states[clean.trainer.position.updates] = state_of(clean.optimizer)
+
+    clean.told = keep
+    Judge(faulty, bus, states, found, choice)
+    started = time.perf_counter()
+    states[0] = state_of(clean.optimizer)
+    while found.faults < wanted and not found.differing:
+        target = clean.trainer.position.updates + min(CHUNK, wanted - found.faults)
+        clean.trainer.fit(target)
+        faulty.trainer.fit(target)
+        for updates in [key for key in states if key < target]:
+            del states[updates]
+    found.seconds = time.perf_counter() - started
+    return found

@@ -1,0 +1,142 @@
+"""Faulty copies to the device, by the thousand: none may reach an optimizer step, and no good one may be refused.
+
+usage: python benchmarks/reliability.py transfers [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.captured_step import captured_faults
+from benchmarks.faults import KINDS, TARGETS
+from benchmarks.faulty_training import COUNTS, SHARES, SIZES, Found, faulty_steps
+from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+
+CLEAN_IN_A_ROW = 100  # sends between two looks at the verdict, which stays set
+EXPONENTS = {  # float formats, as integers: the bits of the exponent
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+CONTENTS = ("random bits", "all zero", "-0", "NaN with payloads", "denormal", "all bits set")
+
+
+def odd_tensor(content: str, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A CPU tensor whose content checks like to stumble over; of integers what has no meaning is random bits."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    if content in ("all zero", "all bits set"):
+        raw.fill_(0 if content == "all zero" else 0xFF)
+    elif dtype in EXPONENTS:
+        word, exponent = EXPONENTS[dtype]
+        bits = raw.view(word)
+        if content == "-0":
+            bits.fill_(torch.iinfo(word).min)
+        elif content == "NaN with payloads":
+            bits |= exponent
+        elif content == "denormal":
+            bits &= ~exponent
+    return raw.view(dtype).view(shape)
+
+
+def odd_batch(number: int, seed: int) -> dict[str, Tensor]:
+    """A few such tensors, of one number of samples, each in another format and of another size, odd ones among them."""
+    rng = random.Random(f"{seed} clean {number}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(60))
+    samples = rng.randint(1, 4)
+    tensors = {}
+    for name in ("first", "second", "third"):
+        height, width = rng.choices(SIZES, SHARES)[0]
+        shape = rng.choice(((samples,), (samples, rng.randint(1, 99)), (samples, 4, height, width)))
+        tensors[name] = odd_tensor(rng.choice(CONTENTS), rng.choice((*EXPONENTS, *WHOLE)), shape, generator)
+    return tensors
+
+
+def clean_sends(wanted: int, device: torch.device, seed: int) -> tuple[int, float]:
+    """(false alarms, seconds) of so many sends without a fault."""
+    transfer, alarms = DeviceTransfer(device, pin=device.type == "cuda"), 0
+    started = time.perf_counter()
+    for number in range(1, wanted + 1):
+        tensors = odd_batch(number, seed)
+        transfer.send(tensors, {name: fingerprint(tensor) for name, tensor in tensors.items()})
+        if number % CLEAN_IN_A_ROW == 0 or number == wanted:
+            alarms += bool(transfer.bad)
+            transfer.clear()
+    return alarms, time.perf_counter() - started
+
+
+def table(found: Found, title: str) -> str:
+    """The counts as text."""
+    lines = [title, f"  {'kind':16}" + "".join(f"{target:>24}" for target in TARGETS)]
+    for kind in KINDS:
+        cells = [f"{found.caught[kind, target]:6} caught {found.reached[kind, target]:2} not" for target in TARGETS]
+        lines.append(f"  {kind:16}" + "".join(f"{cell:>24}" for cell in cells))
+    lines.append(
+        f"  {found.faults} faults, {found.caught.total()} caught, {found.reached.total()} reached the optimizer; "
+        f"{found.unchanged.total()} more changed nothing; {found.false_alarms} false alarms; states compared: "
+        f"{found.compared}, differing: {len(found.differing)}; {found.seconds:.0f} s"
+    )
+    return "\n".join(lines)
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """The counts for a file."""
+    rows = [
+        {"kind": kind, "target": target, **{name: getattr(found, name)[kind, target] for name in COUNTS}}
+        for kind in KINDS
+        for target in TARGETS
+    ]
+    sums = {name: getattr(found, name).total() for name in COUNTS}
+    return {
+        **sums,
+        "false_alarms": found.false_alarms,
+        "states_compared": found.compared,
+        "states_differing": len(found.differing),
+        "seconds": round(found.seconds, 1),
+        "rows": rows,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run what was asked for; 0 where no fault came through and no good send was refused."""
+    parser = argparse.ArgumentParser(prog="reliability.py transfers", description=__doc__.splitlines()[0])
+    parser.add_argument("--faulty", type=int, default=10_000)
+    parser.add_argument("--clean", type=int, default=100_000)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph (on a CPU: the same, eager)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.set_num_threads(1)
+    steps = captured_faults if options.captured else faulty_steps
+    found = steps(options.faulty, device, options.seed)
+    how = ("captured in a CUDA graph" if device.type == "cuda" else "static buffers") if options.captured else "eager"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(table(found, f"{name}, torch {torch.__version__}, {how}, seed {options.seed}"), flush=True)
+    alarms, clean_s = clean_sends(options.clean, device, options.seed)
+    print(f"  {options.clean} sends without a fault: {alarms} false alarms; {clean_s:.0f} s")
+    if options.json:
+        facts = {"device": name, "torch": torch.__version__, "how": how, "seed": options.seed}
+        clean = {"clean": options.clean, "clean_false_alarms": alarms, "clean_seconds": round(clean_s, 1)}
+        options.json.write_text(json.dumps({**facts, **as_json(found), **clean}, indent=1), encoding="utf-8")
+    sound = found.faults >= options.faulty and not (
+        found.reached.total() or found.differing or found.false_alarms or alarms
+    )
+    return 0 if sound else 1
