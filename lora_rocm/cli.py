@@ -104,11 +104,21 @@ def train(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although recipe or pictures changed.")
     ] = False,
+    no_supervisor: Annotated[
+        bool, typer.Option("--no-supervisor", help="Do not watch the training process, and never start it again.")
+    ] = False,
 ) -> int:
     """Train a LoRA from a recipe."""
     from lora_rocm.run import launch
 
-    return launch.train(recipe, overrides or (), run_dir=run_dir, resume=resume, accept_changes=accept_changes)
+    return launch.train(
+        recipe,
+        overrides or (),
+        run_dir=run_dir,
+        resume=resume,
+        accept_changes=accept_changes,
+        supervised=not no_supervisor,
+    )
 
 
 @app.command()

@@ -94,7 +94,9 @@ class Program:
         return self("train", recipe, "--run-dir", run_dir, *options)
 
     def __call__(self, *arguments: object) -> Said:
-        """One command line."""
+        """One command line; training without a supervisor, as there is no process that it could end."""
+        if arguments[0] == "train":
+            arguments = (*arguments, "--no-supervisor")
         threads = torch.get_num_threads()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in a process of its own: nobody sees them, nothing fails on them

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.process import locked
+from lora_rocm.run.lock import locked
 from tests.program import RECIPE, Program, pictures, snapshot
 from tests.tiny_models import write_tiny_sdxl
 

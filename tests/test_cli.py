@@ -24,7 +24,7 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version"},
-    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes"},
+    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
     "demo": set(),
     "sample": {
@@ -135,7 +135,10 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_rocm.run.launch.train", train)
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
-    assert seen == [("r.yaml", ["a.b=1", "c.d=2"], {"run_dir": Path("x"), "resume": "latest", "accept_changes": False})]
+    options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True}
+    assert seen == [("r.yaml", ["a.b=1", "c.d=2"], options)]
+    run("train", "r.yaml", "--no-supervisor")
+    assert seen[1][-1]["supervised"] is False
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

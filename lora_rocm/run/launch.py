@@ -15,7 +15,7 @@ from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
-from lora_rocm.run import prepare, process, selftest
+from lora_rocm.run import lock, prepare, process, selftest, supervise
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
@@ -28,8 +28,11 @@ def train(
     run_dir: Path | None = None,
     resume: str | None = None,
     accept_changes: bool = False,
+    supervised: bool = True,
 ) -> int:
     """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
+
+    ``supervised``: a worker that fails or hangs is started again.
 
     Raises:
         LoraRocmError: everything that went wrong, in words.
@@ -40,13 +43,15 @@ def train(
     loaded.require_files()
     chosen = prepare.choose(loaded, run_dir, resume)
     run = chosen.run_dir.create()
-    with process.locked(run):
+    with lock.locked(run):
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
             if not run.report.exists():  # the parent was killed between the worker's end and its report
                 write_report(run)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
             return 0
-        return _train_in(run, loaded, chosen, recipe_path, overrides, accept_changes)
+        lock.end_leftover(run, _say)
+        again = resume_command(recipe_path, overrides, run)
+        return _train_in(run, loaded, chosen, again, accept_changes=accept_changes, supervised=supervised)
 
 
 def demo() -> int:
@@ -58,22 +63,39 @@ def _train_in(
     run: RunDir,
     loaded: LoadedRecipe,
     chosen: prepare.Chosen,
-    recipe_path: str,
-    overrides: Sequence[str],
+    again: str,
+    *,
     accept_changes: bool,
+    supervised: bool,
 ) -> int:
     situation = selftest.ensure(situation_here(loaded.recipe), loaded.recipe, _say)
-    env_plan = plan(situation)
-    write_json(run.environment, environment_json(env_plan, situation.facts))
-    for sentence in machine_notices(situation, env_plan):
-        _say(sentence)
-    _say(f"Run directory: {run.path}")
-    again = resume_command(recipe_path, overrides, run)
-    command = process.worker_command(run, chosen.checkpoint, accept_changes)
     stopped: StoppedError | None = None
     with make_progress() as progress:
+        situation = supervise.in_force(run, situation, progress.on_event)
+        env_plan = plan(situation)
+        write_json(run.environment, environment_json(env_plan, situation.facts))
+        for sentence in machine_notices(situation, env_plan):
+            _say(sentence)
+        _say(f"Run directory: {run.path}")
+
+        def command(checkpoint: Path | None, attempt: int = 0, stacks_after_s: float | None = None) -> list[str]:
+            return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
+
         try:
-            code = process.run_worker(run, env_plan.applied_to(os.environ), progress.on_event, command, progress.say)
+            if supervised:
+                code = supervise.Supervisor(
+                    run,
+                    loaded.recipe,
+                    situation,
+                    command,
+                    progress.on_event,
+                    progress.say,
+                    checkpoint=chosen.checkpoint,
+                    again=again,
+                ).run()
+            else:
+                env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint)
+                code = process.run_worker(run, env, progress.on_event, line, progress.say)
         except StoppedError as error:
             code, stopped = error.exit_code, error
         except LoraRocmError as error:

@@ -1,4 +1,4 @@
-"""Processes and locks: the one module that calls what differs between operating systems."""
+"""Processes: the one module that calls what differs between operating systems."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from lora_rocm.errors import (
     LoraRocmError,
     MachineError,
-    ResumeError,
     StoppedError,
     UserError,
     WorkerDiedError,
+    WorkerHungError,
     storage_error,
 )
-from lora_rocm.run.events import EventReader, read_events
+from lora_rocm.run.events import EventReader
+from lora_rocm.run.job import Job
 from lora_rocm.run.layout import RunDir
 
 POLL_S = 0.1
-LOCK_WAIT_S = 1.0  # `status` tries the lock for a moment
 KILL_WAIT_S = 10.0
+KILL_POLL_S = 0.02
+WORKER = "lora_rocm.train.worker"
 TAIL_LINES = 8
 TAIL_COLUMNS = 300
 TAIL_BYTES = 16384
@@ -49,70 +50,126 @@ Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 
 
-@contextlib.contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
-    """Hold the run directory against another parent.
-
-    Raises:
-        ResumeError: another one holds it.
-        StorageError: the lock file cannot be made.
-    """
-    lock = FileLock(run_dir.parent_lock)
-    try:
-        lock.acquire(timeout=LOCK_WAIT_S)
-    except Timeout:
-        pid = last_worker_pid(run_dir)
-        raise ResumeError(
-            "run-dir-in-use",
-            "Another lora-rocm is running in this directory" + (f" (its worker is process {pid})." if pid else "."),
-            where=str(run_dir.path),
-            fix="Wait for it, stop it with Ctrl-C in its window, or give another --run-dir.",
-        ) from None
-    except OSError as error:
-        raise storage_error(error, run_dir.parent_lock) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def is_running(run_dir: RunDir) -> bool:
-    """Whether a parent or a worker holds this run directory."""
-    return any(_is_held(path) for path in (run_dir.parent_lock, run_dir.worker_lock) if path.exists())
-
-
-def _is_held(path: Path) -> bool:
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return True
-    except OSError:  # a directory that we may only read: nobody's lock can be tried there
-        return False
-    lock.release()
-    return False
-
-
-def last_worker_pid(run_dir: RunDir) -> int | None:
-    """Process id of the newest worker of this run, dead or alive."""
-    starts = [event for event in read_events(run_dir.events()) if event["type"] == "start"]
-    return starts[-1]["pid"] if starts else None
-
-
-def worker_command(run_dir: RunDir, checkpoint: Path | None = None, accept_changes: bool = False) -> list[str]:
+def worker_command(
+    run_dir: RunDir,
+    checkpoint: Path | None = None,
+    accept_changes: bool = False,
+    attempt: int = 0,
+    stacks_after_s: float | None = None,
+) -> list[str]:
     """The training child. Without ``checkpoint`` it goes on from the newest valid one."""
-    command = [sys.executable, "-m", "lora_rocm.train.worker", str(run_dir.path)]
+    command = [sys.executable, "-m", WORKER, str(run_dir.path)]
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
-    return command + (["--accept-changes"] if accept_changes else [])
+    command += ["--accept-changes"] if accept_changes else []
+    command += ["--attempt", str(attempt)] if attempt else []
+    return command + (["--stacks-after", f"{stacks_after_s:g}"] if stacks_after_s is not None else [])
+
+
+@dataclass
+class Asked:
+    """How often the user asked to stop."""
+
+    count: int = 0
+
+
+class Worker:
+    """A training child that runs: in a process group of its own (a job object on Windows), and ended as a whole.
+
+    When this process ends for whatever reason, the worker sees the end of its standard input and leaves by itself.
+
+    Args:
+        run_dir: a prepared and locked run directory.
+        env: the worker's whole environment.
+        command: program and arguments, see ``worker_command``.
+    """
+
+    def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        self._reader = EventReader(run_dir.events(), _size(run_dir.events()))
+        self._log_start = _size(run_dir.worker_log)
+        self._last: dict[str, Event] = {}
+        self._killed = False
+        with run_dir.worker_log.open("ab") as log:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
+            )
+        self.pid = self._child.pid
+        self._job = Job.of(self.pid)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._job.close()
+
+    def follow(
+        self, asked: Asked, on_event: OnEvent, say: Callable[[str], None], is_late: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Hand on its events until it has ended. True: ``is_late``, asked all the time, said that it hangs.
+
+        The first time that the user asks to stop, the worker is asked to finish its step and save; the second time it
+        is killed.
+        """
+        seen = 0
+        while self._child.poll() is None:
+            self._hand_on(on_event)
+            if asked.count > seen:
+                seen = asked.count
+                self._stop_or_kill(seen, say)
+            if is_late():
+                return True
+            time.sleep(POLL_S)
+        self._hand_on(on_event)
+        return False
+
+    def _hand_on(self, on_event: OnEvent) -> None:
+        for event in self._reader.poll():
+            if event["type"] == "start":
+                self._last.clear()  # what came before is the farewell of an orphan that this worker waited for
+            self._last[event["type"]] = event
+            on_event(event)
+
+    def _stop_or_kill(self, count: int, say: Callable[[str], None]) -> None:
+        if count == 1:
+            self.run_dir.stop.touch()
+            say("Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept).")
+        else:
+            say("Ending it now.")
+            self._killed = True
+            if not self.kill():
+                raise unkillable(self.pid)
+
+    def kill(self) -> bool:
+        """End it and everything that it started, also what was left behind by a child that is gone.
+
+        False: it cannot be ended; a driver holds it.
+        """
+        if self._child.returncode is not None:  # its number may be another's by now, but not that of its group
+            kill_group(self.pid, self._job)
+            return True
+        gone = kill_tree(self.pid, self._job)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(KILL_WAIT_S if gone else 0)
+        return self._child.returncode is not None
+
+    def verdict(self) -> int:
+        """What its end means: its exit code. Its own word (``end``, ``error``) counts before that of the system.
+
+        Raises:
+            LoraRocmError: the error that it met, with its exit code.
+            StoppedError: it was killed by the second Ctrl-C.
+            WorkerDiedError: it ended without a word.
+        """
+        code = self._child.returncode
+        return _verdict(self.run_dir, code, killed=self._killed, last=self._last, log_start=self._log_start)
 
 
 def run_worker(
     run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
 ) -> int:
-    """Start the worker, hand on its events until it ends, and return its exit code.
-
-    Ctrl-C (or SIGTERM) asks it to finish its step and save; the second one kills it. When this process ends for
-    whatever reason, the worker sees the end of its standard input and leaves by itself.
+    """Start the worker, hand on its events until it ends, and return its exit code; nobody watches it.
 
     Args:
         run_dir: a prepared and locked run directory.
@@ -122,48 +179,23 @@ def run_worker(
         say: shows a sentence to the user.
 
     Raises:
-        LoraRocmError: the error that the worker met, with its exit code.
-        StoppedError: it was killed by the second Ctrl-C.
-        WorkerDiedError: it ended without a word.
+        LoraRocmError: see ``Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
-    reader = EventReader(run_dir.events(), _size(run_dir.events()))
-    log_start = _size(run_dir.worker_log)
-    last: dict[str, Event] = {}
-
-    def drain() -> None:
-        for event in reader.poll():
-            if event["type"] == "start":
-                last.clear()  # what came before is the farewell of an orphan that this worker waited for
-            last[event["type"]] = event
-            on_event(event)
-
-    with _stop_signals() as asked, run_dir.worker_log.open("ab") as log:
-        worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
-        )
-        assert worker.stdin is not None
-        try:
-            seen = 0
-            while worker.poll() is None:
-                drain()
-                if asked.count > seen:
-                    seen = asked.count
-                    _stop_or_kill(run_dir, worker, asked.count, say)
-                time.sleep(POLL_S)
-            drain()
-        finally:
-            worker.stdin.close()
-    return _verdict(run_dir, worker.returncode, killed=asked.count > 1, last=last, log_start=log_start)
+    with stop_signals() as asked, Worker(run_dir, env, command) as worker:
+        worker.follow(asked, on_event, say)
+        return worker.verdict()
 
 
-def _stop_or_kill(run_dir: RunDir, worker: subprocess.Popen[bytes], count: int, say: Callable[[str], None]) -> None:
-    if count == 1:
-        run_dir.stop.touch()
-        say("Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept).")
-    else:
-        say("Ending it now.")
-        kill_tree(worker.pid)
+def unkillable(pid: int, again: str = "") -> WorkerHungError:
+    """The error for a worker that the system cannot end."""
+    return WorkerHungError(
+        "worker-unkillable",
+        f"The training process (process {pid}) hangs inside the GPU's driver, and not even the system can end it. "
+        "Everything up to the last checkpoint is kept.",
+        fix="Restart the machine; then go on with the same command and --resume latest"
+        + (f":\n  {again}" if again else "."),
+    )
 
 
 def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[str, Event], log_start: int) -> int:
@@ -173,13 +205,17 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
     if "error" in last:
         raise error_from_event(last["error"])
     if killed:
-        checkpoints = run_dir.list_checkpoints()
-        kept = f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."
-        raise StoppedError("killed", f"Ended at once. {kept}")
+        raise StoppedError("killed", f"Ended at once. {kept(run_dir)}")
     if shutil.disk_usage(run_dir.path).free < FULL_BYTES:
         raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir.path)
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
     raise died("The training process", returncode, tail_bytes(run_dir.worker_log, log_start), fix)
+
+
+def kept(run_dir: RunDir) -> str:
+    """A sentence about the newest checkpoint."""
+    checkpoints = run_dir.list_checkpoints()
+    return f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."
 
 
 def error_from_event(event: Event) -> LoraRocmError:
@@ -233,30 +269,47 @@ def _last_lines(log: bytes) -> list[str]:
     ]
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process and everything it started; processes that are gone already are fine."""
-    try:
+def kill_tree(pid: int, job: Job | None = None) -> bool:
+    """Kill a process and everything it started; processes that are gone already are fine.
+
+    True: the process itself is gone. Its children are looked for first: once it has ended, nobody knows whose they
+    were, but for its process group (its job on Windows), which has those whose own parent ended before.
+    """
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         family = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
+    kill_group(pid, job)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=KILL_WAIT_S)
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (alive := [process for process in family if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(KILL_POLL_S)
+    return all(process.pid != pid for process in alive)
 
 
-@dataclass
-class _Asked:
-    """How often the user asked to stop."""
+def kill_group(pid: int, job: Job | None) -> None:
+    """End what is left of the process group (the job, on Windows) that a child began."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # where the child leads no group, there is none with its number
+    if job is not None:
+        job.terminate()
 
-    count: int = 0
+
+def _lives(process: psutil.Process) -> bool:
+    """Not where only its parent still has to hear of its end (that is not asked for here: Popen wants to hear it)."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[_Asked]:
+def stop_signals() -> Iterator[Asked]:
     """Count Ctrl-C and SIGTERM (Ctrl-Break on Windows) instead of dying of them. Only the main thread can."""
-    asked = _Asked()
+    asked = Asked()
 
     def count(signum: int, frame: FrameType | None) -> None:
         asked.count += 1

@@ -9,8 +9,8 @@ from typing import Any
 from lora_rocm.errors import UserError
 from lora_rocm.run.events import current_steps, read_events
 from lora_rocm.run.layout import RunDir
+from lora_rocm.run.lock import is_running
 from lora_rocm.run.prepare import holds_run
-from lora_rocm.run.process import is_running
 from lora_rocm.run.smoothing import Smoothed
 from lora_rocm.run.wording import number_text, rate_text, time_text
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from lora_rocm.run.events import EventWriter
+from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import start_fields, step_fields
 
@@ -27,14 +30,52 @@ def leave_with_parent() -> None:
 
 
 def main() -> int:
+    """One start: three steps from the newest checkpoint on, then the mode's own end.
+
+    ``first:MODE`` ends so at its first start only, ``untilN:MODE`` at the first N, ``further:MODE`` always, after one
+    checkpoint more.
+    """
     mode, run_dir = sys.argv[1], RunDir(Path(sys.argv[2]))
-    writer = EventWriter(run_dir.events(), session=1)
+    before = sum(event["type"] == "start" for event in read_events(run_dir.events()))
+    when, _, mode = mode.rpartition(":")
+    if (when == "first" and before) or (when.startswith("until") and before >= int(when.removeprefix("until"))):
+        mode = "done"
+    if mode in BEFORE_A_WORD:
+        BEFORE_A_WORD[mode]()
+    writer = EventWriter(run_dir.events(), session=before + 1)
     if mode == "late-orphan":  # what an orphan still says before the real worker can start
         writer.write("end", reason="stopped", updates=0, exit_code=130)
-    writer.write("start", **start_fields(pid=os.getpid()))
-    for updates in (1, 2, 3):
+    heartbeat = HeartbeatWriter(run_dir.heartbeat())
+    heartbeat.beat("start")
+    if "--stacks-after" in sys.argv:
+        after_s = float(sys.argv[sys.argv.index("--stacks-after") + 1])
+        faulthandler.dump_traceback_later(after_s, repeat=True, file=run_dir.stacks().open("wb"))
+    reached = max((updates for updates, _ in run_dir.list_checkpoints()), default=0)
+    writer.write("start", **start_fields(pid=os.getpid(), resumed_from=reached or None))
+    writer.write("phase", phase="step", state="begin", seconds=0.0)
+    for updates in range(reached + 1, reached + 4):
+        heartbeat.beat("loader")
+        heartbeat.beat("step")
         writer.write("step", **step_fields(updates))
+    if when == "further":
+        save(run_dir, writer, reached + 3)
+    if mode.startswith("loader-"):
+        heartbeat.beat("loader")
     return ENDINGS[mode](run_dir, writer)
+
+
+def save(run_dir: RunDir, writer: EventWriter, updates: int) -> None:
+    run_dir.checkpoint(updates).mkdir(parents=True)
+    writer.write("checkpoint", updates=updates, path=f"checkpoints/step-{updates:08d}", lora="x")
+
+
+def silence() -> None:
+    while True:
+        time.sleep(60)
+
+
+def wordless() -> None:
+    os._exit(7)
 
 
 def done(run_dir: RunDir, writer: EventWriter) -> int:
@@ -88,6 +129,59 @@ def flood(run_dir: RunDir, writer: EventWriter) -> int:
     return 5
 
 
+def hang(run_dir: RunDir, writer: EventWriter) -> int:
+    silence()
+    return 0
+
+
+def hang_writing(run_dir: RunDir, writer: EventWriter) -> int:
+    while True:
+        sys.stderr.write("still here, doing nothing\n" * 100)
+        sys.stderr.flush()
+        time.sleep(0.01)
+
+
+def spin(run_dir: RunDir, writer: EventWriter) -> int:
+    while True:
+        pass
+
+
+def hang_deaf(run_dir: RunDir, writer: EventWriter) -> int:
+    """Hears no signal, sees no stop file, and has started somebody who started somebody and left."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    child = "import os, subprocess, sys; "
+    child += (
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True); os._exit(0)"
+    )
+    said = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    with (run_dir.path / "grandchildren").open("ab") as file:
+        file.write(said.stdout)
+    silence()
+    return 0
+
+
+def hang_after_end(run_dir: RunDir, writer: EventWriter) -> int:
+    writer.write("end", reason="done", updates=3, exit_code=0)
+    silence()
+    return 0
+
+
+def change_then_die(run_dir: RunDir, writer: EventWriter) -> int:
+    writer.write("change", id="micro-batch-halved", effect="rounding", seen="out-of-memory", text="smaller")
+    os._exit(9)
+
+
+def failing(code: str) -> Callable[[RunDir, EventWriter], int]:
+    def end(run_dir: RunDir, writer: EventWriter) -> int:
+        writer.write("error", code=code, what=f"It met {code}.", where="there", fix="Do so.", exit_code=3)
+        return 3
+
+    return end
+
+
+BEFORE_A_WORD: dict[str, Callable[[], None]] = {"start-hang": silence, "start-die": wordless}
+CODES = ("transfer-failed", "canary-kernel", "nonfinite", "out-of-memory", "device-fault", "internal")
 ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "done": done,
     "until-stopped": until_stopped,
@@ -99,6 +193,14 @@ ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "late-orphan": killed,
     "traceback": traceback,
     "flood": flood,
+    "hang": hang,
+    "loader-hang": hang,
+    "hang-writing": hang_writing,
+    "spin": spin,
+    "hang-deaf": hang_deaf,
+    "hang-after-end": hang_after_end,
+    "change-then-die": change_then_die,
+    **{code: failing(code) for code in CODES},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import MachineError, RecipeError, ResumeError, WorkerDiedError
+from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError
 from lora_rocm.run import launch
 from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
@@ -26,7 +26,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    def command(run_dir: RunDir, checkpoint: Path | None, accept_changes: bool) -> list[str]:
+    def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
 
     monkeypatch.setattr(launch.process, "worker_command", command)
@@ -64,7 +64,15 @@ def test_a_complete_run_starts_no_worker(
 def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(fake, "traceback")
     with pytest.raises(WorkerDiedError):
-        launch.train("my recipe.yaml", run_dir=Path("run"))
+        launch.train("my recipe.yaml", run_dir=Path("run"), supervised=False)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_that_is_given_up_says_how_to_go_on_and_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(fake, "traceback")
+    with pytest.raises(GaveUpError) as caught:
+        launch.train("my recipe.yaml", ["runtime.max_restarts=1"], run_dir=Path("run"))
+    assert caught.value.exit_code == 4 and "--set runtime.max_restarts=1 --run-dir" in caught.value.fix
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -37,7 +37,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HOSTS.parents[1]))
     Path("recipe.yaml").write_text(RECIPE, encoding="utf-8")
 
-    def command(run_dir: RunDir, checkpoint: Path | None, accept_changes: bool) -> list[str]:
+    def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-c", SAY_ENVIRONMENT, str(run_dir.path)]
 
     monkeypatch.setattr(launch.process, "worker_command", command)

@@ -17,12 +17,11 @@ import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.run.layout import RunDir
+from lora_rocm.run.lock import is_running, locked
 from lora_rocm.run.process import (
     describe_exit,
     error_from_event,
-    is_running,
     kill_tree,
-    locked,
     run_worker,
     worker_command,
 )
@@ -51,7 +50,14 @@ def test_events_reach_the_parent_and_stale_things_are_ignored(run_dir: RunDir) -
     run(run_dir, "done")
     code, events, said = run(run_dir, "done")
     assert code == 0 and said == []
-    assert [event["type"] for event in events] == ["start", "step", "step", "step", "end"]  # not those of the first run
+    assert [event["type"] for event in events] == [
+        "start",
+        "phase",
+        "step",
+        "step",
+        "step",
+        "end",
+    ]  # not those of the first run
     assert not run_dir.stop.exists()
 
 
@@ -103,7 +109,7 @@ def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:
 
 
 def test_a_second_parent_is_refused(run_dir: RunDir) -> None:
-    script = "import sys,time; from pathlib import Path; from lora_rocm.run.process import locked; "
+    script = "import sys,time; from pathlib import Path; from lora_rocm.run.lock import locked; "
     script += (
         "from lora_rocm.run.layout import RunDir\nwith locked(RunDir(Path(sys.argv[1]))): print('in', flush=True); "
     )
@@ -234,3 +240,4 @@ def test_error_from_event_keeps_the_branch() -> None:
 def test_worker_command(run_dir: RunDir) -> None:
     assert worker_command(run_dir)[1:] == ["-m", "lora_rocm.train.worker", str(run_dir.path)]
     assert worker_command(run_dir, Path("x"), True)[4:] == ["--checkpoint", "x", "--accept-changes"]
+    assert worker_command(run_dir, None, False, 2, 150.0)[4:] == ["--attempt", "2", "--stacks-after", "150"]

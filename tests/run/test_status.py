@@ -8,7 +8,7 @@ import pytest
 from lora_rocm.errors import UserError
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.process import locked
+from lora_rocm.run.lock import locked
 from lora_rocm.run.status import open_run, status, status_text
 from tests.run.fake_run import data_fields, save_recipe, start_fields, step_fields, write_whole_run
 

@@ -1,0 +1,310 @@
+"""The supervisor: starts the worker, watches it, ends it where it hangs, changes what may help, and starts it again.
+
+What it decides is decided elsewhere, without a clock or a file: ``run.watch`` (does it hang?) and ``run.judge`` (what
+now?). Here is what has to be done for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from lora_rocm.errors import GaveUpError, LoraRocmError, StoppedError, StorageError
+from lora_rocm.host.changes import BY_ID
+from lora_rocm.host.environ import environment_json, plan
+from lora_rocm.host.kernel_log import Moment, lines_since
+from lora_rocm.host.quirks import Situation
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.heartbeat import read_heartbeat
+from lora_rocm.run.judge import (
+    REMEMBERED,
+    Failure,
+    GiveUp,
+    History,
+    Raise,
+    Restart,
+    account,
+    after,
+    attempt_of,
+    changed,
+    changes_of,
+    hung_error,
+    seen_of,
+)
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_json
+from lora_rocm.run.process import Asked, Event, OnEvent, Worker, kept, stop_signals, unkillable
+from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
+
+SUPERVISOR = "supervisor"
+LEAST_STACKS_S = 0.2
+STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
+KERNEL_LOG_CODES = ("worker-died", "worker-hung")
+"""After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
+
+Keep = Callable[[Situation, str, str], None]
+
+
+class Command(Protocol):
+    """Makes the worker's command line."""
+
+    def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]: ...
+
+
+def in_force(run_dir: RunDir, situation: Situation, on_event: OnEvent) -> Situation:
+    """The situation with the changes of this run; only a run that begins takes those that the machine remembers."""
+    events = read_events(run_dir.events()) + read_events(run_dir.events(SUPERVISOR))
+    if events:
+        return replace(situation, changes=changes_of(events))
+    if situation.changes:
+        writer = EventWriter(run_dir.events(SUPERVISOR), session=1)
+        for change in situation.changes:
+            on_event(_tell_change(writer, change, REMEMBERED))
+        writer.close()
+    return situation
+
+
+def _tell_change(writer: EventWriter, change: str, seen: str) -> Event:
+    row = BY_ID[change]
+    return writer.write("change", id=change, effect=row.effect, seen=seen, text=row.text)
+
+
+@dataclass
+class Supervisor:
+    """One ``train`` command from its first start of the worker to its last.
+
+    Attributes:
+        run_dir: prepared and locked.
+        situation: with the changes in force (``in_force``).
+        command: makes the worker's command line.
+        checkpoint: what the first start goes on from; None: from the newest that is valid, as all others.
+        on_event: called in this thread with each event of the worker and of the supervisor.
+        say: shows a sentence to the user.
+        again: the command that goes on with the run, for the user.
+        keep: remembers for this machine that a change was made because something was seen.
+        read_log: lines of the kernel's log since a moment.
+    """
+
+    run_dir: RunDir
+    recipe: Recipe
+    situation: Situation
+    command: Command
+    on_event: OnEvent
+    say: Callable[[str], None]
+    checkpoint: Path | None = None
+    again: str = ""
+    keep: Keep = lambda situation, change, seen: None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    clock: Callable[[], float] = time.monotonic
+    read_log: Callable[[Moment], tuple[str, ...]] = lines_since
+
+    def __post_init__(self) -> None:
+        past = read_events(self.run_dir.events(SUPERVISOR))
+        self._history = History(self.recipe.runtime.max_restarts, attempt=attempt_of(past))
+        self._learned = Learned()
+        self._newest = _updates_of(self.checkpoint) if self.checkpoint else newest_checkpoint(self.run_dir)
+        self._items: dict[str, int] = {}
+        self._planned = plan(self.situation)
+        self._session = 0
+
+    def run(self) -> int:
+        """Start the worker until it has finished; its exit code.
+
+        Raises:
+            LoraRocmError: what no further start can cure.
+            GaveUpError: the budget of restarts is spent.
+            StoppedError: the user asked to stop, and it had to be ended.
+            WorkerHungError: it cannot be ended.
+        """
+        self.run_dir.stop.unlink(missing_ok=True)
+        with stop_signals() as asked:
+            while True:
+                outcome = self._start(asked)
+                if isinstance(outcome, int):
+                    return outcome
+                failure, state = outcome
+                self._settle(failure, state, stop=asked.count > 0 or self.run_dir.stop.exists())
+                self.checkpoint = None
+
+    def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
+        """One start of the worker: its exit code, or how it failed."""
+        limits = limits_of(self.recipe, self._planned.settings)
+        stacks_after_s = max(limits.least_s / 2, LEAST_STACKS_S)
+        run_dir, began = self.run_dir, Moment.now()
+        run_dir.stacks().unlink(missing_ok=True)
+        self._session = 1 + sum(event["type"] == "start" for event in read_events(run_dir.events()))
+        state = WatchState(
+            limits,
+            self.clock(),
+            self._learned,
+            beat=read_heartbeat(run_dir.heartbeat()),
+            log_bytes=_size(run_dir.worker_log),
+        )
+        command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
+        with Worker(run_dir, self._planned.applied_to(self.environ), command) as worker:
+            hung = self._watch(worker, state, asked)
+            if hung is not None:
+                self._end(worker, state, min(stacks_after_s, MAX_STACKS_S), asked)
+            try:
+                return worker.verdict()
+            except StoppedError:
+                raise
+            except LoraRocmError as error:
+                worker.kill()  # what it may have left behind
+                return self._failure(error, hung, state, worker.pid, began, stop=asked.count > 0), state
+
+    def _watch(self, worker: Worker, state: WatchState, asked: Asked) -> Hung | None:
+        """Hand on its events until it ends, or hangs."""
+        decisions: list[Hung] = []
+
+        def is_late() -> bool:
+            now = self.clock()
+            state.on_look(now)
+            state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat()), now)
+            state.on_log(_size(self.run_dir.worker_log), now)
+            decision = decide(state, now)
+            if isinstance(decision, Hung):
+                decisions.append(decision)
+            return bool(decisions)
+
+        def on_event(event: Event) -> None:
+            state.on_event(event, self.clock())
+            self.on_event(event)
+            if event["type"] == "change":
+                self._change(event["id"], event["seen"])
+
+        self._on_event = on_event
+        worker.follow(asked, on_event, self.say, is_late)
+        return decisions[0] if decisions else None
+
+    def _end(self, worker: Worker, state: WatchState, stacks_s: float, asked: Asked) -> None:
+        """End a worker that hangs, as soon as its stacks are on file (where it is far enough to write them)."""
+        deadline = time.monotonic() + stacks_s + STACKS_EXTRA_S
+        while state.left_at is None and not _size(self.run_dir.stacks()) and time.monotonic() < deadline:
+            time.sleep(STACKS_POLL_S)
+        if _size(self.run_dir.stacks()):
+            with suppress(OSError):  # evidence that cannot be kept does not keep the run from going on
+                shutil.copyfile(self.run_dir.stacks(), self.run_dir.stacks_kept(self._session))
+        if not worker.kill():
+            raise unkillable(worker.pid, self.again)
+        worker.follow(asked, self._on_event, self.say)  # what it said to the very last
+
+    def _failure(
+        self, error: LoraRocmError, hung: Hung | None, state: WatchState, pid: int, began: Moment, *, stop: bool
+    ) -> Failure:
+        """How a start ended.
+
+        Raises:
+            StoppedError: the user had asked to stop, and that it had to be ended is no failure.
+        """
+        where = f"{state.phase}, after step {state.updates}"
+        if error.code != "worker-died":  # it had a word of its own
+            hung = None
+        elif hung is not None:
+            if stop:
+                raise StoppedError(
+                    "killed", f"It did not stop within {hung.limit_s:g} s and was ended. {kept(self.run_dir)}"
+                )
+            error = hung_error(hung, where)
+        lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
+        stacks = self.run_dir.stacks_kept(self._session)
+        return Failure(
+            seen=seen_of(error, hung, lines, pid),
+            phase=state.phase,
+            activity=state.activity,
+            updates=state.updates,
+            error=error,
+            silent_s=hung.silent_s if hung else None,
+            limit_s=hung.limit_s if hung else None,
+            stacks=stacks.name if hung and stacks.exists() else None,
+            kernel_log=lines,
+        )
+
+    def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:
+        """Decide what comes after a failure, and make everything ready for it.
+
+        Raises:
+            LoraRocmError: there is no further start.
+        """
+        if failure.seen is None:
+            raise failure.error
+        history = self._history.with_failure(failure, self._has_progressed(state), state.checkpoints)
+        self._tell("failure", **failure.to_event())
+        judgement = Raise(failure.error) if stop else after(failure, history, self.situation)
+        if isinstance(judgement, Raise):
+            raise judgement.error
+        if isinstance(judgement, GiveUp):
+            raise GaveUpError(
+                "gave-up",
+                account(history, judgement.reason, self.situation.changes),
+                where=str(self.run_dir.path),
+                fix="Everything up to the last checkpoint is kept. lora-rocm doctor says what is known about this "
+                f"machine; then go on with:\n  {self.again}",
+            )
+        self._history = history.with_restart(judgement)
+        self._prepare(failure, judgement)
+
+    def _prepare(self, failure: Failure, restart: Restart) -> None:
+        for change in restart.changes:
+            row = BY_ID[change]
+            self._tell("change", id=change, effect=row.effect, seen=failure.seen, text=row.text)
+            self._change(change, str(failure.seen))
+        planned = plan(self.situation)
+        if planned != self._planned:
+            write_json(self.run_dir.environment, environment_json(planned, self.situation.facts))
+            self._planned = planned
+        history = self._history
+        self._tell(
+            "restart",
+            number=len(history.failures),
+            spent=history.spent,
+            budget=history.budget,
+            progress=history.progress,
+            from_updates=self._newest,
+            attempt=history.attempt,
+            changes=list(self.situation.changes),
+        )
+
+    def _has_progressed(self, state: WatchState) -> bool:
+        """Whether that start came further than the one before: a newer checkpoint, or more in the cache."""
+        newest = newest_checkpoint(self.run_dir)
+        items = {what: done for what, done in state.items.items() if what != "hashes"}
+        further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
+        self._newest, self._items = newest, {**self._items, **items}
+        return further
+
+    def _change(self, change: str, seen: str) -> None:
+        self.situation = changed(self.situation, change)
+        try:
+            self.keep(self.situation, change, seen)
+        except StorageError as error:
+            self.say(f"This change could not be remembered for this machine. {error}")
+
+    def _tell(self, event_type: str, **fields: Any) -> None:
+        writer = EventWriter(self.run_dir.events(SUPERVISOR), self._session)
+        self.on_event(writer.write(event_type, **fields))
+        writer.close()
+
+
+def newest_checkpoint(run_dir: RunDir) -> int:
+    """Updates of the newest checkpoint; 0 where there is none."""
+    checkpoints = run_dir.list_checkpoints()
+    return checkpoints[-1][0] if checkpoints else 0
+
+
+def _updates_of(checkpoint: Path) -> int:
+    found = CHECKPOINT_NAME.match(checkpoint.name)
+    return int(found.group(1)) if found else 0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

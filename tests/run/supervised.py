@@ -1,0 +1,46 @@
+"""A supervisor over the fake worker, on a recorded machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.supervise import Supervisor, in_force
+from tests.host.situations import situation
+from tests.run.fake_run import RECIPE
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe_with(run_dir: RunDir, overrides: Sequence[str] = ()) -> Recipe:
+    path = run_dir.path / "source.yaml"
+    path.write_text(RECIPE, encoding="utf-8")
+    return load_recipe(path, overrides).recipe
+
+
+def supervisor(
+    run_dir: RunDir,
+    mode: str,
+    overrides: Sequence[str],
+    on_event: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+    *,
+    machine: str = "cpu-only",
+    changes: tuple[str, ...] = (),
+    **options: Any,
+) -> Supervisor:
+    recipe = recipe_with(run_dir, overrides)
+
+    def command(checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]:
+        command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
+        return [*command, "--attempt", str(attempt), "--stacks-after", f"{stacks_after_s:g}"]
+
+    made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), on_event)
+    options = {"read_log": lambda moment: (), "environ": {**os.environ, "PYTHONPATH": str(ROOT)}, **options}
+    return Supervisor(run_dir, recipe, made, command, on_event, say, again="lora-rocm train r.yaml", **options)
