@@ -6,6 +6,7 @@ optimizer back on the device, so nothing can go wrong in between; the host only 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -53,7 +54,7 @@ class Pending:
     learning_rate: float
     clocks: list[Clock]
     loading_s: float
-    on_device: Tensor  # float64 [6]: see Trainer._update
+    on_device: Tensor  # float64 [6 + samples]: see Trainer._update
     on_host: Tensor  # its copy, perhaps still on its way
     arrived: torch.cuda.Event | None
 
@@ -84,6 +85,7 @@ class Work:
 
     iteration: int = -1
     losses: list[Tensor] = field(default_factory=list)
+    losses_B: list[Tensor] = field(default_factory=list)  # of each sample, unweighted
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
@@ -201,6 +203,7 @@ class Trainer:
         loss = (loss_B * tensors["weight"]).sum()
         (loss * self.optimizer.loss_scale).backward()
         work.losses.append(loss.detach())
+        work.losses_B.append(loss_B.detach().to(torch.float64))
 
     def _update(self, work: Work) -> Pending:
         """Queue the gated optimizer step and the verdict's way home.
@@ -215,7 +218,7 @@ class Trainer:
         stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
         values = (stamp, torch.stack(work.losses).sum(), stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
-        on_device = torch.stack([value.to(torch.float64) for value in values])
+        on_device = torch.cat([torch.stack([value.to(torch.float64) for value in values]), *work.losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()
@@ -228,7 +231,7 @@ class Trainer:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
         self.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, *losses = pending.verdict()
         waited_s = time.perf_counter() - started
         position = self.position
         if bad:
@@ -238,7 +241,7 @@ class Trainer:
         self.transfer.succeeded()
         position.iteration += 1
         if nonfinite:
-            self._skip(pending, loss, grad_norm, scale)
+            self._skip(pending, loss, grad_norm, scale, losses)
             return Outcome.SKIPPED
         position.nonfinite_in_a_row = 0
         position.updates += 1
@@ -264,13 +267,17 @@ class Trainer:
         self._settled_at = now
         return Outcome.DONE
 
-    def _skip(self, pending: Pending, loss: float, grad_norm: float, scale: float) -> None:
-        """A gradient that is not finite: nothing was updated. In fp16 that is how the loss scale is found."""
-        if self.optimizer.use_loss_scale and scale > 1.0:
+    def _skip(self, pending: Pending, loss: float, grad_norm: float, scale: float, losses: list[float]) -> None:
+        """Nothing was updated. With finite losses that is how the fp16 scale is found, which the losses do not have."""
+        guilty = [key for key, its in zip(pending.samples, losses, strict=True) if not math.isfinite(its)]
+        if self.optimizer.use_loss_scale and scale > 1.0 and not guilty:
             self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")
             return
         self.position.nonfinite_in_a_row += 1
-        self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}", "update skipped")
+        count = f"{len(guilty)} of {len(losses)} samples"
+        whose = f"the loss of {count} is not finite" if guilty else "the loss of each sample is finite"
+        pending.samples = guilty or pending.samples
+        self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}; {whose}", "update skipped")
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise NonFiniteError(
                 "nonfinite",

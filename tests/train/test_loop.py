@@ -40,14 +40,16 @@ class NoisyLine:
         net.forward = lambda x_BD: checkpoint(inner, x_BD, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def batches(accumulation: int, poison: int | None = None) -> Callable[[int], Iterator[Batch]]:
+def batches(
+    accumulation: int, poison: int | None = None, value: float = float("nan")
+) -> Callable[[int], Iterator[Batch]]:
     def open_from(first: int) -> Iterator[Batch]:
         iteration = first
         while True:
             generator = torch.Generator().manual_seed(iteration)
             x_ND = torch.randn(EFFECTIVE_BATCH, WIDTH, generator=generator)
             if iteration == poison:
-                x_ND[1, 0] = float("nan")
+                x_ND[1, 0] = value
             size = EFFECTIVE_BATCH // accumulation
             for micro in range(accumulation):
                 rows = slice(micro * size, (micro + 1) * size)
@@ -75,6 +77,7 @@ class Rig:
         accumulation: int = 1,
         copy: Callable[..., Tensor] = copy_to_device,
         poison: int | None = None,
+        value: float = float("nan"),
         scale: bool = False,
         hooks: list[Any] | None = None,
         stop_after: int | None = None,
@@ -95,7 +98,7 @@ class Rig:
             model=model,
             optimizer=self.optimizer,
             transfer=DeviceTransfer(CPU, pin=False, copy=copy),
-            open_batches=batches(accumulation, poison),
+            open_batches=batches(accumulation, poison, value),
             accumulation=accumulation,
             seed=7,
             dropout=False,
@@ -189,12 +192,28 @@ def test_splitting_into_micro_batches_gives_the_same_updates_to_rounding() -> No
             torch.testing.assert_close(split.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_a_nonfinite_update_is_skipped_and_its_samples_named() -> None:
-    rig = Rig(poison=3).fit(6)
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_nonfinite_update_is_skipped_and_the_guilty_sample_named(accumulation: int, scale: bool) -> None:
+    rig = Rig(accumulation=accumulation, poison=3, scale=scale).fit(6)
     incident = rig.of_type("incident")
-    assert [event["kind"] for event in incident] == ["nonfinite"] and "picture-3-1" in incident[0]["samples"]
+    assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["picture-3-1"])]
+    assert "the loss of 1 of 4 samples is not finite" in incident[0]["detail"]
     assert rig.trainer.position == Position(iteration=7, updates=6)
     assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
+
+
+def test_where_every_loss_is_finite_all_samples_are_named() -> None:
+    rig = Rig()
+    rig.parameters["weight"].register_hook(
+        lambda grad: grad * float("nan") if rig.trainer.position.updates == 2 else grad
+    )
+    rig.fit(6)
+    first = rig.of_type("incident")[0]
+    assert first["kind"] == "nonfinite" and first["samples"] == [
+        f"picture-{first['iteration']}-{row}" for row in range(4)
+    ]
+    assert "the loss of each sample is finite" in first["detail"]
 
 
 def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +229,7 @@ def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fp16_overflow_halves_the_scale_and_is_no_incident_of_the_data() -> None:
-    rig = Rig(poison=2, scale=True).fit(4)
+    rig = Rig(poison=2, value=3e18, scale=True).fit(4)  # a loss of 1e36: finite until it is scaled
     assert [event["kind"] for event in rig.of_type("incident")] == ["fp16-overflow"]
     assert float(rig.optimizer.loss_scale) == 2.0**15
 
