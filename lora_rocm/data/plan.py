@@ -2,7 +2,8 @@
 
 An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
 slice them, so the same recipe gives the same updates whole or split. A bucket's last batch is filled with rows of
-weight 0, so shapes never change.
+weight 0, so shapes never change. The very first batch is one of the largest pictures: what does not fit into memory
+shows at once, and the allocator's first pieces are large enough for all that follow.
 """
 
 from __future__ import annotations
@@ -130,7 +131,16 @@ class BatchPlan:
             ordered = sorted(places, key=lambda place: self._order(epoch, *place))
             starts = range(0, len(ordered), size)
             batches += [(draw("batch", self.seed, epoch, *bucket, at), ordered[at : at + size]) for at in starts]
-        return [batch for _, batch in sorted(batches)]
+        ordered_batches = [batch for _, batch in sorted(batches)]
+        if epoch == 0:
+            largest = max(range(len(ordered_batches)), key=lambda number: self._area(ordered_batches[number]))
+            ordered_batches.insert(0, ordered_batches.pop(largest))
+        return ordered_batches
+
+    def _area(self, batch: list[tuple[int, int]]) -> tuple[int, Size]:
+        """What the memory that a batch needs grows with (all have as many rows); the size decides where areas agree."""
+        height, width = self.items[batch[0][0]].geometry.target_hw
+        return height * width, (height, width)
 
     def _order(self, epoch: int, index: int, repeat: int) -> int:
         return draw("order", self.seed, epoch, self.items[index].key, repeat)

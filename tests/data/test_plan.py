@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.data.buckets import fit
 from lora_rocm.data.plan import BatchPlan, Item, Row
+from lora_rocm.data.seeds import draw
 
 
 def item(
@@ -70,6 +71,44 @@ def test_order_follows_seed_and_epoch() -> None:
     assert epoch_of(BatchPlan(found, 2, 1, 0)) != epoch_of(BatchPlan(found, 2, 1, 1))
     orders = [[row.item.key for rows in epoch_of(BatchPlan(found, 2, 1, 0), epoch) for row in rows] for epoch in (0, 1)]
     assert orders[0] != orders[1]
+
+
+def area(rows: list[Row]) -> int:
+    height, width = rows[0].item.geometry.target_hw
+    return height * width
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
+def test_the_first_batch_is_of_the_largest_pictures(found: list[Item], batch: int, acc: int, seed: int) -> None:
+    batches = epoch_of(BatchPlan(found, batch, acc, seed))
+    assert area(batches[0]) == max(map(area, batches))
+
+
+@given(items, st.integers(1, 5), st.integers(0, 3))
+def test_the_others_keep_their_order(found: list[Item], batch: int, seed: int) -> None:
+    """Sorted as drawn; only one batch of the first epoch was moved."""
+    plan = BatchPlan(found, batch, 1, seed)
+
+    def drawn(epoch: int) -> list[int]:
+        numbers = []
+        by_order = {
+            size: sorted(places, key=lambda place: plan._order(epoch, *place)) for size, places in plan._places.items()
+        }
+        for places in plan._epoch(epoch):
+            size = plan.items[places[0][0]].geometry.target_hw
+            at = by_order[size].index(places[0])
+            numbers.append(draw("batch", seed, epoch, *size, at))
+        return numbers
+
+    first, *rest = drawn(0)
+    assert rest == sorted(rest) and drawn(1) == sorted(drawn(1))
+
+
+def test_without_the_move_a_small_batch_comes_first_in_some_epoch() -> None:
+    """Negative control: later epochs are not changed."""
+    plan = BatchPlan([item(index, wide=index % 2 == 0) for index in range(20)], 2, 1, 0)
+    starts = [area(epoch_of(plan, epoch)[0]) for epoch in range(8)]
+    assert starts[0] == max(starts) and len(set(starts)) == 2
 
 
 def test_going_back_gives_the_same_rows() -> None:
