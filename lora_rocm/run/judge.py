@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_rocm.errors import LoraRocmError, WorkerHungError
+from lora_rocm.errors import GaveUpError, LoraRocmError, WorkerHungError
 from lora_rocm.host.changes import BY_ID, SEEN_OF_CODE, Change, Seen, candidates
 from lora_rocm.host.environ import plan
 from lora_rocm.host.kernel_log import device_fault, killed_for_memory
@@ -27,6 +27,8 @@ WORDS: dict[Seen, str] = {
     "nonfinite": "loss or gradient was not finite",
     "died": "ended without a word",
 }
+NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
+"""What the error says of a cure is for a single failure of this kind."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,19 @@ def changes_of(events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 def attempt_of(events: Iterable[dict[str, Any]]) -> int:
     """How often a run was rolled back, from the ``restart`` events of its supervisor."""
     return max((event["attempt"] for event in events if event["type"] == "restart"), default=0)
+
+
+def gave_up(history: History, reason: str, changes: Iterable[str], where: str, again: str) -> GaveUpError:
+    """The error for a run that is given up: what happened, what was tried, and what the user can do."""
+    last = history.failures[-1]
+    cure = f"{last.error.fix}\n" if last.error.fix and last.seen not in NO_CURE else ""
+    return GaveUpError(
+        "gave-up",
+        account(history, reason, changes),
+        where=where,
+        fix=f"{cure}Everything up to the last checkpoint is kept. lora-rocm doctor says what is known about this "
+        f"machine. To go on:\n  {again}",
+    )
 
 
 def account(history: History, reason: str, changes: Iterable[str]) -> str:

@@ -8,9 +8,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.host import kept
 from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
@@ -69,18 +71,18 @@ def _train_in(
     supervised: bool,
 ) -> int:
     situation = selftest.ensure(situation_here(loaded.recipe), loaded.recipe, _say)
+    situation = supervise.in_force(run, situation, _say)
+    env_plan = plan(situation)
+    write_json(run.environment, environment_json(env_plan, situation.facts))
+    for sentence in machine_notices(situation, env_plan):
+        _say(sentence)
+    _say(f"Run directory: {run.path}")
+
+    def command(checkpoint: Path | None, attempt: int = 0, stacks_after_s: float | None = None) -> list[str]:
+        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
+
     stopped: StoppedError | None = None
     with make_progress() as progress:
-        situation = supervise.in_force(run, situation, progress.on_event)
-        env_plan = plan(situation)
-        write_json(run.environment, environment_json(env_plan, situation.facts))
-        for sentence in machine_notices(situation, env_plan):
-            _say(sentence)
-        _say(f"Run directory: {run.path}")
-
-        def command(checkpoint: Path | None, attempt: int = 0, stacks_after_s: float | None = None) -> list[str]:
-            return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
-
         try:
             if supervised:
                 code = supervise.Supervisor(
@@ -92,6 +94,7 @@ def _train_in(
                     progress.say,
                     checkpoint=chosen.checkpoint,
                     again=again,
+                    keep=partial(kept.keep, say=progress.say),
                 ).run()
             else:
                 env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint)
@@ -101,7 +104,7 @@ def _train_in(
         except LoraRocmError as error:
             with contextlib.suppress(StorageError):  # the error itself is what the user has to see
                 write_report(run)
-            if isinstance(error, MachineError):
+            if isinstance(error, MachineError) and again not in error.fix:
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
     report = write_report(run)

@@ -77,7 +77,7 @@ def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float = L
         ResumeError: somebody holds the directory who is not known to be such a worker.
         WorkerHungError: it cannot be ended.
     """
-    if not _is_held(run_dir.worker_lock):
+    if not run_dir.worker_lock.exists() or not _is_held(run_dir.worker_lock):
         return
     say("Waiting for the worker of an earlier start to save and leave ...")
     deadline = time.monotonic() + grace_s

@@ -39,7 +39,6 @@ WORKER = "lora_rocm.train.worker"
 TAIL_LINES = 8
 TAIL_COLUMNS = 300
 TAIL_BYTES = 16384
-FULL_BYTES = 65536  # a worker that finds less than this free could not even say that the disk is full
 BRANCHES: dict[int, type[LoraRocmError]] = {
     branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
 }
@@ -205,14 +204,13 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
     if "error" in last:
         raise error_from_event(last["error"])
     if killed:
-        raise StoppedError("killed", f"Ended at once. {kept(run_dir)}")
-    if shutil.disk_usage(run_dir.path).free < FULL_BYTES:
-        raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir.path)
+        raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
+    run_dir.probe()  # a worker that cannot write cannot say so either
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
     raise died("The training process", returncode, tail_bytes(run_dir.worker_log, log_start), fix)
 
 
-def kept(run_dir: RunDir) -> str:
+def last_checkpoint_text(run_dir: RunDir) -> str:
     """A sentence about the newest checkpoint."""
     checkpoints = run_dir.list_checkpoints()
     return f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_rocm.errors import GaveUpError, LoraRocmError, StoppedError, StorageError
+from lora_rocm.errors import LoraRocmError, StoppedError
+from lora_rocm.host import kept
 from lora_rocm.host.changes import BY_ID
 from lora_rocm.host.environ import environment_json, plan
 from lora_rocm.host.kernel_log import Moment, lines_since
@@ -30,22 +32,23 @@ from lora_rocm.run.judge import (
     History,
     Raise,
     Restart,
-    account,
     after,
     attempt_of,
     changed,
     changes_of,
+    gave_up,
     hung_error,
     seen_of,
 )
 from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_json
-from lora_rocm.run.process import Asked, Event, OnEvent, Worker, kept, stop_signals, unkillable
+from lora_rocm.run.process import Asked, Event, OnEvent, Worker, last_checkpoint_text, stop_signals, unkillable
 from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
 
 SUPERVISOR = "supervisor"
 LEAST_STACKS_S = 0.2
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
-KERNEL_LOG_CODES = ("worker-died", "worker-hung")
+DIED, UNKILLABLE = "worker-died", "worker-unkillable"
+KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
 
 Keep = Callable[[Situation, str, str], None]
@@ -57,22 +60,35 @@ class Command(Protocol):
     def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]: ...
 
 
-def in_force(run_dir: RunDir, situation: Situation, on_event: OnEvent) -> Situation:
-    """The situation with the changes of this run; only a run that begins takes those that the machine remembers."""
+def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
+    """The situation with the changes of this run.
+
+    Only a run that begins takes those that the machine remembers, and has them on record from then on: a run that goes
+    on is done as it was begun, whatever other runs have met in the meantime.
+    """
     events = read_events(run_dir.events()) + read_events(run_dir.events(SUPERVISOR))
     if events:
         return replace(situation, changes=changes_of(events))
-    if situation.changes:
-        writer = EventWriter(run_dir.events(SUPERVISOR), session=1)
-        for change in situation.changes:
-            on_event(_tell_change(writer, change, REMEMBERED))
-        writer.close()
+    for sentence in kept.notices(situation):
+        say(sentence)
+    for change in situation.changes:
+        record(run_dir, 1, "change", **change_fields(change, REMEMBERED))
     return situation
 
 
-def _tell_change(writer: EventWriter, change: str, seen: str) -> Event:
+def record(run_dir: RunDir, session: int, event_type: str, **fields: Any) -> Event:
+    """Write one event of the supervisor."""
+    writer = EventWriter(run_dir.events(SUPERVISOR), session)
+    try:
+        return writer.write(event_type, **fields)
+    finally:
+        writer.close()
+
+
+def change_fields(change: str, seen: str) -> dict[str, str]:
+    """Of the event ``change``."""
     row = BY_ID[change]
-    return writer.write("change", id=change, effect=row.effect, seen=seen, text=row.text)
+    return {"id": change, "effect": row.effect, "seen": seen, "text": row.text}
 
 
 @dataclass
@@ -120,7 +136,7 @@ class Supervisor:
             LoraRocmError: what no further start can cure.
             GaveUpError: the budget of restarts is spent.
             StoppedError: the user asked to stop, and it had to be ended.
-            WorkerHungError: it cannot be ended.
+            WorkerHungError: it hung and there is no further start, or it cannot be ended.
         """
         self.run_dir.stop.unlink(missing_ok=True)
         with stop_signals() as asked:
@@ -128,9 +144,11 @@ class Supervisor:
                 outcome = self._start(asked)
                 if isinstance(outcome, int):
                     return outcome
-                failure, state = outcome
-                self._settle(failure, state, stop=asked.count > 0 or self.run_dir.stop.exists())
+                self._settle(*outcome, stop=self._stops(asked))
                 self.checkpoint = None
+
+    def _stops(self, asked: Asked) -> bool:
+        return asked.count > 0 or self.run_dir.stop.exists()
 
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
         """One start of the worker: its exit code, or how it failed."""
@@ -143,86 +161,77 @@ class Supervisor:
             limits,
             self.clock(),
             self._learned,
+            updates=self._newest,
             beat=read_heartbeat(run_dir.heartbeat()),
             log_bytes=_size(run_dir.worker_log),
         )
+        on_event = partial(self._take, state)
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
         with Worker(run_dir, self._planned.applied_to(self.environ), command) as worker:
-            hung = self._watch(worker, state, asked)
-            if hung is not None:
-                self._end(worker, state, min(stacks_after_s, MAX_STACKS_S), asked)
+            hung: list[Hung] = []
+            if worker.follow(asked, on_event, self.say, partial(self._is_late, state, hung)):
+                self._keep_stacks(state, stacks_after_s)
+                if not worker.kill():
+                    error = unkillable(worker.pid, self.again)
+                    self._tell("failure", **self._failure(error, hung, state, worker, began).to_event())
+                    raise error
+                worker.follow(asked, on_event, self.say)  # what it said to the very last
             try:
                 return worker.verdict()
             except StoppedError:
                 raise
             except LoraRocmError as error:
                 worker.kill()  # what it may have left behind
-                return self._failure(error, hung, state, worker.pid, began, stop=asked.count > 0), state
+                if hung and error.code == DIED and self._stops(asked):
+                    what = (
+                        f"It did not stop within {hung[0].limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
+                    )
+                    raise StoppedError("killed", what) from None
+                return self._failure(error, hung, state, worker, began), state
 
-    def _watch(self, worker: Worker, state: WatchState, asked: Asked) -> Hung | None:
-        """Hand on its events until it ends, or hangs."""
-        decisions: list[Hung] = []
+    def _take(self, state: WatchState, event: Event) -> None:
+        state.on_event(event, self.clock())
+        self.on_event(event)
+        if event["type"] == "change":
+            self._change(event["id"], event["seen"])
 
-        def is_late() -> bool:
-            now = self.clock()
-            state.on_look(now)
-            state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat()), now)
-            state.on_log(_size(self.run_dir.worker_log), now)
-            decision = decide(state, now)
-            if isinstance(decision, Hung):
-                decisions.append(decision)
-            return bool(decisions)
+    def _is_late(self, state: WatchState, hung: list[Hung]) -> bool:
+        now = self.clock()
+        state.on_look(now)
+        state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat()), now)
+        state.on_log(_size(self.run_dir.worker_log), now)
+        decision = decide(state, now)
+        if isinstance(decision, Hung):
+            hung.append(decision)
+        return bool(hung)
 
-        def on_event(event: Event) -> None:
-            state.on_event(event, self.clock())
-            self.on_event(event)
-            if event["type"] == "change":
-                self._change(event["id"], event["seen"])
-
-        self._on_event = on_event
-        worker.follow(asked, on_event, self.say, is_late)
-        return decisions[0] if decisions else None
-
-    def _end(self, worker: Worker, state: WatchState, stacks_s: float, asked: Asked) -> None:
-        """End a worker that hangs, as soon as its stacks are on file (where it is far enough to write them)."""
-        deadline = time.monotonic() + stacks_s + STACKS_EXTRA_S
+    def _keep_stacks(self, state: WatchState, after_s: float) -> None:
+        """Copy the stacks of a worker that hangs; they may take a moment, and before its first word there are none."""
+        deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
         while state.left_at is None and not _size(self.run_dir.stacks()) and time.monotonic() < deadline:
             time.sleep(STACKS_POLL_S)
         if _size(self.run_dir.stacks()):
             with suppress(OSError):  # evidence that cannot be kept does not keep the run from going on
                 shutil.copyfile(self.run_dir.stacks(), self.run_dir.stacks_kept(self._session))
-        if not worker.kill():
-            raise unkillable(worker.pid, self.again)
-        worker.follow(asked, self._on_event, self.say)  # what it said to the very last
 
     def _failure(
-        self, error: LoraRocmError, hung: Hung | None, state: WatchState, pid: int, began: Moment, *, stop: bool
+        self, error: LoraRocmError, hung: list[Hung], state: WatchState, worker: Worker, began: Moment
     ) -> Failure:
-        """How a start ended.
-
-        Raises:
-            StoppedError: the user had asked to stop, and that it had to be ended is no failure.
-        """
-        where = f"{state.phase}, after step {state.updates}"
-        if error.code != "worker-died":  # it had a word of its own
-            hung = None
-        elif hung is not None:
-            if stop:
-                raise StoppedError(
-                    "killed", f"It did not stop within {hung.limit_s:g} s and was ended. {kept(self.run_dir)}"
-                )
-            error = hung_error(hung, where)
+        """How a start ended. Where it had a last word, that counts, and not that it hung on its way out."""
+        late = hung[0] if hung and error.code in (DIED, UNKILLABLE) else None
+        if late is not None and error.code == DIED:
+            error = hung_error(late, f"phase {state.phase}, after step {state.updates}")
         lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
         stacks = self.run_dir.stacks_kept(self._session)
         return Failure(
-            seen=seen_of(error, hung, lines, pid),
+            seen=seen_of(error, late, lines, worker.pid),
             phase=state.phase,
             activity=state.activity,
             updates=state.updates,
             error=error,
-            silent_s=hung.silent_s if hung else None,
-            limit_s=hung.limit_s if hung else None,
-            stacks=stacks.name if hung and stacks.exists() else None,
+            silent_s=late.silent_s if late else None,
+            limit_s=late.limit_s if late else None,
+            stacks=stacks.name if late and stacks.exists() else None,
             kernel_log=lines,
         )
 
@@ -240,20 +249,14 @@ class Supervisor:
         if isinstance(judgement, Raise):
             raise judgement.error
         if isinstance(judgement, GiveUp):
-            raise GaveUpError(
-                "gave-up",
-                account(history, judgement.reason, self.situation.changes),
-                where=str(self.run_dir.path),
-                fix="Everything up to the last checkpoint is kept. lora-rocm doctor says what is known about this "
-                f"machine; then go on with:\n  {self.again}",
-            )
+            raise gave_up(history, judgement.reason, self.situation.changes, str(self.run_dir.path), self.again)
         self._history = history.with_restart(judgement)
         self._prepare(failure, judgement)
 
     def _prepare(self, failure: Failure, restart: Restart) -> None:
+        """Put the changes in force, and tell that there is a further start."""
         for change in restart.changes:
-            row = BY_ID[change]
-            self._tell("change", id=change, effect=row.effect, seen=failure.seen, text=row.text)
+            self._tell("change", **change_fields(change, str(failure.seen)))
             self._change(change, str(failure.seen))
         planned = plan(self.situation)
         if planned != self._planned:
@@ -281,15 +284,10 @@ class Supervisor:
 
     def _change(self, change: str, seen: str) -> None:
         self.situation = changed(self.situation, change)
-        try:
-            self.keep(self.situation, change, seen)
-        except StorageError as error:
-            self.say(f"This change could not be remembered for this machine. {error}")
+        self.keep(self.situation, change, seen)
 
     def _tell(self, event_type: str, **fields: Any) -> None:
-        writer = EventWriter(self.run_dir.events(SUPERVISOR), self._session)
-        self.on_event(writer.write(event_type, **fields))
-        writer.close()
+        self.on_event(record(self.run_dir, self._session, event_type, **fields))
 
 
 def newest_checkpoint(run_dir: RunDir) -> int:

@@ -41,6 +41,6 @@ def supervisor(
         command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
         return [*command, "--attempt", str(attempt), "--stacks-after", f"{stacks_after_s:g}"]
 
-    made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), on_event)
+    made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), say)
     options = {"read_log": lambda moment: (), "environ": {**os.environ, "PYTHONPATH": str(ROOT)}, **options}
     return Supervisor(run_dir, recipe, made, command, on_event, say, again="lora-rocm train r.yaml", **options)
