@@ -13,7 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from lora_rocm.run.slow import Spilling
 from lora_rocm.run.smoothing import Smoothed
+from lora_rocm.run.trouble import change_text, failure_text, restart_text
 from lora_rocm.run.wording import number_text, rate_text, size_text, time_text
 
 LINE_EVERY_S = 10.0
@@ -44,10 +46,10 @@ class View(Protocol):
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``View``."""
+    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``slow.spill_bytes``."""
 
-    def __init__(self, view: View) -> None:
-        self.view = view
+    def __init__(self, view: View, spill_bytes: int | None = None) -> None:
+        self.view, self.spilling = view, Spilling(spill_bytes)
         self.loss = Smoothed()
         self.step_s = Smoothed(0.9)
         self.repairs = 0
@@ -60,6 +62,9 @@ class ProgressDisplay:
         draw = getattr(self, f"_on_{event['type']}", None)
         if draw is not None:
             draw(event)
+        slow = self.spilling.on_event(event)
+        if slow:
+            self.say(f"Warning: {slow}")
 
     def _on_start(self, event: Event) -> None:
         resumed = event["resumed_from"]
@@ -130,6 +135,15 @@ class ProgressDisplay:
     def _on_notice(self, event: Event) -> None:
         self.say(f"Note: {event['text']}")
 
+    def _on_failure(self, event: Event) -> None:
+        self.say(failure_text(event))
+
+    def _on_change(self, event: Event) -> None:
+        self.say(change_text(event))
+
+    def _on_restart(self, event: Event) -> None:
+        self.say(restart_text(event))
+
     def _on_end(self, event: Event) -> None:
         self.view.end()
 
@@ -187,11 +201,14 @@ class LineView:
 
 
 @contextmanager
-def make_progress(stream: TextIO | None = None) -> Iterator[ProgressDisplay]:
-    """A display on a terminal or a plain stream (standard output unless given); the bar is taken down at the end."""
+def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) -> Iterator[ProgressDisplay]:
+    """A display on a terminal or a plain stream (standard output unless given); the bar is taken down at the end.
+
+    ``spill_bytes``: see ``slow.spill_bytes``.
+    """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
-        yield ProgressDisplay(view)
+        yield ProgressDisplay(view, spill_bytes)
     finally:
         view.end()

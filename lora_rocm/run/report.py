@@ -15,8 +15,11 @@ from lora_rocm.run.events import current_steps, read_events
 from lora_rocm.run.layout import RunDir, write_atomic
 from lora_rocm.run.page import header, page, paragraph, picture, picture_table, preformatted, section, table
 from lora_rocm.run.plot import Point, Series, line_plot
+from lora_rocm.run.slow import spilled
 from lora_rocm.run.smoothing import Smoothed
+from lora_rocm.run.spikes import spikes_section
 from lora_rocm.run.status import result_files
+from lora_rocm.run.trouble import failure_text, in_time, last_word, trouble_section
 from lora_rocm.run.wording import number_text, rate_text, size_text, time_text
 
 MAX_ROUNDS = 12
@@ -44,9 +47,16 @@ class Facts:
     recipe: Recipe | None
     result: dict[str, Any]
     environment: dict[str, Any]
+    trouble: list[Event]
+    """Failures, changes and restarts, of the worker's events and of the supervisor's."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
+
+    def since_start(self) -> list[Event]:
+        """The events since the last start of the worker."""
+        starts = [number for number, event in enumerate(self.events) if event["type"] == "start"]
+        return self.events[starts[-1] :] if starts else self.events
 
     def last(self, event_type: str) -> Event | None:
         return next((event for event in reversed(self.events) if event["type"] == event_type), None)
@@ -59,13 +69,13 @@ def write_report(run_dir: RunDir) -> Path:
         StorageError: it cannot be written.
     """
     events = read_events(run_dir.events())
+    trouble = in_time(events, read_events(run_dir.events("supervisor")))
     try:
         recipe = load_recipe(run_dir.recipe).recipe
     except RecipeError:
         recipe = None
-    facts = Facts(
-        run_dir, events, current_steps(events), recipe, _read_json(run_dir.result), _read_json(run_dir.environment)
-    )
+    result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
+    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble)
     title = recipe.output.name if recipe else run_dir.path.name
     html = page(
         f"{title}: lora-rocm report",
@@ -74,8 +84,10 @@ def write_report(run_dir: RunDir) -> Path:
             _concept(facts),
             _before_after(facts),
             _curves(facts),
+            spikes_section(facts.steps),
             _previews(facts),
             _guard(facts),
+            trouble_section(facts.trouble),
             _repaired(facts),
             _exports(facts),
             _data(facts),
@@ -98,15 +110,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _headline(facts: Facts, title: str) -> str:
-    data, error, end = facts.last("data"), facts.last("error"), facts.last("end")
+    data, now = facts.last("data"), facts.since_start()
+    said = next((event for event in reversed(now) if event["type"] in ("error", "end")), None)
+    hung = last_word(facts.events, facts.trouble)
     updates = facts.steps[-1]["updates"] if facts.steps else 0
     total = data["max_train_steps"] if data else "?"
     if facts.result:
         state = paragraph(f"Finished: {facts.result.get('updates', updates)} steps.", "good")
-    elif error and (end is None or error["time"] > end["time"]):
-        state = paragraph(f"Ended at step {updates} of {total}: {error['what']}", "bad") + paragraph(
-            error["fix"], "soft"
-        )
+    elif said and said["type"] == "error":
+        state = paragraph(f"Ended at step {updates} of {total}: {said['what']}", "bad") + paragraph(said["fix"], "soft")
+    elif hung:
+        state = paragraph(f"Ended at step {updates} of {total}: {failure_text(hung)}", "bad")
     else:
         state = paragraph(f"Not finished: step {updates} of {total}. Go on with --resume latest.", "bad")
     about = ""
@@ -316,7 +330,9 @@ def _timings(facts: Facts) -> str:
         rows.append(("memory, highest", size_text(max(step["memory_bytes"] for step in facts.steps))))
     starts = len(facts.all("start"))
     note = paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else ""
-    return section("Timings", table((), rows), note, paragraph(f"Started {starts} times.") if starts > 1 else "")
+    device = facts.recipe.runtime.device if facts.recipe else "auto"
+    slow = "".join(paragraph(text, "bad") for text in spilled(facts.environment, device, facts.events))
+    return section("Timings", table((), rows), slow, note, paragraph(f"Started {starts} times.") if starts > 1 else "")
 
 
 def _recipe(facts: Facts) -> str:

@@ -64,6 +64,33 @@ def data_fields(**changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
+def failure_fields(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "seen": "died",
+        "phase": "step",
+        "activity": "step",
+        "updates": 12,
+        "silent_s": None,
+        "limit_s": None,
+        "code": "worker-died",
+        "what": "It ended without a word.",
+        "where": "",
+        "stacks": None,
+        "kernel_log": [],
+    }
+    return {**fields, **changes}
+
+
+def change_fields(**changes: Any) -> dict[str, Any]:
+    text = "copies are made by shaders instead of the copy engines"
+    return {"id": "sdma-off", "effect": "exact", "seen": "hang", "text": text, **changes}
+
+
+def restart_fields(**changes: Any) -> dict[str, Any]:
+    fields = {"number": 1, "spent": 1, "budget": 10, "progress": True, "from_updates": 10, "attempt": 0, "changes": []}
+    return {**fields, **changes}
+
+
 def write_whole_run(run_dir: RunDir) -> None:
     """Everything that a run can leave: previews, incidents, exports, result."""
     from PIL import Image

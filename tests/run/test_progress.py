@@ -10,7 +10,14 @@ from rich.console import Console
 from lora_rocm.run import progress
 from lora_rocm.run.events import EVENT_FIELDS
 from lora_rocm.run.progress import BarView, LineView, ProgressDisplay, make_progress
-from tests.run.fake_run import data_fields, start_fields, step_fields
+from tests.run.fake_run import (
+    change_fields,
+    data_fields,
+    failure_fields,
+    restart_fields,
+    start_fields,
+    step_fields,
+)
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", start_fields(resumed_from=7)),
@@ -30,6 +37,9 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("export", {"format": "kohya", "path": "lora.safetensors", "max_difference": 1e-6, "cannot_read": []}),
     ("concept", {"score": 0.9, "control": None, "detail": {}}),
     ("notice", {"text": "[bold]as it is[/bold]"}),
+    ("change", change_fields()),
+    ("failure", failure_fields(what="[b]boom[/b]")),
+    ("restart", restart_fields()),
     ("error", {"code": "c", "what": "w", "where": "", "fix": "", "exit_code": 3}),
     ("end", {"reason": "done", "updates": 3, "exit_code": 0}),
 ]
@@ -85,3 +95,37 @@ def test_the_stream_decides(monkeypatch: Any) -> None:
         assert isinstance(display.view, LineView)
         display.say("hello")
     assert stream.getvalue() == "hello\n"
+
+
+def said(*events: tuple[str, dict[str, Any]], spill_bytes: int | None = None) -> list[str]:
+    stream = io.StringIO()
+    display = ProgressDisplay(LineView(stream, every_s=3600.0), spill_bytes)
+    for event_type, fields in events:
+        display.on_event({"type": event_type, "time": 0.0, "session": 0, **fields})
+    return stream.getvalue().splitlines()
+
+
+def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
+    hang = failure_fields(seen="hang", silent_s=312.4, limit_s=300.0, activity="wait", stacks="stacks-1.txt")
+    lines = said(("failure", hang), ("change", change_fields()), ("restart", restart_fields(attempt=0)))
+    assert lines == [
+        "The training process was silent for 312 s, of 300 allowed, in the phase step (wait), after step 12, and was "
+        "ended; where it stood is in stacks-1.txt",
+        "Changed because of: hang: copies are made by shaders instead of the copy engines (no number changes)",
+        "Restart 1: going on from step 10; 1 of 10 restarts are spent",
+    ]
+    (line,) = said(("failure", failure_fields()))
+    assert line == "The training process failed in the phase step, after step 12: It ended without a word."
+    (other,) = said(("restart", restart_fields(attempt=2)))
+    assert "other noise (attempt 2)" in other
+    (rounding,) = said(("change", change_fields(effect="rounding", seen="remembered")))
+    assert rounding.startswith("Changed because of an earlier run on this machine: ") and "rounded" in rounding
+
+
+def test_memory_that_spills_is_said_once() -> None:
+    steps = [("step", step_fields(n, step_s=0.2 if n < 30 else 0.9, memory_bytes=2**30)) for n in range(1, 34)]
+    warnings = [line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]
+    assert len(warnings) == 0, "four slow steps of ten are no rule"
+    steps += [("step", step_fields(n, step_s=0.9, memory_bytes=2**30)) for n in range(34, 41)]
+    assert len([line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]) == 1
+    assert [line for line in said(*steps) if line.startswith("Warning: ")] == []

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from lora_rocm.run import report
+from lora_rocm.run import report, trouble
 from lora_rocm.run.events import EventWriter
-from lora_rocm.run.layout import RunDir
+from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.report import write_report
-from tests.run.fake_run import data_fields, save_recipe, start_fields, step_fields, write_whole_run
+from tests.host.situations import facts_of
+from tests.run.fake_run import (
+    change_fields,
+    data_fields,
+    failure_fields,
+    restart_fields,
+    save_recipe,
+    start_fields,
+    step_fields,
+    write_whole_run,
+)
 
 VOID = {"meta", "img", "line", "circle", "polyline", "br"}
 
@@ -67,6 +78,7 @@ def test_a_whole_run(run_dir: RunDir) -> None:
         "Has it learned the concept?",
         "Before and after",
         "Curves",
+        "Steps that stand out",
         "Previews over time",
         "Guard",
         "Cache",
@@ -161,3 +173,104 @@ def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
     html, _ = checked(write_report(run_dir))
     assert "14 transfers were checked, 1 failed and were sent again." in html
     assert "Started 2 times." in html
+
+
+def failures(run_dir: RunDir, effect: str = "exact", attempt: int = 0) -> None:
+    """Of a supervisor: a hang, a change, a restart; then a worker that changes something itself."""
+    worker = EventWriter(run_dir.events(), session=1)
+    worker.write("start", **start_fields())
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    log = ["[ 12.5] amdgpu: <ring> gfx_0.0.0 timeout & reset"]
+    supervisor.write(
+        "failure",
+        **failure_fields(seen="hang", silent_s=312.0, limit_s=300.0, stacks="<b>stacks</b>-1.txt", kernel_log=log),
+    )
+    supervisor.write("change", **change_fields(effect=effect))
+    supervisor.write("restart", **restart_fields(attempt=attempt))
+    time.sleep(0.005)  # events have milliseconds
+    worker.write(
+        "change", **change_fields(id="checkpointing", seen="out-of-memory", text="<i>again</i>", effect=effect)
+    )
+    worker.close()
+    supervisor.close()
+
+
+@pytest.mark.parametrize(
+    ("effect", "attempt", "words", "others"),
+    [
+        ("exact", 0, trouble.EXACT, (trouble.ROUNDING, trouble.OTHER_NOISE)),
+        ("rounding", 0, trouble.ROUNDING, (trouble.EXACT, trouble.OTHER_NOISE)),
+        ("rounding", 1, trouble.OTHER_NOISE, (trouble.EXACT, trouble.ROUNDING)),
+    ],
+)
+def test_restarts_and_changes_are_told_with_the_promise_that_holds(
+    run_dir: RunDir, effect: str, attempt: int, words: str, others: tuple[str, ...]
+) -> None:
+    failures(run_dir, effect, attempt)
+    html, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" in checker.headings
+    assert words in html and not [other for other in others if other in html]
+    assert "was started again once" in html and "&lt;ring&gt; gfx_0.0.0 timeout &amp; reset" in html
+    assert "&lt;b&gt;stacks&lt;/b&gt;-1.txt" in html and "&lt;i&gt;again&lt;/i&gt;" in html
+    rows = re.findall("<td>(failure|change|restart)</td>", html)
+    assert rows == ["failure", "change", "restart", "change"], "in the order of time, from both files"
+
+
+@pytest.mark.parametrize("missing", ["events.jsonl", "events.supervisor.jsonl"])
+def test_each_event_file_is_told_without_the_other(run_dir: RunDir, missing: str) -> None:
+    failures(run_dir)
+    (run_dir.path / missing).unlink()
+    html, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" in checker.headings
+    assert ("again</i>" in html.replace("&lt;", "<").replace("&gt;", ">")) is (missing != "events.jsonl")
+
+
+def test_a_run_without_trouble_has_no_such_part(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    _, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" not in checker.headings
+
+
+def test_a_hang_without_a_last_word_is_the_headline(run_dir: RunDir) -> None:
+    failures(run_dir)
+    html, _ = checked(write_report(run_dir))
+    assert "Ended at step 0 of ?: The training process was silent for 312 s" in html
+    time.sleep(0.005)  # events have milliseconds
+    writer = EventWriter(run_dir.events(), session=2)
+    writer.write("start", **start_fields(resumed_from=2))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "Not finished" in html and "Ended at" not in html
+
+
+def test_an_error_that_was_got_over_is_no_headline(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("start", **start_fields())
+    writer.write("error", code="c", what="The copies failed.", where="", fix="", exit_code=3)
+    assert "Ended at step 0 of ?: The copies failed." in checked(write_report(run_dir))[0]
+    writer.write("start", **start_fields(resumed_from=2))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "The copies failed." not in html and "Not finished" in html
+
+
+def test_a_spike_is_in_the_table(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    for updates in range(1, 40):
+        writer.write("step", **step_fields(updates, loss=7.5 if updates == 30 else 0.1))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "<td>30</td><td>7.5</td><td>0.1</td>" in html
+
+
+def test_memory_that_spilled_is_told(run_dir: RunDir) -> None:
+    facts = facts_of("windows-rx9070xt")
+    write_json(run_dir.environment, {"machine": facts.to_json()})
+    writer = EventWriter(run_dir.events(), session=1)
+    for updates in range(1, 60):
+        writer.write("step", **step_fields(updates, step_s=0.2 if updates < 30 else 0.9, memory_bytes=2**34))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "times slower" in html and "memory is full" in html
+    write_json(run_dir.environment, {"machine": facts_of("linux-rx7900xtx").to_json()})
+    assert "times slower" not in checked(write_report(run_dir))[0]

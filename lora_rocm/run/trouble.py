@@ -1,0 +1,116 @@
+"""What went wrong in a run and was got over: failures, changes and restarts, from both event files, by time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from lora_rocm.run.page import paragraph, preformatted, section, table
+
+Event = dict[str, Any]
+
+TYPES = ("failure", "change", "restart")
+MAX_ROWS = 200
+MAX_LOGS, MAX_LOG_LINES = 10, 40
+DAY = "%Y-%m-%d %H:%M:%S"
+EXACT = (
+    "No change alters a number: with the same samples and noise, the result is that of an undisturbed run, to the byte "
+    "where the kernels are deterministic (the CPU, or runtime.deterministic)."
+)
+ROUNDING = (
+    "Some changes alter how numbers are rounded, not what is computed: samples, noise and the effective batch are "
+    "those of an undisturbed run, and the result has its meaning, but not its bytes."
+)
+OTHER_NOISE = (
+    "The run was rolled back to other noise: from there on it is another run of the same recipe, as sound as the first."
+)
+
+
+def in_time(*streams: Iterable[Event]) -> list[Event]:
+    """Failures, changes and restarts of several event files, in the order of time."""
+    found = [event for stream in streams for event in stream if event["type"] in TYPES]
+    return sorted(found, key=lambda event: float(event["time"]))
+
+
+def failure_text(event: Event) -> str:
+    """What happened, in one line."""
+    if event["silent_s"] is None:
+        return (
+            f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {event['what']}"
+        )
+    doing = event["activity"] if event["activity"] and event["activity"] != event["phase"] else ""
+    where = f"{event['phase']} ({doing})" if doing else event["phase"]
+    limit = f", of {event['limit_s']:g} allowed," if event["limit_s"] is not None else ""
+    stacks = f"; where it stood is in {event['stacks']}" if event["stacks"] else ""
+    return (
+        f"The training process was silent for {event['silent_s']:.3g} s{limit} in the phase {where}, after step "
+        f"{event['updates']}, and was ended{stacks}"
+    )
+
+
+def change_text(event: Event) -> str:
+    """What is done otherwise from here on, in one line."""
+    before = event["seen"] == "remembered"
+    because = "because of an earlier run on this machine" if before else f"because of: {event['seen']}"
+    kept = "no number changes" if event["effect"] == "exact" else "numbers are rounded otherwise"
+    return f"Changed {because}: {event['text']} ({kept})"
+
+
+def restart_text(event: Event) -> str:
+    """Where it goes on, in one line."""
+    noise = f", with other noise (attempt {event['attempt']})" if event["attempt"] else ""
+    return (
+        f"Restart {event['number']}: going on from step {event['from_updates']}{noise}; {event['spent']} of "
+        f"{event['budget']} restarts are spent"
+    )
+
+
+TEXTS = {"failure": failure_text, "change": change_text, "restart": restart_text}
+
+
+def last_word(events: Iterable[Event], trouble: Iterable[Event]) -> Event | None:
+    """The failure of the last start, where the worker itself said nothing of its end (it hung, or was killed)."""
+    last = next((event for event in reversed(list(trouble)) if event["type"] == "failure"), None)
+    for event in reversed(list(events)):
+        if event["type"] in ("error", "end"):
+            return None
+        if event["type"] == "start":
+            return last if last is not None and last["time"] >= event["time"] else None
+    return last
+
+
+def promise(events: Iterable[Event]) -> str:
+    """Which of the promises about the result holds after these events."""
+    found = list(events)
+    if any(event["type"] == "restart" and event["attempt"] for event in found):
+        return OTHER_NOISE
+    exact = all(event["effect"] == "exact" for event in found if event["type"] == "change")
+    return EXACT if exact else ROUNDING
+
+
+def trouble_section(events: list[Event]) -> str:
+    """The part of the report; empty where nothing went wrong."""
+    if not events:
+        return ""
+    restarts = [event for event in events if event["type"] == "restart"]
+    times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
+    rows = [
+        (time.strftime(DAY, time.localtime(event["time"])), event["type"], TEXTS[event["type"]](event))
+        for event in events[:MAX_ROWS]
+    ]
+    more = paragraph(f"... and {len(events) - MAX_ROWS} more") if len(events) > MAX_ROWS else ""
+    logged = [event for event in events if event["type"] == "failure" and event["kernel_log"]]
+    logs = [
+        f"<h3>Kernel log, failure after step {int(event['updates'])}</h3>"
+        + preformatted("\n".join(map(str, event["kernel_log"][-MAX_LOG_LINES:])))
+        for event in logged[-MAX_LOGS:]
+    ]
+    return section(
+        "Restarts and changes",
+        paragraph(f"The training process was started again {times}."),
+        paragraph(promise(events)),
+        table(("when", "", "what"), rows),
+        more,
+        *logs,
+    )
