@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 SPEC_VERSION = 1  # raise it when the same picture or caption would be encoded otherwise
 METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
 MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 8
 MAX_ENTRY_BYTES = 1 << 29  # a picture of 100 megapixels takes 50 MB
 CHUNK_WORDS = 1 << 20
 WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
@@ -153,7 +154,7 @@ def _parse(text: bytes, data_at: int) -> Header:
 def _span(entry: dict[str, Any], data_at: int) -> tuple[int, int]:
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
-    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
         raise ValueError("sizes are whole numbers")
     if end - begin != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
         raise ValueError("another size than it says")

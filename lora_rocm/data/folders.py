@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.errors import DataError
+from lora_rocm.host.plain import read_plain
+from lora_rocm.host.printable import legible, one_line
 
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|picture|screenshot)?[\W\d_]*", re.IGNORECASE)
 NUM_NAMED = 3
+MAX_CAPTION_BYTES = 1 << 16  # text encoders see a few hundred words at most
 
 
 @dataclass(frozen=True)
@@ -77,23 +81,28 @@ def source_folder(path: str, index: int) -> Path:
 def walk(root: Path, caption_extension: str) -> Folder:
     """Find the pictures and caption files in a folder and its sub-folders. Names that begin with a dot are left out.
 
-    Linked folders are followed, each once, so that a loop of links ends.
+    Linked folders and files are followed, each folder once, so that a loop of links ends; links that lead out of
+    ``root`` are said, for what is trained on may end up in a file that is given away.
 
     Raises:
         DataError: no picture at all.
     """
-    folder = Folder(root.name)
+    folder = Folder(shown(root.name))
     others: Counter[str] = Counter()
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
-    for parent, names in _files(root, folder.notices):
-        for name in names:
-            path = parent / name
-            if path.suffix.lower() in wanted:
-                folder.pictures.append((path, shown(path.relative_to(root).as_posix())))
-            elif path.suffix.lower() == extension:
-                folder.captions[parent, path.stem] = path
-            else:
-                others[path.suffix.lower() or "no extension"] += 1
+    taken: set[str] = set()
+    for path in _files(root, folder.notices):
+        if path.suffix.lower() in wanted:
+            relative = shown(path.relative_to(root).as_posix())
+            if relative in taken:  # names that differ only in what cannot be shown
+                folder.notices.append(f"Left out, as another name looks the same: {relative}.")
+                continue
+            taken.add(relative)
+            folder.pictures.append((path, relative))
+        elif path.suffix.lower() == extension:
+            folder.captions[path.parent, path.stem] = path
+        else:
+            others[shown(path.suffix.lower()) or "no extension"] += 1
     if not folder.pictures:
         others[extension] += len(folder.captions)
         seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(6) if count) or "no files"
@@ -109,23 +118,44 @@ def walk(root: Path, caption_extension: str) -> Folder:
     return folder
 
 
-def _files(root: Path, notices: list[str]) -> list[tuple[Path, list[str]]]:
-    """(folder, file names) of the whole tree."""
-    found: list[tuple[Path, list[str]]] = []
-    visited: set[str] = set()
-
-    def refused(error: OSError) -> None:
-        notices.append(f"The folder {shown(error.filename)} cannot be read: {error.strerror}.")
-
-    for parent, folders, names in os.walk(root, onerror=refused, followlinks=True):
+def _files(root: Path, notices: list[str]) -> Iterator[Path]:
+    """Every file of the tree, folder by folder."""
+    real_root, visited, outside = os.path.realpath(root), set[str](), list[str]()
+    pending = [root]  # no recursion: a tree can be deeper than Python's stack
+    while pending:
+        parent = pending.pop()
         real = os.path.realpath(parent)
         if real in visited:
-            folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found.append((Path(parent), [name for name in names if not name.startswith(".")]))
-    return found
+        try:
+            with os.scandir(parent) as listed:
+                entries = sorted((entry for entry in listed if not entry.name.startswith(".")), key=lambda e: e.name)
+        except OSError as error:
+            notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
+            continue
+        pending += [parent / entry.name for entry in reversed(entries) if _is_folder(entry)]
+        for entry in entries:
+            if not _is_folder(entry):
+                path = parent / entry.name
+                target = os.path.realpath(path) if entry.is_symlink() else os.path.join(real, entry.name)
+                if not _lies_in(target, real_root):
+                    outside.append(f"{shown(path.relative_to(root).as_posix())} -> {shown(target)}")
+                yield path
+    if outside:
+        files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
+        notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _leave_out_unwanted(folder: Folder) -> None:
@@ -151,14 +181,14 @@ def read_caption(path: Path) -> str:
     """The text of a caption file (UTF-8, with or without a byte-order mark) on one line.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
+        OSError, UnicodeDecodeError: it cannot be read, or is no caption (a pipe, a file of gigabytes).
     """
-    return " ".join(path.read_text(encoding="utf-8-sig").split())
+    return one_line(read_plain(path, MAX_CAPTION_BYTES).decode("utf-8-sig"))
 
 
 def file_name_caption(path: Path) -> str:
     """The file name as words."""
-    return _words(shown(path.stem))
+    return one_line(path.stem.replace("_", " "))
 
 
 def describes(caption: str) -> bool:
@@ -173,8 +203,8 @@ def some(names: list[str]) -> str:
 
 
 def shown(path: object) -> str:
-    """A path as text that can be written as UTF-8, whatever bytes are in the file's name."""
-    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    """A path as text on one line that can be shown and written, whatever bytes are in the file's name."""
+    return legible(str(path))
 
 
 def _words(text: str) -> str:

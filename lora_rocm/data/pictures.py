@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import struct
 import warnings
@@ -11,13 +13,19 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from lora_rocm.host.plain import check_plain
+
 if TYPE_CHECKING:
     from PIL import Image, ImageCms
 
     from lora_rocm.data.buckets import Geometry
 
-# Formats that Pillow knows by name only, and EPS, for which it would run Ghostscript on a file nobody has looked at.
-NOT_READ = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG"})
+# Formats that people keep pictures in; HEIF and JXL where a plugin has taught them to Pillow. It knows more, but a file
+# is of the format that its content says, whatever its name: for EPS it would run Ghostscript, for WMF the drawing code
+# of Windows, and what is left (FITS, SPIDER, ...) nobody trains on.
+READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
+MAX_HEADER_COST, COST_OF_A_READ = 1 << 25, 64  # bytes
+MAX_PICTURE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 512 MiB without any compression
 # EXIF after a PNG's pixels is found by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_BYTES = 65536
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
@@ -35,7 +43,7 @@ def readable_formats() -> tuple[str, ...]:
 
     Image.preinit()
     Image.init()
-    return tuple(name for name in Image.ID if name not in NOT_READ)
+    return tuple(name for name in Image.ID if name in READ)
 
 
 @lru_cache(maxsize=1)
@@ -51,14 +59,16 @@ def read_size(file: Path | BinaryIO) -> tuple[int, int]:
     """(width, height) after EXIF orientation, from the header: no pixels are decoded (but see PNG_TAIL_BYTES).
 
     Raises:
-        UnreadablePicture: not a picture, or a damaged or unreadable one.
+        UnreadablePicture: not a picture, or a damaged or unreadable one, or one too large to be decoded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; neither matters here
         try:
-            with _open(file) as image:
-                width, height = image.size
-                return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+            if not isinstance(file, Path):
+                return _upright_size(file)
+            check_plain(file, MAX_PICTURE_BYTES)
+            with file.open("rb") as opened:
+                return _upright_size(opened)
         except _decode_errors() as error:
             raise UnreadablePicture(_reason(error, file)) from error
 
@@ -108,10 +118,51 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     return image.crop((left, top, left + geometry.target_hw[1], top + geometry.target_hw[0]))
 
 
-def _open(file: Path | BinaryIO) -> Image.Image:
+class _Frugal:
+    """A file that is read for its header, at a bounded cost; afterwards like any other.
+
+    Pillow joins the parts of a JPEG's EXIF data again and again (125 MB of them take minutes), keeps every chunk of a
+    PNG, and reads the comment of a PPM letter by letter.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+        position = file.tell()
+        start = file.read(12)
+        file.seek(position)
+        # WebP and the family of AVIF are handed as a whole to their own libraries
+        whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
+        self.left: float = math.inf if whole else MAX_HEADER_COST
+
+    def read(self, size: int = -1, /) -> bytes:
+        content = self._file.read(size)
+        self.left -= max(len(content), COST_OF_A_READ)
+        if self.left < 0:
+            raise OSError(errno.EFBIG, "its header has no end")
+        return content
+
+    def readline(self, size: int = -1, /) -> bytes:
+        content = self._file.readline(min(size, MAX_HEADER_COST) if size >= 0 else MAX_HEADER_COST)
+        self.left -= max(len(content), COST_OF_A_READ)
+        if self.left < 0:
+            raise OSError(errno.EFBIG, "its header has no end")
+        return content
+
+
+def _open(file: BinaryIO) -> Image.Image:
     from PIL import Image
 
-    return Image.open(file, formats=readable_formats())
+    frugal = _Frugal(file)
+    image = Image.open(frugal, formats=readable_formats())
+    frugal.left = math.inf
+    return image
+
+
+def _upright_size(file: BinaryIO) -> tuple[int, int]:
+    with _open(file) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
 
 
 @lru_cache(maxsize=1)

@@ -11,13 +11,32 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.data.folders import MAX_CAPTION_BYTES, shown
 from lora_rocm.errors import DataError
+from lora_rocm.host.printable import one_line
 from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 TEXT_TYPES = ("string", "large_string", "string_view")
+# Formats of which nothing but rows is ever made. (The library knows others, and old ones came with programs to run.)
+READ = frozenset({"parquet", "json", "arrow", "csv", "imagefolder", "webdataset"})
 ANSWER_TIMEOUT_S = 15.0
+# What the library raises at files that are damaged, of another kind, or come with a program to run (RuntimeError).
+DATASET_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+)
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
+
+
+class UnreadableCell(Exception):
+    """A cell that holds no usable picture or caption; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +52,11 @@ class DatasetRow:
         return f"{self.dataset} [{self.split}] row {self.index}"
 
 
-def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | None]]:
-    """Every row and its caption (None where there is none).
+def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | UnreadableCell | None]]:
+    """Every row and its caption: None where there is none, the reason where it cannot be used.
 
     Raises:
-        DataError: no such dataset, split or column, or a column that holds something else.
+        DataError: no such dataset, split or column, or a column that holds something else, or damaged.
     """
     assert source.dataset is not None
     table = _open(source.dataset, source.split)
@@ -46,33 +65,67 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | None]]:
     if source.caption_column is not None:
         _check_column(table, source.caption_column, "caption_column", source.dataset)
         names.append(source.caption_column)
-    captions = table.select_columns(names[1:]) if len(names) > 1 else None
+    captions = table.select_columns(names[1:]).with_format("arrow") if len(names) > 1 else None
     for index in range(len(table)):
-        caption = captions[index][names[1]] if captions is not None else None
-        if not isinstance(caption, str | None):
-            raise DataError(
-                "caption-not-text",
-                f"The caption column {names[1]!r} holds {type(caption).__name__}, not text.",
-                where=f"{source.dataset} [{source.split}] row {index}",
-                fix="Name a column with text in caption_column, or null to go without.",
-            )
-        yield DatasetRow(source.dataset, source.split, source.image_column, index), caption
+        row = DatasetRow(source.dataset, source.split, source.image_column, index)
+        try:
+            yield row, None if captions is None else _caption(_cell(captions, index), source.caption_column, row)
+        except UnreadableCell as error:
+            yield row, error
+
+
+def _caption(cell: Any, column: str | None, row: DatasetRow) -> str | None:
+    if str(cell.type).startswith("dictionary"):
+        cell = cell.value
+    if not cell.is_valid:
+        return None
+    if str(cell.type) not in TEXT_TYPES:
+        raise DataError(
+            "caption-not-text",
+            f"The caption column {column!r} holds {cell.type}, not text.",
+            where=str(row),
+            fix="Name a column with text in caption_column, or null to go without.",
+        )
+    content = cell.as_buffer()
+    if content is not None and len(content) > MAX_CAPTION_BYTES:  # looked at before it is copied
+        raise UnreadableCell(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
+    return one_line(_text(cell))
+
+
+def _cell(table: Any, index: int) -> Any:
+    """The only cell of a row of a table with one column, in Arrow's own form.
+
+    Raises:
+        UnreadableCell: the table says that it has this row, and has not.
+    """
+    import pyarrow
+
+    try:
+        return table[index].column(0)[0]
+    except (LookupError, ValueError, pyarrow.ArrowException) as error:
+        raise UnreadableCell(f"the dataset is damaged here: {error}") from error
 
 
 def picture_in(row: DatasetRow) -> Path | memoryview | None:
     """Where the row's picture is: a file, or its undecoded bytes (a view, not a copy); None for an empty cell.
 
+    A path is that of a file in the folder of a local dataset. One that leads out of it is for ``DatasetRow`` of a list
+    of files (a JSON file, a column of texts), which users write; in a dataset of the hub no path is followed.
+
     Raises:
         DataError: the column holds no pictures.
+        UnreadableCell: it names a file that a dataset has no business to name.
     """
-    value = _pictures(row.dataset, row.split, row.column)[row.index].column(0)[0]
+    value = _cell(_pictures(row.dataset, row.split, row.column), row.index)
+    listed = True
     if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}: what an Image feature stores
+        listed = False
         fields = [value[name] for name in ("bytes", "path") if name in value]
         value = next((field for field in fields if field.is_valid), None)
     if value is None or not value.is_valid:
         return None
     if str(value.type) in TEXT_TYPES:
-        return _resolved(Path(value.as_py()), row.dataset)
+        return _resolved(_text(value), row.dataset, listed)
     if not hasattr(value, "as_buffer"):
         raise DataError(
             "image-column",
@@ -112,11 +165,55 @@ def as_file(content: memoryview) -> io.BufferedReader:
     return io.BufferedReader(_View(content))
 
 
-def _resolved(path: Path, dataset: str) -> Path:
-    """Relative paths are relative to a local dataset's folder."""
+def leads_out(path: Path, dataset: str) -> bool:
+    """Whether a picture of a local dataset lies outside the dataset's folder, links followed."""
+    return not _lies_in(path, _folder(dataset))
+
+
+def _resolved(text: str, dataset: str, listed: bool) -> Path:
+    """The file that a cell names; relative paths are relative to a local dataset's folder.
+
+    ``listed``: the cell is a text in a list of files, not what the library stored with a picture.
+
+    Raises:
+        UnreadableCell: see ``picture_in``.
+    """
+    if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any computer that is named there
+        raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
     local = Path(os.path.expanduser(dataset))
-    folder = local if local.is_dir() else local.parent
-    return path if path.is_absolute() or not local.exists() else folder / path
+    if local.exists():
+        path = _folder(dataset) / text  # an absolute one stays as it is
+        allowed = listed or not leads_out(path, dataset)
+    else:
+        path = Path(text)
+        allowed = any(_lies_in(path, Path(cache)) for cache in _library_caches())
+    if not allowed:
+        raise UnreadableCell(f"it names a file outside the dataset: {shown(text):.200}")
+    return path
+
+
+def _folder(dataset: str) -> Path:
+    local = Path(os.path.expanduser(dataset))
+    return local if local.is_dir() else local.parent
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _library_caches() -> tuple[str, str]:
+    """Where the library puts the files of a dataset that it has downloaded."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
+
+
+def _text(cell: Any) -> str:
+    try:
+        return str(cell.as_py())
+    except UnicodeDecodeError:
+        raise UnreadableCell("it is no UTF-8 text") from None
 
 
 @lru_cache(maxsize=8)
@@ -149,20 +246,56 @@ def _open(dataset: str, split: str) -> Any:
         elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
             if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
-            opened = datasets.load_dataset(str(path) if os.path.isdir(path) else dataset, split=split)
+            opened = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+    except DATASET_ERRORS as error:
         raise DataError(
             "dataset-unreadable",
-            f"The dataset cannot be read: {error}",
+            f"The dataset cannot be read: {shown(error):.400}",
             where=where,
             fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
         ) from error
     if len(opened) == 0:
         raise DataError("dataset-empty", "The dataset has no rows.", where=where)
     return opened
+
+
+def _from_folder(path: Path, split: str, where: str) -> Any:
+    """A folder of Parquet or JSON files; splits are told from their names.
+
+    The library itself would follow a README.md in the folder, which may name files anywhere, also in the network.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    base = path.resolve().as_posix()
+    for suffix, builder in BUILDERS.items():
+        if any(path.rglob(f"*{suffix}")):
+            found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=[suffix])
+            files = {str(name): list(paths) for name, paths in found.items()}
+            return datasets.load_dataset(builder, data_files=files, split=split)
+    raise DataError(
+        "dataset-kind",
+        "There is no dataset in this folder.",
+        where=where,
+        fix=f"Datasets are {', '.join(BUILDERS)} files or written by save_to_disk. For a folder of pictures use path.",
+    )
+
+
+def _from_hub(dataset: str, split: str, where: str) -> Any:
+    import datasets
+
+    builder = datasets.load_dataset_builder(dataset)
+    if builder.name not in READ:
+        raise DataError(
+            "dataset-kind",
+            f"A dataset of the kind {shown(builder.name)} is not read.",
+            where=where,
+            fix=f"Kinds: {', '.join(sorted(READ))}.",
+        )
+    return datasets.load_dataset(dataset, split=split)
 
 
 def _refuse_silent_hub(dataset: str, where: str) -> None:
@@ -197,10 +330,17 @@ def _pictures(dataset: str, split: str, column: str) -> Any:
 
 
 def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+    import pyarrow
+
     if name not in table.column_names:
         raise DataError(
             "dataset-column",
             f"The dataset has no column {name!r}.",
             where=f"data: dataset {dataset}, {key}: {name}",
-            fix=f"Columns: {', '.join(table.column_names)}.",
+            fix=f"Columns: {shown(', '.join(table.column_names)):.400}.",
         )
+    try:  # Arrow believes a file's lengths and offsets unless it is asked to look: a wrong one reads anywhere
+        table.data.column(name).validate(full=True)
+    except (ValueError, pyarrow.ArrowException) as error:
+        where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or make the dataset again."
+        raise DataError("dataset-damaged", f"A column is damaged: {shown(error):.400}", where=where, fix=fix) from error

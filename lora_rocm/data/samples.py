@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from lora_rocm.data.folders import (
     source_folder,
     walk,
 )
-from lora_rocm.data.pictures import UnreadablePicture, decode, read_size
-from lora_rocm.data.rows import DatasetRow, as_file, picture_in, rows_of
+from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_size
+from lora_rocm.data.rows import DatasetRow, UnreadableCell, as_file, leads_out, picture_in, rows_of
 from lora_rocm.errors import DataError, Problem
+from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 
 if TYPE_CHECKING:
@@ -148,9 +150,11 @@ def image_bytes(sample: Sample) -> bytes:
     try:
         content = sample.location if isinstance(sample.location, Path) else picture_in(sample.location)
         if isinstance(content, Path):
-            return content.read_bytes()
+            return read_plain(content, MAX_PICTURE_BYTES)
     except OSError as error:
         raise _unreadable(sample, error.strerror or str(error)) from error
+    except UnreadableCell as error:
+        raise _unreadable(sample, str(error)) from error
     assert content is not None, "an empty cell is set aside by scan"
     return bytes(content)
 
@@ -203,21 +207,29 @@ def _scan_folder(found: _Findings) -> None:
 
 def _scan_dataset(found: _Findings) -> None:
     options = found.options
-    name = Path(options.dataset or "").name
+    name, outside = Path(options.dataset or "").name, list[str]()
     for row, text in rows_of(options):
         key = f"{found.prefix}{options.split}/{row.index}"
         try:
             picture = picture_in(row)
             if picture is None:
                 raise UnreadablePicture("the cell is empty")
+            if isinstance(text, UnreadableCell):
+                raise text
+            if isinstance(picture, memoryview) and picture.nbytes > MAX_PICTURE_BYTES:
+                raise UnreadablePicture(f"it is larger than {MAX_PICTURE_BYTES >> 20} MiB")
             width, height = read_size(picture if isinstance(picture, Path) else as_file(picture))
-        except UnreadablePicture as error:
+        except (UnreadablePicture, UnreadableCell) as error:
             found.set_aside.append(Problem(shown(row), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
             continue
         location, file_name = (picture, file_name_caption(picture)) if isinstance(picture, Path) else (row, "")
-        text = " ".join(text.split()) if text is not None else None
+        if isinstance(picture, Path) and leads_out(picture, options.dataset or ""):
+            outside.append(f"{key} -> {shown(picture)}")
         caption = found.caption_for(key, text, _fallback(options, file_name))
         found.samples.append(Sample(key, found.index, name, location, caption, width, height, options.repeats, options))
+    if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
+        lie = "1 picture lies" if len(outside) == 1 else f"{len(outside)} pictures lie"
+        found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
 
 
 def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:

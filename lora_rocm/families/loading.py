@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +28,13 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.errors import ModelError
 from lora_rocm.families import hub
 from lora_rocm.families.weightfiles import Header, identity, read_header, read_tensors
+from lora_rocm.host.plain import read_plain
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
+MAX_CONFIG_BYTES = 1 << 24
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 # What the model libraries raise on a config or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
@@ -281,12 +283,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: config-missing, config-unreadable.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
             "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             "config-unreadable",
             f"A config file of the model is not readable: {error}",
@@ -341,8 +343,7 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
             tail = "" if variant is None else f".{variant}"
             index = folder / f"{stem}.safetensors.index{tail}.json"
             if index.is_file():
-                names = sorted(set(read_config(index).get("weight_map", {}).values()))
-                return [read_header(folder / name) for name in names], variant
+                return [read_header(folder / name) for name in _indexed(index)], variant
             if (folder / f"{stem}{tail}.safetensors").is_file():
                 return [read_header(folder / f"{stem}{tail}.safetensors")], variant
     for path in sorted(folder.glob("*")):
@@ -353,6 +354,20 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
         where=str(folder),
         fix="Download the model again, with its .safetensors files.",
     )
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names of the files in an index of weights: all beside it, for nothing else belongs to the model.
+
+    Raises:
+        ModelError: config-unreadable.
+    """
+    named = read_config(index).get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else [None]
+    if not all(isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names):
+        what = "The index of the model's weights does not name files beside it."
+        raise ModelError("config-unreadable", what, where=str(index), fix=DOWNLOAD_AGAIN)
+    return sorted(set(names))
 
 
 def _load_folder(part: Part, folder: Path, dtype: torch.dtype) -> nn.Module:

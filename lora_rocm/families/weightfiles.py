@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lora_rocm.errors import ModelError, UserError
+from lora_rocm.host.plain import check_plain
+from lora_rocm.host.printable import printable
 
 DTYPES = {
     "F64": torch.float64,
@@ -30,7 +35,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-MAX_HEADER_BYTES = 100_000_000  # the limit of the specification
+MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
+MAX_DIMENSIONS = 8
 SAMPLE_BYTES = 64 * 1024
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
@@ -75,7 +81,7 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
         ModelError: weights-damaged, or weights-unreadable (``error`` names another branch of the tree).
     """
     try:
-        size = path.stat().st_size
+        size = check_plain(path, sys.maxsize)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -84,21 +90,47 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
     try:
-        fields = json.loads(raw)
+        fields = json.loads(raw, object_pairs_hook=_without_doubles)
         metadata = fields.pop("__metadata__", {})
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise TypeError("metadata are texts")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise damaged(path, "its header is not readable", error) from problem
     if any(entry.dtype not in DTYPES for entry in tensors.values()):
         raise damaged(path, "it holds a number format that is not known", error)
-    if max((entry.end for entry in tensors.values()), default=8 + length) != size:
-        raise damaged(path, f"it has {size:,} bytes, which is not what its header says", error)
+    _check_spans(path, tensors, 8 + length, size, error)
     return Header(path, tensors, metadata)
 
 
-def _entry(value: dict[str, object], data_start: int) -> TensorEntry:
-    begin, end = (data_start + int(offset) for offset in value["data_offsets"])  # type: ignore[attr-defined]
-    return TensorEntry(str(value["dtype"]), tuple(int(n) for n in value["shape"]), begin, end)  # type: ignore[attr-defined]
+def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+    begin, end = value["data_offsets"]
+    shape = value["shape"]
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
+        raise ValueError("sizes are whole numbers, and few")
+    return TensorEntry(str(value["dtype"]), tuple(shape), data_start + begin, data_start + end)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")  # readers differ in which of them counts
+    return found
+
+
+def _check_spans(
+    path: Path, tensors: dict[str, TensorEntry], data_start: int, size: int, error: type[UserError]
+) -> None:
+    """Every byte of the data belongs to one tensor, and every tensor has the bytes that its shape needs."""
+    at = data_start
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.end - entry.begin:
+            raise damaged(path, f"the size of {printable(name):.100} does not fit its shape", error)
+        if entry.begin != at:
+            raise damaged(path, "its tensors overlap or leave a gap", error)
+        at = entry.end
+    if at != size:
+        raise damaged(path, f"it has {size:,} bytes, which is not what its header says", error)
 
 
 def read_tensors(
@@ -107,15 +139,13 @@ def read_tensors(
     """Read tensors with plain reads into memory of their own, in the order of the file.
 
     Raises:
-        ModelError: weights-damaged, when the file ends early or a size does not fit its shape.
+        ModelError: weights-damaged, when the file ends early.
     """
     tensors = {}
     entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
     with header.path.open("rb") as file:
         for name, entry in entries:
             tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            if tensor.numel() * tensor.element_size() != entry.end - entry.begin:
-                raise damaged(header.path, f"the size of {name} does not fit its shape", error)
             if tensor.numel():
                 file.seek(entry.begin)
                 if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.end - entry.begin:

@@ -59,7 +59,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     text = environ.get(VARIABLE) or "{}"
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(text, "it is no JSON") from None
     if not isinstance(value, dict):
         raise _damaged(text, "it is no table of settings")

@@ -124,7 +124,7 @@ def stored(folder: Path, stack: Stack) -> Verdict | None:
     """The verdict on this stack, or None; a damaged file counts as none (the self-test is run again)."""
     try:
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None
     return found if found.stack == stack else None
 

@@ -60,6 +60,6 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     try:
         value: Any = json.loads(path.read_bytes())
         found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None
     return found

@@ -21,18 +21,20 @@ from diffusers.utils.state_dict_utils import (
     convert_unet_state_dict_to_peft,
 )
 from peft.tuners.lora import LoraLayer
-from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.families.weightfiles import Header, read_header, read_tensors
+from lora_rocm.host.plain import read_plain
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 OTHER_KINDS = {"hada_w": "a LoHa", "lokr_w": "a LoKr", "lora_mid": "a Tucker-form LoCon", "oft_": "an OFT"}
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 KOHYA_PREFIXES = ("lora_unet_", "lora_te")
+MAX_CONFIG_BYTES = 1 << 22
+PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
 @dataclass
@@ -133,7 +135,9 @@ def read_lora(family: ModelFamily, components: Mapping[str, nn.Module], path: Pa
         ValueError,
         TypeError,
         AttributeError,
-        re.error,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
     ) as error:  # a config with values of the wrong kind
         raise _error(
             "lora-unreadable", f"This LoRA cannot be understood: {error}.", path, "Use another file."
@@ -197,7 +201,7 @@ def _from_peft(folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]
     """PEFT directories; the component of a single one is that which has its modules."""
     entries = {}
     for component, folder in folders.items():
-        config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
         tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
         found = _peft_entries({n.removeprefix(PEFT_PREFIX): t.float() for n, t in tensors.items()}, config)
         owners = {name.split(".")[0] for name in shapes}
@@ -219,11 +223,22 @@ def _peft_entries(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> d
         if up is None:
             continue
         alphas = config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha"))
+        alpha = next((alphas[key] for key in alphas if _means(key, module)), config.get("lora_alpha"))
         name = f"{module}.lora_magnitude_vector"
         magnitude = tensors.get(name, tensors.get(f"{name}.weight"))
         entries[module] = _entry(module, down, up, alpha, magnitude, bool(config.get("use_rslora")))
     return entries
+
+
+def _means(pattern: str, module: str) -> bool:
+    """Whether a key of ``alpha_pattern`` means a module: PEFT's ``get_pattern_key``, for what its writers write.
+
+    Raises:
+        ValueError: another regular expression; a file from anywhere could name one that never ends.
+    """
+    if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
+        raise ValueError(f"the alpha_pattern {pattern[:80]!r} is no name of a module")
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _checked(entries: dict[str, LoraEntry], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, LoraEntry]:
