@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import is_running
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.smoothing import Smoothed
+from lora_rocm.run.trouble import in_time, last_word
 from lora_rocm.run.wording import number_text, rate_text, time_text
 
 RATE_STEPS = 50
@@ -32,13 +34,16 @@ def open_run(path: Path) -> RunDir:
 def status(run_dir: RunDir) -> dict[str, Any]:
     """State and figures of a run, ready for JSON.
 
-    state: running, finished, stopped (on request), failed (with an error), died (without a word), or prepared.
-    rate_per_s and eta_s are None while nothing runs.
+    state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without a
+    word), or prepared. rate_per_s and eta_s are None while nothing runs. restarts: how often the worker was started
+    again; changes: names of what is done otherwise because of failures (``host.changes``), each as often as made.
     """
     events = read_events(run_dir.events())
+    trouble = in_time(events, read_events(run_dir.events("supervisor")))
+    hung = last_word(events, trouble)
     steps = current_steps(events)
     last = {event["type"]: event for event in events}
-    state = _state(run_dir, events)
+    state = _state(run_dir, events, hung)
     loss = Smoothed()
     for step in steps:
         if step["loss"] is not None:
@@ -48,7 +53,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
     step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
     checkpoints = run_dir.list_checkpoints()
-    error = last.get("error")
+    error = {**hung, "fix": ""} if hung else last.get("error")
+    latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
     return {
         "path": str(run_dir.path),
         "state": state,
@@ -57,8 +63,10 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "loss": loss.value,
         "rate_per_s": 1 / step_s if step_s else None,
         "eta_s": step_s * (total - updates) if step_s and total else None,
-        "last_event_s_ago": round(time.time() - events[-1]["time"], 1) if events else None,
+        "last_event_s_ago": round(time.time() - latest_s, 1) if latest_s is not None else None,
         "incidents": sum(event["type"] == "incident" for event in events),
+        "restarts": sum(event["type"] == "restart" for event in trouble),
+        "changes": [event["id"] for event in trouble if event["type"] == "change"],
         "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in result_files(run_dir)],
@@ -87,6 +95,13 @@ def status_text(found: dict[str, Any]) -> str:
         lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
     if found["incidents"]:
         lines.append(f"  {found['incidents']} incidents, see the report")
+    if found["restarts"]:
+        times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
+        lines.append(f"  started again {times}, see the report")
+    if found["changes"]:
+        counts = Counter(found["changes"])
+        names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+        lines.append(f"  changed because of failures: {', '.join(names)}")
     if found["error"]:
         lines.append(f"  error: {found['error']['what']}")
     lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
@@ -94,11 +109,13 @@ def status_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _state(run_dir: RunDir, events: list[dict[str, Any]]) -> str:
+def _state(run_dir: RunDir, events: list[dict[str, Any]], hung: dict[str, Any] | None) -> str:
     if is_running(run_dir):
         return "running"
     if run_dir.result.exists():
         return "finished"
+    if hung is not None:
+        return "failed"
     for event in reversed(events):
         if event["type"] == "end":
             return "stopped"
