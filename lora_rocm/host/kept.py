@@ -117,8 +117,9 @@ def _to_stderr(text: str) -> None:
 def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], None] = _to_stderr) -> None:
     """Remember a change that was made, for the next runs on this machine.
 
-    A change that goes further each time is remembered as often as it was made. One for runs of a size is remembered
-    only where a recipe tells the size. Where nothing can be written, ``say`` gets a sentence and the run goes on.
+    A change that goes further each time is remembered as often as it is in force in ``situation``, which has it already,
+    however often this is called. One for runs of a size is remembered only where a recipe tells the size. Where nothing
+    can be written, ``say`` gets a sentence and the run goes on.
 
     Raises:
         KeyError: there is no such change.
@@ -132,7 +133,7 @@ def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], N
     if old.damaged:
         say(f"What was remembered about this machine cannot be read, and is begun anew: {path}")
     same = [entry for entry in old.entries if (entry.change, entry.workload) == (change_id, workload)]
-    if len(same) >= change.most:
+    if len(same) >= max(min(situation.changes.count(change_id), change.most), 1):
         return
     entries = (*old.entries, Kept(change_id, seen, date.today().isoformat(), workload))
     try:

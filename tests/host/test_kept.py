@@ -44,6 +44,13 @@ def file_of(made: Situation) -> Path:
     return path_of(Path(made.app_dir), key_of(made.facts, made.selection))
 
 
+def make(made: Situation, change: str, seen: str = "hang") -> Situation:
+    """As a run does: the change is put in force, then remembered."""
+    after = replace(made, changes=(*made.changes, change))
+    keep(after, change, seen, mute)
+    return after
+
+
 def mute(text: str) -> None:
     pytest.fail(f"nothing was to be said: {text}")
 
@@ -84,8 +91,9 @@ def test_a_recorded_machine_has_no_memory(start: Situation) -> None:
 
 
 def test_what_is_for_a_size_counts_for_that_size_only(start: Situation) -> None:
+    run = start
     for change in (OF_SIZE, MACHINE, OF_SIZE):
-        keep(start, change, "out-of-memory", mute)
+        run = make(run, change)
     assert situation_here(of_size()).changes == (OF_SIZE, MACHINE, OF_SIZE)
     assert plan(situation_here(of_size())).settings.micro_batch_parts == 4
     assert situation_here(of_size(batch_size=2)).changes == (MACHINE,)
@@ -99,9 +107,19 @@ def test_what_is_for_a_size_is_not_kept_where_no_recipe_tells_it(start: Situatio
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.id)
 def test_none_is_kept_more_often_than_it_can_be_made(change: object, start: Situation) -> None:
+    run = start
     for _ in range(change.most + 2):  # type: ignore[attr-defined]
-        keep(start, change.id, "hang", mute)  # type: ignore[attr-defined]
+        run = make(run, change.id)  # type: ignore[attr-defined]
     assert situation_here(of_size()).changes == (change.id,) * change.most  # type: ignore[attr-defined]
+
+
+def test_two_runs_that_go_equally_far_are_remembered_as_one(start: Situation) -> None:
+    """Both began before either had failed."""
+    for _ in range(2):
+        make(make(start, OF_SIZE), OF_SIZE)
+    assert situation_here(of_size()).changes == (OF_SIZE, OF_SIZE)
+    make(make(make(start, OF_SIZE), OF_SIZE), OF_SIZE)
+    assert situation_here(of_size()).changes == (OF_SIZE,) * 3
 
 
 def test_an_unknown_change_cannot_be_kept_and_one_of_another_version_is_passed_over(start: Situation) -> None:
@@ -221,8 +239,9 @@ def test_forget_where_there_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: Situation) -> None:
+    run = start
     for change in (OF_SIZE, OF_SIZE, MACHINE):
-        keep(start, change, "out-of-memory" if change == OF_SIZE else "hang", mute)
+        run = make(run, change, "out-of-memory" if change == OF_SIZE else "hang")
     made = situation_here(of_size())
     halved, sdma, undo = notices(made)
     assert BY_ID[OF_SIZE].text in halved and "out-of-memory" in halved and "batch 4" in halved
@@ -263,12 +282,15 @@ def test_a_workload_s_name_is_the_same_in_every_version() -> None:
 def test_any_history_is_recalled_as_a_counting_model_says(
     made: list[tuple[str, int]], asked: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Three runs of different sizes that fail in turns."""
     own = replace(situation(XTX), app_dir=str(tmp_path_factory.mktemp("app")))
+    runs = {batch: replace(own, recipe=of_size(batch_size=batch)) for batch in (1, 2, 4)}
     model: list[str] = []
     for change, batch in made:
-        keep(replace(own, recipe=of_size(batch_size=batch)), change, "hang", mute)
-        counts = not BY_ID[change].of_workload or batch == asked
-        if counts and model.count(change) < BY_ID[change].most:
+        runs[batch] = make(runs[batch], change)
+        row = BY_ID[change]
+        in_force = min(runs[batch].changes.count(change), row.most)
+        if (not row.of_workload or batch == asked) and model.count(change) < in_force:
             model.append(change)
     key = key_of(own.facts, own.selection)
     assert kept.kept(Path(own.app_dir), key, workload_of(of_size(batch_size=asked)).id) == tuple(model)
