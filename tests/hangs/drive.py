@@ -1,0 +1,11 @@
+"""``lora-rocm`` whose worker is the faulty one: ``python -m tests.hangs.drive train RECIPE ...``."""
+
+from __future__ import annotations
+
+from lora_rocm.run import process
+
+process.WORKER = "tests.hangs.faulty_worker"
+
+from lora_rocm.cli import app  # noqa: E402 - everything that names the worker comes after it is renamed
+
+app()

@@ -1,0 +1,90 @@
+"""The real training worker with one fault that comes once: ``python -m tests.hangs.faulty_worker RUN_DIR ...``.
+
+The file ``fault`` in the run directory names it; it is deleted when the fault comes, so the next start is a sound one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.data.reader import Reader
+from lora_rocm.train import state, worker
+from lora_rocm.train.loop import Trainer
+
+FOREVER_S = 3600
+GRANDCHILD = "grandchild"
+START_ORPHAN = (
+    "import subprocess, sys; "
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)']); "
+    "open(sys.argv[1], 'w').write(str(child.pid))"
+)
+
+
+def sleeps(run_dir: Path) -> None:
+    """Python's own sleep: other threads go on."""
+    time.sleep(FOREVER_S)
+
+
+def blocks_in_c(run_dir: Path) -> None:
+    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs any more.
+
+    And a process that it once started through another one, which has gone: nobody's child.
+    """
+    subprocess.run([sys.executable, "-c", START_ORPHAN, str(run_dir / GRANDCHILD)], check=True)
+    library = ctypes.PyDLL("msvcrt" if sys.platform == "win32" else None)
+    if sys.platform == "win32":
+        library._sleep(FOREVER_S * 1000)
+    else:
+        library.sleep(FOREVER_S)
+
+
+def never_ending_kernel(run_dir: Path) -> None:
+    """A kernel of some ten minutes, which no limit here waits for: whoever waits for the device hangs."""
+    torch.cuda._sleep(2**40)
+
+
+def _after(
+    calls: int, run_dir: Path, fault: Callable[[Path], None], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    made = 0
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == calls and (run_dir / "fault").exists():
+            (run_dir / "fault").unlink()
+            fault(run_dir)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+# name -> where it comes: the object and its function, at which call, and what it is
+FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
+    "loader": (Reader, "__getitem__", 9, sleeps),
+    "c-call": (Trainer, "_update", 5, blocks_in_c),
+    "checkpoint": (state, "save", 2, sleeps),
+    "kernel": (Trainer, "_update", 5, never_ending_kernel),
+}
+
+
+def main() -> int:
+    run_dir = Path(sys.argv[1])
+    if (run_dir / "fault").exists():
+        owner, name, calls, fault = FAULTS[(run_dir / "fault").read_text(encoding="utf-8")]
+        setattr(owner, name, _after(calls, run_dir, fault, getattr(owner, name)))
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Real workers that really hang, and the bytes of the run that did not.
+
+Only where the fault comes differs from a user's run: supervisor, worker and training are the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from tests.hangs.faulty_worker import GRANDCHILD
+from tests.test_kill import results, write_recipe
+
+LIMITS_S = {"first_step": 60, "step": 6, "checkpoint": 6}
+LEEWAY_S = 6.0  # from the limit to the supervisor's word: it waits for the stacks
+DEADLINE_S = 300
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("hänge hier"))
+
+
+def train(recipe: Path, run_dir: Path, *more: str, fault: str | None = None) -> subprocess.CompletedProcess[str]:
+    run_dir.mkdir()
+    if fault:
+        (run_dir / "fault").write_text(fault, encoding="utf-8")
+    limits = [f"timeouts.{name}={seconds}" for name, seconds in LIMITS_S.items()]
+    settings = [f"cache.dir={recipe.parent / 'cache'}", *limits, *more]
+    words = [word for setting in settings for word in ("--set", setting)]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir), *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "LORA_ROCM_HOME": str(recipe.parent / "home"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> dict[str, bytes]:
+    done = train(recipe, recipe.parent / "straight")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert supervised(recipe.parent / "straight") == []
+    return results(recipe.parent / "straight")
+
+
+def supervised(run_dir: Path) -> list[dict[str, Any]]:
+    return read_events(RunDir(run_dir).events("supervisor"))
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen", "phase", "in_the_stacks"),
+    [
+        ("loader", "loader-hang", "step", "in __getitem__"),
+        ("c-call", "hang", "step", "in blocks_in_c"),
+        ("checkpoint", "hang", "checkpoint", "in sleeps"),
+    ],
+)
+def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_run(
+    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, fault: str, seen: str, phase: str, in_the_stacks: str
+) -> None:
+    run_dir, started = tmp_path / "run", time.time()
+    done = train(recipe, run_dir, fault=fault)
+    assert done.returncode == 0, done.stdout + done.stderr
+    failure, *others = supervised(run_dir)
+    assert (failure["type"], failure["seen"], failure["phase"]) == ("failure", seen, phase), failure
+    assert [event["type"] for event in others] == ["restart"]  # nothing else failed, and nothing had to change
+    assert LIMITS_S[phase] < failure["silent_s"] <= LIMITS_S[phase] + LEEWAY_S
+    assert in_the_stacks in (run_dir / failure["stacks"]).read_text(encoding="utf-8")
+    assert results(run_dir) == undisturbed
+    workers = [event["pid"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "start"]
+    assert len(workers) == 2 and all(map(is_gone, workers))
+    if fault == "c-call":  # and what it once started through a process that has gone
+        grandchild = int((run_dir / GRANDCHILD).read_text(encoding="utf-8"))
+        assert is_gone(grandchild) and others[0]["time"] > started
+
+
+def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> None:
+    """The control: the same fault, and nobody who watches; the run does not come to its end."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "fault").write_text("checkpoint", encoding="utf-8")
+    command = [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir)]
+    command += ["--no-supervisor", "--set", f"cache.dir={recipe.parent / 'cache'}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not (run_dir / "checkpoints" / "lora-step00000006.safetensors").exists():
+                assert parent.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            with pytest.raises(subprocess.TimeoutExpired):
+                parent.wait(LIMITS_S["checkpoint"] + 3)
+        finally:
+            for process in [*psutil.Process(parent.pid).children(recursive=True), psutil.Process(parent.pid)]:
+                process.kill()
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_that_does_not_end(recipe: Path, tmp_path: Path) -> None:
+    """On deterministic kernels the bytes are those of the undisturbed run on the same GPU."""
+    assert torch.cuda.is_available()
+    gpu = ("runtime.device=gpu", "runtime.deterministic=true", "train.mixed_precision=bf16", "runtime.max_restarts=3")
+    assert train(recipe, tmp_path / "straight", *gpu).returncode == 0
+    done = train(recipe, tmp_path / "run", *gpu, fault="kernel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    failure, *others = supervised(tmp_path / "run")
+    assert (failure["seen"], failure["phase"], failure["activity"]) == ("hang", "step", "verdict"), failure
+    effects = [event["effect"] for event in others if event["type"] == "change"]
+    assert all(effect == "exact" for effect in effects)
+    assert "in verdict" in (tmp_path / "run" / failure["stacks"]).read_text(encoding="utf-8")
+    assert results(tmp_path / "run") == results(tmp_path / "straight")
