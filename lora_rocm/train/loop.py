@@ -28,6 +28,7 @@ from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
+NAMED = 3  # how many samples a sentence names
 
 
 def seed_for(*parts: int | str) -> int:
@@ -274,8 +275,8 @@ class Trainer:
             self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")
             return
         self.position.nonfinite_in_a_row += 1
-        count = f"{len(guilty)} of {len(losses)} samples"
-        whose = f"the loss of {count} is not finite" if guilty else "the loss of each sample is finite"
+        named = f"{', '.join(guilty[:NAMED])} ({len(guilty)} of {len(losses)} samples)"
+        whose = f"not finite is the loss of {named}" if guilty else "the loss of each sample is finite"
         pending.samples = guilty or pending.samples
         self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}; {whose}", "update skipped")
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:

@@ -198,7 +198,7 @@ def test_a_nonfinite_update_is_skipped_and_the_guilty_sample_named(accumulation:
     rig = Rig(accumulation=accumulation, poison=3, scale=scale).fit(6)
     incident = rig.of_type("incident")
     assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["picture-3-1"])]
-    assert "the loss of 1 of 4 samples is not finite" in incident[0]["detail"]
+    assert "not finite is the loss of picture-3-1 (1 of 4 samples)" in incident[0]["detail"]
     assert rig.trainer.position == Position(iteration=7, updates=6)
     assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
 
