@@ -117,9 +117,9 @@ def _to_stderr(text: str) -> None:
 def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], None] = _to_stderr) -> None:
     """Remember a change that was made, for the next runs on this machine.
 
-    A change that goes further each time is remembered as often as it is in force in ``situation``, which has it already,
-    however often this is called. One for runs of a size is remembered only where a recipe tells the size. Where nothing
-    can be written, ``say`` gets a sentence and the run goes on.
+    A change that goes further each time is remembered as often as it is in force in ``situation``, which has it
+    already, however often this is called. One for runs of a size is remembered only where a recipe tells the size.
+    Where nothing can be written, ``say`` gets a sentence and the run goes on.
 
     Raises:
         KeyError: there is no such change.
