@@ -16,6 +16,7 @@ from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.host.printable import legible
 from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.wording import size_text
@@ -217,5 +218,5 @@ def _remembered(path: Path) -> dict[str, dict[str, int]]:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(legible(text) + "\n")
     sys.stdout.flush()

@@ -207,10 +207,11 @@ def status(
     """Say where a run stands."""
     import json
 
+    from lora_rocm.host.printable import legible
     from lora_rocm.run import status as run_status
 
     found = run_status.status(run_status.open_run(run))
-    typer.echo(json.dumps(found, indent=1) if as_json else run_status.status_text(found))
+    typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.errors import ModelError
 from lora_rocm.families import hub
-from lora_rocm.families.weightfiles import Header, identity, read_header, read_tensors
+from lora_rocm.families.weightfiles import Header, identity, indexed, read_header, read_tensors
 from lora_rocm.host.plain import read_plain
 
 BUILTIN_PREFIX = "builtin:"
@@ -343,7 +343,7 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
             tail = "" if variant is None else f".{variant}"
             index = folder / f"{stem}.safetensors.index{tail}.json"
             if index.is_file():
-                return [read_header(folder / name) for name in _indexed(index)], variant
+                return [read_header(folder / name) for name in indexed(read_config(index), index)], variant
             if (folder / f"{stem}{tail}.safetensors").is_file():
                 return [read_header(folder / f"{stem}{tail}.safetensors")], variant
     for path in sorted(folder.glob("*")):
@@ -354,20 +354,6 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
         where=str(folder),
         fix="Download the model again, with its .safetensors files.",
     )
-
-
-def _indexed(index: Path) -> list[str]:
-    """The names of the files in an index of weights: all beside it, for nothing else belongs to the model.
-
-    Raises:
-        ModelError: config-unreadable.
-    """
-    named = read_config(index).get("weight_map")
-    names = list(named.values()) if isinstance(named, dict) else [None]
-    if not all(isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names):
-        what = "The index of the model's weights does not name files beside it."
-        raise ModelError("config-unreadable", what, where=str(index), fix=DOWNLOAD_AGAIN)
-    return sorted(set(names))
 
 
 def _load_folder(part: Part, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -9,9 +9,9 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -131,6 +131,19 @@ def _check_spans(
         at = entry.end
     if at != size:
         raise damaged(path, f"it has {size:,} bytes, which is not what its header says", error)
+
+
+def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
+    """The names of the files in an index of weights: all beside it, for nothing else belongs to the model.
+
+    Raises:
+        ModelError: it names something else.
+    """
+    named = index.get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else [None]
+    if not all(isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names):
+        raise damaged(path, "it does not name files beside it")
+    return sorted(set(names))
 
 
 def read_tensors(

@@ -24,6 +24,7 @@ EXPECTED: dict[Any, str] = {
     bool: "a truth",
 }
 
+MAX_FILE_BYTES = 1 << 24
 NUMBERS = range(2**63)
 """What a number among facts can be."""
 
@@ -212,7 +213,11 @@ def load_facts(path: Path) -> HostFacts:
         UserError: it cannot be read, is no JSON, or describes no machine.
     """
     try:
-        value = json.loads(path.read_bytes())  # UTF-8; or UTF-16, as Windows PowerShell redirects
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
+        value = json.loads(content)  # UTF-8; or UTF-16, as Windows PowerShell redirects
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
         raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None

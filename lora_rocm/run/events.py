@@ -8,6 +8,7 @@ the other fields of each type are listed in EVENT_FIELDS, which a test holds aga
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import storage_error
+from lora_rocm.host.printable import legible
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # a worker started; resumed_from is an update count or null
@@ -85,6 +87,33 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
+WHOLE, NUMBER, TEXT, TRUTH, TEXTS = "whole number", "number", "text", "truth", "texts"
+# What the fields hold, by name; those of one type of event that hold something else go by "type.name". "?": or null.
+# What is not so was not written by this program, and no reader has to be ready for it.
+KINDS: dict[str, str] = {
+    **dict.fromkeys(("pid", "threads", "done", "total", "updates", "max_train_steps", "iteration", "session"), WHOLE),
+    **dict.fromkeys(("transfer_checks", "transfer_failures", "exit_code", "number", "steps_per_epoch"), WHOLE),
+    **dict.fromkeys(("resumed_from", "failure.updates", "from_updates", "attempt", "incident.iteration"), f"{WHOLE}?"),
+    **dict.fromkeys(("time", "learning_rate", "step_s", "loading_s", "copy_s", "check_s", "wait_s"), NUMBER),
+    **dict.fromkeys(("memory_bytes", "score", "spent", "budget"), NUMBER),
+    **dict.fromkeys(("loss", "grad_norm", "loss_scale", "epoch", "per_second", "seconds", "control"), f"{NUMBER}?"),
+    **dict.fromkeys(("max_difference", "silent_s", "limit_s"), f"{NUMBER}?"),
+    **dict.fromkeys(("device", "torch", "precision", "phase", "state", "kind", "item", "reason", "action"), TEXT),
+    **dict.fromkeys(("path", "format", "text", "id", "effect", "what", "where", "fix", "code", "detail"), TEXT),
+    **dict.fromkeys(("seen", "activity", "stacks", "lora"), f"{TEXT}?"),
+    **dict.fromkeys(("notices", "checks", "pictures", "cannot_read", "changes", "kernel_log"), TEXTS),
+    "phase.seconds": NUMBER,
+    "passed": TRUTH,
+    "samples": WHOLE,
+    "incident.samples": f"{TEXTS}?",
+    "set_aside": "problems",
+    "buckets": "counts",
+    "concept.detail": "anything",
+    "progress": "anything",
+}
+MAX_WHOLE = 2**63
+
+
 def emit(event_type: str, **fields: Any) -> None:
     """One event on standard output: how a child without a run directory tells its parent (``run.children``)."""
     sys.stdout.write(json.dumps({"type": event_type, **fields}) + "\n")
@@ -146,12 +175,60 @@ class EventReader:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):  # a line torn by a crash (also UnicodeDecodeError), or a library's own
         return None
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):
         return None
-    return event if event.keys() >= set(EVENT_FIELDS.get(event["type"], ())) else None
+    event.setdefault("time", 0.0)
+    event.setdefault("session", 0)
+    fields = ("time", "session", *EVENT_FIELDS.get(event["type"], ()))
+    whole = event.keys() >= set(fields) and all(_fits(event["type"], name, event[name]) for name in fields)
+    return {name: _legible(value) for name, value in event.items()} if whole else None
+
+
+def _fits(event_type: str, name: str, value: Any) -> bool:
+    kind = KINDS.get(f"{event_type}.{name}") or KINDS[name]
+    if value is None and kind.endswith("?"):
+        return True
+    match kind.removesuffix("?"):
+        case "whole number":
+            return _is_whole(value)
+        case "number":
+            return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+        case "text":
+            return isinstance(value, str)
+        case "truth":
+            return isinstance(value, bool)
+        case "texts":
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        case "counts":
+            return isinstance(value, dict) and all(map(_is_whole, value.values()))
+        case "problems":
+            return isinstance(value, list) and all(map(_is_problem, value))
+        case _:
+            return True
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < MAX_WHOLE
+
+
+def _is_problem(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name, ""), str) for name in ("where", "what", "fix"))
+        and ({"where", "what"} <= value.keys())
+    )
+
+
+def _legible(value: Any) -> Any:
+    """Names of files, captions and what libraries say are in events: nothing of it may steer a terminal."""
+    if isinstance(value, str):
+        return value if value.isprintable() else legible(value, keep="\n")
+    if isinstance(value, list):
+        return [_legible(item) for item in value]
+    return {_legible(name): _legible(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, storage_error
+from lora_rocm.host.printable import legible
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
@@ -40,4 +41,4 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(legible(text, keep="\n") + "\n")

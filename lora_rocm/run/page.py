@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import struct
 from collections.abc import Iterable, Sequence
 from html import escape
 from io import BytesIO
 from pathlib import Path
 
+from lora_rocm.host.plain import check_plain
+
 MAX_SIDE_PX = 512
+MAX_PICTURE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 
 STYLE = """
@@ -94,13 +98,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
-    """An ``<img>`` with the picture inside, reduced to ``max_side_px``; a dash where it cannot be read."""
+    """An ``<img>`` with the picture inside, reduced to ``max_side_px``; a dash where it cannot be read.
+
+    Only PNG, which is what a run draws: a file in somebody's run directory is of the format that its content says, and
+    for some formats other programs would be started.
+    """
     from PIL import Image
 
     try:
-        with Image.open(path) as file:
+        check_plain(path, MAX_PICTURE_BYTES)
+        with Image.open(path, formats=("PNG",)) as file:
+            if file.width * file.height > MAX_PIXELS:
+                raise OSError("no preview is so large")
             image = file.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
         return '<span class="soft">-</span>'
     image.thumbnail((max_side_px, max_side_px))
     lossless = max(image.size) <= LOSSLESS_SIDE_PX
