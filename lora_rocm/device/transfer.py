@@ -46,6 +46,8 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
     """Fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
     words_N = _words(tensor.reshape(1, -1))[0]
     chunk = CHUNK_BYTES // words_N.element_size()
+    if words_N.numel() <= chunk:
+        return fingerprint(words_N[None])[0]
     full = words_N.numel() // chunk * chunk
     parts = [fingerprint(row[None]) for row in words_N[:full].view(-1, chunk)]
     parts.append(fingerprint(words_N[full:][None]))
