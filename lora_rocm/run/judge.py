@@ -165,7 +165,7 @@ def changed(situation: Situation, *changes: str) -> Situation:
 
 def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
     planned = plan(situation)
-    return {row.variable: row.value for row in planned.variables}, planned.settings
+    return {row.variable: row.value for row in planned.variables if not row.from_user}, planned.settings
 
 
 def seen_of(error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int) -> Seen | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -106,4 +107,5 @@ def _is_worker_of(run_dir: RunDir, pid: int) -> bool:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
-    return any(words[place : place + 2] == [WORKER, str(run_dir.path)] for place in range(len(words)))
+    place = run_dir.path.resolve()
+    return any(word == WORKER and Path(folder).resolve() == place for word, folder in pairwise(words))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +24,6 @@ from lora_rocm.errors import (
     UserError,
     WorkerDiedError,
     WorkerHungError,
-    storage_error,
 )
 from lora_rocm.run.events import EventReader
 from lora_rocm.run.job import Job

@@ -13,15 +13,14 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.supervise import Supervisor, in_force
 from tests.host.situations import situation
-from tests.run.fake_run import RECIPE
+from tests.run.fake_run import save_recipe
 
 ROOT = Path(__file__).parents[2]
 
 
 def recipe_with(run_dir: RunDir, overrides: Sequence[str] = ()) -> Recipe:
-    path = run_dir.path / "source.yaml"
-    path.write_text(RECIPE, encoding="utf-8")
-    return load_recipe(path, overrides).recipe
+    save_recipe(run_dir, *overrides)
+    return load_recipe(run_dir.recipe).recipe
 
 
 def supervisor(

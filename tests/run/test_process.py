@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
+from lora_rocm.errors import (
+    LoraRocmError,
+    MachineError,
+    StorageError,
+    UserError,
+    WorkerDiedError,
+    storage_error,
+)
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.lock import is_running, locked
 from lora_rocm.run.process import (
     describe_exit,
     error_from_event,
@@ -25,6 +31,7 @@ from lora_rocm.run.process import (
     run_worker,
     worker_command,
 )
+from tests.run.fake_run import save_recipe
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
@@ -34,7 +41,9 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between proc
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return RunDir(tmp_path / "a run ✓").create()
+    made = RunDir(tmp_path / "a run ✓").create()
+    save_recipe(made)
+    return made
 
 
 def run(run_dir: RunDir, mode: str) -> tuple[int, list[dict[str, Any]], list[str]]:
@@ -81,8 +90,10 @@ def test_a_killed_worker_is_explained(run_dir: RunDir, mode: str) -> None:
 
 
 def test_a_disk_too_full_for_a_last_word_is_named(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(run_dir.path)
-    monkeypatch.setattr("lora_rocm.run.process.shutil.disk_usage", lambda path: usage._replace(free=4096))
+    def full(path: Path, content: bytes) -> None:
+        raise storage_error(OSError(errno.ENOSPC, "full"), path)
+
+    monkeypatch.setattr("lora_rocm.run.layout.write_atomic", full)
     with pytest.raises(StorageError) as caught:
         run(run_dir, "traceback")
     assert caught.value.code == "disk-full" and str(run_dir.path) in caught.value.where
@@ -103,35 +114,6 @@ def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:
     text = str(caught.value)
     assert "line 19999" in text and "line 19970" not in text and "\x1b" not in text
     assert len(text) < 8000
-
-
-# locks
-
-
-def test_a_second_parent_is_refused(run_dir: RunDir) -> None:
-    script = "import sys,time; from pathlib import Path; from lora_rocm.run.lock import locked; "
-    script += (
-        "from lora_rocm.run.layout import RunDir\nwith locked(RunDir(Path(sys.argv[1]))): print('in', flush=True); "
-    )
-    script += "sys.stdin.read()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(run_dir.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdin is not None and holder.stdout is not None
-    try:
-        assert holder.stdout.readline().strip() == b"in"
-        assert is_running(run_dir)
-        with pytest.raises(ResumeError, match="Another lora-rocm"), locked(run_dir):
-            pass
-    finally:
-        holder.communicate(timeout=WAIT_S)
-    assert not is_running(run_dir)
-    with locked(run_dir):
-        pass
-
-
-def test_nothing_runs_where_nothing_was_locked(tmp_path: Path) -> None:
-    assert not is_running(RunDir(tmp_path))
 
 
 # Ctrl-C

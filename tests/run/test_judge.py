@@ -1,0 +1,269 @@
+"""What a failure leads to, by table, on recorded machines; no process, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.errors import MachineError, NonFiniteError, StorageError, UserError, WorkerDiedError, WorkerHungError
+from lora_rocm.host.changes import CHANGES, SEEN_OF_CODE, Seen
+from lora_rocm.host.environ import plan
+from lora_rocm.host.quirks import Situation
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import EVENT_FIELDS
+from lora_rocm.run.judge import (
+    MAX_ROLLBACKS,
+    WORDS,
+    Failure,
+    GiveUp,
+    History,
+    Raise,
+    Restart,
+    account,
+    after,
+    attempt_of,
+    changed,
+    changes_of,
+    gave_up,
+    hung_error,
+    seen_of,
+)
+from lora_rocm.run.watch import Hung
+from tests.host.situations import situation
+
+AMD, WINDOWS, CPU = "linux-rx7900xtx", "windows-rx9070xt", "cpu-only"
+SLOW_GPU = "[gfxhub0] ring gfx_0.0.0 timeout, signaled seq=1"
+FAULT = "amdgpu 0000:03:00.0: [gfxhub] page fault (src_id:0 ring:24 vmid:8)"
+KILLED = "Out of memory: Killed process 4711 (python) total-vm:1kB"
+
+
+def on(machine: str, environ: dict[str, str] | None = None, **runtime: Any) -> Situation:
+    sections = {
+        "model": {"name_or_path": "builtin:tiny-sdxl"},
+        "data": {"path": "builtin:demo"},
+        "train": {"max_train_steps": 4, "batch_size": 4},
+        "runtime": runtime,
+    }
+    return situation(machine, environ, recipe=Recipe.model_validate(sections))
+
+
+def failure(seen: Seen | None, phase: str = "step", code: str = "x", **more: Any) -> Failure:
+    return Failure(seen, phase, "step", 7, MachineError(code, "It failed.", where="there", fix="Do so."), **more)
+
+
+def history(*progressed: bool, budget: int = 10, **more: Any) -> History:
+    return History(budget, progressed=progressed or (True,), failures=(failure("hang"),), **more)
+
+
+def outcome(found: Situation) -> dict[str, str]:
+    planned = plan(found)
+    return planned.applied_to(found.environ)
+
+
+# what was seen
+
+
+HUNG = Hung("step", "step", 2.0, 1.0, "step")
+
+
+@pytest.mark.parametrize(
+    ("error", "hung", "log", "seen"),
+    [
+        (MachineError(code, "x"), None, (), seen)
+        for code, seen in SEEN_OF_CODE.items()
+    ]
+    + [
+        (MachineError("internal", "x"), None, (FAULT, KILLED), None),
+        (StorageError("disk-full", "x"), None, (FAULT,), None),
+        (UserError("no-run", "x"), None, (), None),
+        (WorkerDiedError("worker-died", "x"), None, (SLOW_GPU,), "illegal-access"),
+        (WorkerDiedError("worker-died", "x"), None, (KILLED,), "out-of-memory"),
+        (WorkerDiedError("worker-died", "x"), None, (KILLED.replace("4711", "4712"),), "died"),
+        (WorkerDiedError("worker-died", "x"), None, ("amdgpu: sdma0 timeout", "GPU reset begin!"), "died"),
+        (MachineError("transfer-failed", "x"), None, (FAULT,), "corruption"),
+        (WorkerHungError("worker-hung", "x"), HUNG, (), "hang"),
+        (WorkerHungError("worker-hung", "x"), HUNG, (FAULT,), "illegal-access"),
+        (WorkerHungError("worker-hung", "x"), Hung("step", "loader", 2.0, 1.0, "step"), (), "loader-hang"),
+        (WorkerHungError("worker-hung", "x"), Hung("step", "loader", 2.0, 1.0, "step"), (FAULT,), "loader-hang"),
+        (WorkerHungError("worker-hung", "x"), Hung("cache", "loader", 2.0, 1.0, "cache"), (), "hang"),
+    ],
+)  # fmt: skip
+def test_what_was_seen(error: MachineError, hung: Hung | None, log: tuple[str, ...], seen: Seen | None) -> None:
+    assert seen_of(error, hung, log, 4711) == seen
+
+
+# what is done
+
+
+def test_what_is_not_in_the_table_is_raised_as_without_a_supervisor() -> None:
+    met = failure(None)
+    assert after(met, history(), on(AMD)) == Raise(met.error)
+
+
+@pytest.mark.parametrize("seen", WORDS)
+def test_without_a_budget_everything_is_raised(seen: Seen) -> None:
+    met = failure(seen)
+    assert after(met, history(budget=0), on(AMD)) == Raise(met.error)
+
+
+@pytest.mark.parametrize(
+    ("machine", "seen", "changes"),
+    [
+        (AMD, "loader-hang", "workers-0"),
+        (AMD, "hang", "copies-unpinned"),
+        (AMD, "corruption", "copies-unpinned"),
+        (AMD, "illegal-access", "attention-float32"),
+        (AMD, "out-of-memory", "micro-batch-halved"),
+        (AMD, "nonfinite", "attention-float32"),
+        (AMD, "died", None),
+        (CPU, "loader-hang", "workers-0"),
+        (CPU, "hang", None),
+        (CPU, "nonfinite", None),
+        (CPU, "out-of-memory", "micro-batch-halved"),
+    ],
+)
+def test_the_mildest_change_that_alters_anything_is_made(machine: str, seen: Seen, changes: str | None) -> None:
+    found = after(failure(seen), history(), on(machine, workers=2))
+    assert found == Restart((changes,) if changes else (), attempt=1 if seen == "nonfinite" else 0)
+
+
+def test_what_the_user_set_stays() -> None:
+    free, set_by_user = on(AMD), on(AMD, environ={"HSA_ENABLE_SDMA": "1"})
+    done = ("copies-unpinned", "copies-blocking")
+    assert after(failure("hang"), history(), changed(free, *done)) == Restart(("sdma-off",), 0)
+    assert after(failure("hang"), history(), changed(set_by_user, *done)) == Restart((), 0)
+
+
+@given(st.sampled_from((AMD, WINDOWS, CPU, "nvidia-rtx4090")), st.sampled_from(list(WORDS)), st.integers(0, 2))
+def test_changes_come_to_an_end_and_each_alters_something(machine: str, seen: Seen, workers: int) -> None:
+    now = on(machine, workers=workers)
+    for _ in range(sum(change.most for change in CHANGES) + 1):
+        found = after(failure(seen), history(False, False), now)
+        if not isinstance(found, Restart) or not found.changes:
+            return
+        before, now = now, changed(now, *found.changes)
+        assert outcome(before) != outcome(now)
+    pytest.fail("it never ends")
+
+
+def test_who_was_killed_once_is_only_started_again() -> None:
+    machine = on(AMD)
+    assert after(failure("died"), history(False), machine) == Restart((), 0)
+    assert after(failure("died"), history(True, False), machine) == Restart((), 0)
+    assert after(failure("died"), history(False, True), machine) == Restart((), 0)
+    assert after(failure("died"), history(False, False), machine) == Restart(("sdma-off",), 0)
+
+
+def test_what_does_not_fit_is_not_tried_again_and_again() -> None:
+    machine = on(CPU)
+    tried = []
+    while isinstance(found := after(failure("out-of-memory"), history(False, False), machine), Restart):
+        tried += found.changes
+        machine = changed(machine, *found.changes)
+    assert tried == ["micro-batch-halved", "micro-batch-halved", "checkpointing"]
+    assert isinstance(found, Raise) and found.error.exit_code == 3
+    assert after(failure("out-of-memory"), history(False, True), machine) == Restart((), 0)  # the heap in splinters
+    assert isinstance(after(failure("out-of-memory", "load"), history(False), on(CPU)), Raise)  # nothing helps there
+
+
+def test_roll_backs_are_counted_and_end_with_the_original_words() -> None:
+    met = Failure("nonfinite", "step", "step", 7, NonFiniteError("nonfinite", "Loss was not finite.", fix="Lower it."))
+    past = history()
+    for attempt in range(1, MAX_ROLLBACKS + 1):
+        found = after(met, past, on(CPU))
+        assert found == Restart((), attempt)
+        past = past.with_restart(found).with_failure(met, True, 0)
+    found = after(met, past, on(CPU))
+    assert isinstance(found, GiveUp) and "Loss was not finite." in found.reason
+    assert "Lower it." in gave_up(past, found.reason, (), "here", "again").fix
+
+
+# the budget
+
+
+def test_what_restarts_cost() -> None:
+    assert [history(*progressed).cost for progressed in [(False,), (True,), (False, False), (False, True)]] == [
+        1,
+        1,
+        2,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(("budget", "starts"), [(1, 2), (2, 2), (3, 3), (10, 6)])
+def test_a_run_that_gets_nowhere_is_given_up_soon(budget: int, starts: int) -> None:
+    past, count = History(budget), 0
+    while True:
+        count += 1
+        past = past.with_failure(failure("hang"), False, 0)
+        found = after(past.failures[-1], past, on(CPU))
+        if not isinstance(found, Restart):
+            break
+        past = past.with_restart(found)
+    assert isinstance(found, GiveUp) and count == starts
+
+
+def test_a_run_that_gets_on_goes_on_for_ever() -> None:
+    past = History(1)
+    for _ in range(100):
+        past = past.with_failure(failure("hang"), True, checkpoints=1)
+        found = after(past.failures[-1], past, on(CPU))
+        assert isinstance(found, Restart)
+        past = past.with_restart(found)
+    assert past.spent == 1
+    assert isinstance(after(failure("hang"), past.with_failure(failure("hang"), True, 0), on(CPU)), GiveUp)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=40), st.integers(1, 12))
+def test_no_more_is_spent_than_there_is(starts: list[tuple[bool, int]], budget: int) -> None:
+    past = History(budget)
+    for progress, checkpoints in starts:
+        past = past.with_failure(failure("hang"), progress, checkpoints)
+        found = after(past.failures[-1], past, on(CPU))
+        if isinstance(found, GiveUp):
+            assert past.spent + past.cost > budget
+            return
+        assert isinstance(found, Restart)
+        past = past.with_restart(found)
+        assert 0 < past.spent <= budget
+
+
+# words and events
+
+
+def test_a_failure_is_an_event() -> None:
+    assert set(failure("hang", silent_s=2.0, limit_s=1.0).to_event()) == set(EVENT_FIELDS["failure"])
+    assert failure(None).to_event()["seen"] == ""
+
+
+def test_a_hang_says_how_to_allow_more() -> None:
+    said = str(hung_error(Hung("cache", "cache", 31.0, 30.0, "cache"), "phase cache"))
+    assert "silent for 31 s in the phase cache" in said and "--set timeouts.cache=60" in said
+
+
+def test_changes_and_attempts_are_read_from_what_was_told() -> None:
+    events: list[dict[str, Any]] = [
+        {"type": "change", "id": "micro-batch-halved"},
+        {"type": "start"},
+        {"type": "change", "id": "of another version"},
+        {"type": "restart", "attempt": 1},
+        {"type": "change", "id": "micro-batch-halved"},
+        {"type": "restart", "attempt": 0},
+    ]
+    assert changes_of(events) == ("micro-batch-halved", "micro-batch-halved")
+    assert attempt_of(events) == 1 and attempt_of([]) == 0
+
+
+def test_the_account_says_what_failed_how_often_and_what_was_tried() -> None:
+    past = History(3)
+    for seen in ("hang", "died", "hang"):
+        past = past.with_failure(failure(seen), False, 0)  # type: ignore[arg-type]
+    said = account(past, "No more.", ("sdma-off", "sdma-off"))
+    assert "2 times: hung (phase step, after step 7)" in said and "once: ended without a word" in said
+    assert said.count("copies are made by shaders") == 1
+    error = gave_up(past, "No more.", (), "runs/x", "lora-rocm train r.yaml --resume latest")
+    assert error.exit_code == 4 and "changed on the way: nothing" in error.what
+    assert "doctor" in error.fix and "--resume latest" in error.fix and "Do so." not in error.fix
