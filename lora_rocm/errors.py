@@ -179,6 +179,13 @@ def storage_error(error: OSError, path: object) -> StorageError:
             where=str(path),
             fix="Move it away, or choose another place.",
         )
+    if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN):
+        return StorageError(
+            "storage-gone",
+            f"A file or folder, or the drive that it is on, is not there any more: {error.strerror}.",
+            where=str(path),
+            fix="Connect the drive or mount the share again, then run the same command again.",
+        )
     return StorageError(
         "storage",
         f"Reading or writing failed: {error.strerror or error}.",

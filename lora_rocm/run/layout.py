@@ -7,10 +7,12 @@ mutable state. One writer per file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import secrets
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from lora_rocm.errors import StorageError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
+PROBE_BYTES = 65536
+PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
+"""Written by the light parent; every other file of a run by its worker."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,42 @@ class RunDir:
         except OSError as error:
             raise storage_error(error, self.path) from error
         return self
+
+    def require(self) -> None:
+        """Look whether the run is still where it was: a drive may have gone, and folders must not be made in its place.
+
+        Raises:
+            StorageError: it is not.
+        """
+        if not self.recipe.exists():
+            raise storage_error(_gone(), self.path)
+
+    def probe(self) -> None:
+        """Write a little and take it away again.
+
+        Raises:
+            StorageError: that is not possible: the disk is full, read-only, gone.
+        """
+        if not self.path.is_dir():
+            raise storage_error(_gone(), self.path)
+        probe = self.path / ".probe.tmp"
+        write_atomic(probe, bytes(PROBE_BYTES))
+        probe.unlink(missing_ok=True)
+
+    def discard_unfinished(self, *, of_parent: bool) -> None:
+        """Remove what a killed writer left under temporary names: the parent's files, or those of the worker.
+
+        Each removes its own only, and only while it holds its lock: the other may be writing at this very moment.
+        """
+        for path in sorted(self.path.rglob(".*.tmp"), reverse=True):
+            parents = path.parent == self.path and path.name[1:].startswith(PARENTS_FILES)
+            if parents == of_parent:
+                with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _gone() -> OSError:
+    return OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def write_atomic(path: Path, content: bytes) -> None:

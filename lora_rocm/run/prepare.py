@@ -107,6 +107,7 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
             where=str(run_dir.path),
             fix="Go on with it by --resume latest, or give another --run-dir.",
         )
+    run_dir.discard_unfinished(of_parent=True)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
         old = _old_recipe(run_dir)
@@ -149,6 +150,6 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
         return False
     try:
         json.loads(run_dir.result.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -25,6 +25,7 @@ from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.room import Room
 from lora_rocm.train.session import Session
 
 MAX_CONCEPT_PICTURES = 200
@@ -45,6 +46,7 @@ class Artifacts:
     prepared: Prepared
     data_identity: str
     steps_per_epoch: int
+    room: Room
     drawn_at: int | None = None  # updates of the newest previews that this start has drawn
 
     @property
@@ -56,11 +58,16 @@ class Artifacts:
 
         Raises:
             CanaryError, NonFiniteError: see ``Guard``; nothing was written.
+            StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
         """
         updates = position.updates
         if state.read(self.run_dir.checkpoint(updates)) is not None:
+            state.rotate(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
             return
         self.guard.check_all(updates)
+        self.run_dir.require()
+        self.room.look_ahead(updates - 1)
+        self.room.require_checkpoint(updates)
         with self.session.phase("checkpoint"):
             lora = self.run_dir.checkpoint_lora(updates)
             with self._shown_weights():
@@ -88,6 +95,13 @@ class Artifacts:
         with self.session.phase("preview"), self.adapter.disabled():
             self._draw(0)
 
+    def preview_again(self, updates: int) -> None:
+        """The pictures of the checkpoint that a run goes on from, where it was cut between the two."""
+        sample = self.recipe.sample
+        due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
+        if due and not preview.existing(self.run_dir, updates, self.recipe):
+            self.preview(updates)
+
     def preview(self, updates: int) -> None:
         """The pictures with the LoRA as it is (its average, where one is kept)."""
         with self.session.phase("preview"), self._shown_weights():
@@ -96,6 +110,7 @@ class Artifacts:
     def finish(self, position: Position) -> None:
         """Last pictures, all formats loaded back and compared, the concept score, and the word that it is done."""
         self.guard.check_all(position.updates)
+        self.run_dir.require()
         with self._shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
         result: dict[str, Any] = {"updates": position.updates, "exports": exports}
@@ -113,6 +128,7 @@ class Artifacts:
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
+        self.run_dir.require()
         with self.adapter.casting_inputs():
             pictures = preview.draw(
                 self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup

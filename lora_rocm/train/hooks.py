@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,17 +78,36 @@ class Validation:
 
 
 class TensorBoard:
-    """Copies numbers from the event stream into TensorBoard's format."""
+    """Copies numbers from the event stream into TensorBoard's format: an extra, that no run ends for.
+
+    Args:
+        folder: gets one file a start.
+        say: gets a sentence where it cannot be written, which then is given up; a thread of the library writes, so this
+            may come some events late.
+    """
 
     SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: SummaryWriter = SummaryWriter(str(folder))
+        self._folder, self._say = folder, say
+        self._writer: SummaryWriter | None = None
+        with self._given_up():
+            self._writer = SummaryWriter(str(folder))
 
     def __call__(self, event: dict[str, Any]) -> None:
-        for name in self.SCALARS.get(event["type"], ()):
-            self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
-        if event["type"] in ("end", "error"):
-            self._writer.close()
+        with self._given_up():
+            for name in self.SCALARS.get(event["type"], ()) if self._writer else ():
+                self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
+            if event["type"] in ("end", "error") and self._writer:
+                self._writer.close()
+                self._writer = None
+
+    @contextmanager
+    def _given_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._say(f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on.")

@@ -32,6 +32,7 @@ from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
+from lora_rocm.train.room import Room
 from lora_rocm.train.session import Session
 
 
@@ -79,7 +80,7 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
         ResumeError: the chosen checkpoint is damaged.
     """
     run_dir = session.run_dir
-    state.discard_unfinished(run_dir)
+    run_dir.discard_unfinished(of_parent=False)
     if chosen is not None:
         checkpoint = state.read(chosen)
         if checkpoint is None:
@@ -96,7 +97,7 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
 def train(start: Start) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
-    session.readers.append(TensorBoard(session.run_dir.tensorboard))
+    session.readers.append(TensorBoard(session.run_dir.tensorboard, session.notice))
     if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
@@ -132,9 +133,12 @@ def train(start: Start) -> tuple[bool, int]:
         prepared=data.prepared,
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
+        room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
     )
     trainer = _trainer(start, data, position, artifacts)
+    artifacts.room.look_ahead(position.updates)
     artifacts.preview_before()
+    artifacts.preview_again(position.updates)
     watching = first_time(start.device, "The first step", session.notice)
     with closing(data.workers), session.phase("step"), watching as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lora_rocm.errors import storage_error
-from lora_rocm.run.layout import RunDir, fsync_folder, rename
+from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, rename
 from lora_rocm.train.loop import Position
 
 STATE_FILE = "state.json"
@@ -36,12 +36,30 @@ class Checkpoint:
     path: Path
     position: Position
     facts: dict[str, Any]
+    checksums: dict[str, str]
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none."""
-        file = self.path / f"{part}.safetensors"
-        # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
-        return safetensors.torch.load(file.read_bytes()) if file.exists() else {}
+        """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none.
+
+        Raises:
+            StorageError: the file is no longer what it was when the checkpoint was found whole.
+        """
+        name = f"{part}.safetensors"
+        if name not in self.checksums:  # a file of that name beside it is not of this checkpoint
+            return {}
+        try:
+            # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
+            content = (self.path / name).read_bytes()
+        except OSError as error:
+            raise storage_error(error, self.path / name) from error
+        if hashlib.sha256(content).hexdigest() != self.checksums[name]:
+            raise StorageError(
+                "checkpoint-changed",
+                "A checkpoint changed while it was being read.",
+                where=str(self.path / name),
+                fix="Check the disk, then run the same command again: a damaged checkpoint is passed over.",
+            )
+        return safetensors.torch.load(content)
 
 
 def save(
@@ -89,7 +107,11 @@ def read(path: Path) -> Checkpoint | None:
             content = (path / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != wanted:
                 return None
-        return Checkpoint(path, Position(**state["position"]), state["facts"])
+        position = Position(**state["position"])
+        named = CHECKPOINT_NAME.match(path.name)
+        if named and int(named.group(1)) != position.updates:  # a folder or a state.json that was put elsewhere
+            return None
+        return Checkpoint(path, position, state["facts"], state["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
 
@@ -114,16 +136,6 @@ def rotate(run_dir: RunDir, keep_last: int) -> None:
                 _remove(path)
         elif read(path) is not None:
             kept += 1
-
-
-def discard_unfinished(run_dir: RunDir) -> None:
-    """Remove what a killed writer left behind."""
-    if run_dir.checkpoints.is_dir():
-        for path in run_dir.checkpoints.glob(".*.tmp"):
-            if path.is_dir():
-                _remove(path)
-            else:
-                path.unlink(missing_ok=True)
 
 
 def discard_newer(run_dir: RunDir, updates: int) -> None:

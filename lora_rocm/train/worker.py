@@ -23,6 +23,7 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageE
 from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.session import Session
 
@@ -51,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
         explained = _explained(error, run_dir)
-        if session is not None:
-            with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
-                session.emit("error", **explained.to_event())
+        with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
+            emit = session.emit if session is not None else EventWriter(run_dir.events()).write
+            emit("error", **explained.to_event())
         settle()
         return explained.exit_code
 

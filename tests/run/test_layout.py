@@ -49,6 +49,39 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
+def test_what_a_killed_writer_left_is_removed_by_its_own_side(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "größe x").create()
+    half = run_dir.checkpoints / ".step-00000002.77.tmp"
+    half.mkdir(parents=True)
+    (half / "adapter.safetensors").write_bytes(b"half")
+    run_dir.samples_at(2).mkdir(parents=True)
+    of_worker = [half, run_dir.path / ".lora.safetensors.77.ab.tmp", run_dir.samples_at(2) / ".00.png.77.ab.tmp"]
+    of_parent = [run_dir.path / ".recipe.yaml.77.ab.tmp", run_dir.path / ".report.html.77.ab.tmp"]
+    kept = [run_dir.recipe, run_dir.lora, run_dir.worker_lock]
+    for path in (*of_worker[1:], *of_parent, *kept):
+        path.write_bytes(b"half")
+    run_dir.discard_unfinished(of_parent=False)
+    assert [path.exists() for path in (*of_worker, *of_parent, *kept)] == [False] * 3 + [True] * 5
+    run_dir.discard_unfinished(of_parent=True)
+    assert [path.exists() for path in (*of_parent, *kept)] == [False] * 2 + [True] * 3
+
+
+def test_a_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(tmp_path / "run").create()
+    run_dir.probe()
+    assert os.listdir(run_dir.path) == []
+    with pytest.raises(StorageError, match="not there any more"):
+        run_dir.require()
+    run_dir.recipe.touch()
+    run_dir.require()
+    run_dir.path.rename(tmp_path / "away")
+    for look in (run_dir.probe, run_dir.require):
+        with pytest.raises(StorageError, match="not there any more") as caught:
+            look()
+        assert caught.value.code == "storage-gone" and caught.value.exit_code == 3
+    assert os.listdir(tmp_path) == ["away"]
+
+
 def test_create_over_a_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
+
+import pytest
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Trainer
 from tests.train.test_loop import Corruptor, Rig, batches
+
+NUMBERS = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
 
 
 def held_out(rig: Rig) -> Validation:
@@ -66,11 +72,28 @@ def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    writer = TensorBoard(RunDir(tmp_path).tensorboard)
-    step = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
-    writer({"type": "step", "updates": 1, **step})
+    said: list[str] = []
+    writer = TensorBoard(RunDir(tmp_path).tensorboard, said.append)
+    writer({"type": "step", "updates": 1, **NUMBERS})
     writer({"type": "notice", "text": "nothing to plot"})
     writer({"type": "end", "reason": "done", "updates": 1, "exit_code": 0})
     (file,) = RunDir(tmp_path).tensorboard.iterdir()
     assert b"step/loss" in file.read_bytes() and b"step/grad_norm" in file.read_bytes()
-    assert read_events(RunDir(tmp_path).events()) == []
+    assert read_events(RunDir(tmp_path).events()) == [] and said == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("gone", [False, True])
+def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
+    """Its folder is a file from the start, or is taken away while its thread writes."""
+    folder, said = tmp_path / "tensorboard", list[str]()
+    if not gone:
+        folder.write_text("in the way", encoding="utf-8")
+    writer = TensorBoard(folder, said.append)
+    for updates in range(1, 40):
+        if gone and updates == 3:
+            shutil.rmtree(folder)
+        writer({"type": "step", "updates": updates, **NUMBERS})
+        time.sleep(0.001)
+    writer({"type": "end", "reason": "done", "updates": 39, "exit_code": 0})
+    assert len(said) == 1 and str(folder) in said[0] and "Training goes on" in said[0]

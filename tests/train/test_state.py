@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,109 @@ def test_the_bytes_depend_on_the_state_alone(tmp_path: Path) -> None:
         assert file.read_bytes() == (right / file.name).read_bytes()
 
 
-@given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_to_any_file_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    run_dir = RunDir(tmp_path_factory.mktemp("run"))
-    write(run_dir, 3)
-    path = write(run_dir, 6)
+DAMAGES = ("flip", "cut", "longer", "zeros", "empty", "missing", "folder", "swapped", "renamed folder", "extra part")
+
+
+def damage(data: st.DataObject, path: Path, other: Path) -> None:
+    """Do something to one checkpoint (``other`` is a whole one of other updates)."""
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     content = bytearray(file.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    kind = data.draw(st.sampled_from(["flip", "cut", "missing"]))
-    if kind == "missing":
+    start = data.draw(st.integers(0, len(content) - 1))
+    end = data.draw(st.integers(start + 1, len(content)))
+    kind = data.draw(st.sampled_from(DAMAGES))
+    if kind == "flip":
+        content[start] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind in ("cut", "empty"):
+        del content[0 if kind == "empty" else start :]
+    elif kind == "longer":
+        content += content[start:end]
+    elif kind == "zeros":
+        content[start:end] = bytes(end - start)
+    if kind in ("missing", "folder"):
         file.unlink()
+        if kind == "folder":
+            file.mkdir()
+    elif kind == "swapped":
+        file.write_bytes((other / file.name).read_bytes())
+    elif kind == "renamed folder":
+        path.rename(path.with_name("aside"))
+        other.rename(path)
+    elif kind == "extra part":
+        (path / "ema.safetensors").write_bytes((path / "adapter.safetensors").read_bytes())
     else:
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
-        file.write_bytes(content if kind == "flip" else content[:place])
-    checkpoint, damaged = state.latest_valid(run_dir)
-    assert checkpoint is not None and checkpoint.position.updates == 3 and damaged == [path]
+        file.write_bytes(content)
+
+
+def everything(checkpoint: state.Checkpoint | None) -> Any:
+    """All that a run takes over."""
+    if checkpoint is None:
+        return None
+    parts = {
+        part: {name: tensor.tolist() for name, tensor in checkpoint.tensors(part).items()}
+        for part in ("adapter", "ema", "optimizer")
+    }
+    return checkpoint.position, checkpoint.facts, parts
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_checkpoint_is_read_as_it_was_written_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Also where both checkpoints hold the same tensors, so that no checksum differs but that of the state."""
+    run_dir = RunDir(tmp_path_factory.mktemp("run"))
+    older, path = write(run_dir, 3), write(run_dir, 6)
+    written = everything(state.read(path))
+    damage(data, path, older)
+    assert everything(state.read(path)) in (written, None)
+    found, damaged = state.latest_valid(run_dir)
+    if state.read(path) is None and older.exists():
+        assert found is not None and found.position.updates == 3 and damaged == [path]
+
+
+@pytest.mark.parametrize("weak", ["seal", "checksum", "name"])
+def test_each_check_of_a_checkpoint_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weak: str) -> None:
+    """Negative control of the test above: without one of the three checks a damage of its kind gets through."""
+    run_dir = RunDir(tmp_path)
+    older, path = write(run_dir, 3), write(run_dir, 6)
+    written, file = everything(state.read(path)), path / "adapter.safetensors"
+    text = path / "state.json"
+    if weak == "seal":
+        text.write_text(text.read_text(encoding="utf-8").replace('"iteration": 7', '"iteration": 8'), encoding="utf-8")
+        monkeypatch.setattr(state, "_sealed", lambda content: b"")
+        monkeypatch.setattr(state, "_sealed_bytes", lambda content: b"")
+    elif weak == "checksum":
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        monkeypatch.setattr(state.hashlib, "sha256", lambda content: Same())
+        state_of = json.loads(text.read_bytes())
+        state_of["sha256"] = dict.fromkeys(state_of["sha256"], Same().hexdigest())
+        text.write_bytes(state._sealed({key: value for key, value in state_of.items() if key != "seal"}))
+    else:
+        text.write_bytes((older / "state.json").read_bytes())
+        monkeypatch.setattr(state, "CHECKPOINT_NAME", re.compile("never"))
+    assert everything(state.read(path)) not in (written, None)
+    monkeypatch.undo()
+    assert state.read(path) is None
+
+
+class Same:
+    """A checksum that is the same for everything."""
+
+    def hexdigest(self) -> str:
+        return "0"
+
+
+def test_a_part_that_changes_after_the_checks_is_not_used(tmp_path: Path) -> None:
+    checkpoint = state.read(write(RunDir(tmp_path), 3))
+    assert checkpoint is not None
+    file = checkpoint.path / "adapter.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(StorageError, match="changed while it was being read"):
+        checkpoint.tensors("adapter")
+    file.unlink()
+    with pytest.raises(StorageError, match="not there any more"):
+        checkpoint.tensors("adapter")
 
 
 def test_an_intact_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
@@ -111,17 +198,6 @@ def test_a_full_disk_loses_nothing_older(tmp_path: Path, monkeypatch: pytest.Mon
             write(run_dir, 2)
     checkpoint, _ = state.latest_valid(run_dir)
     assert checkpoint is not None and checkpoint.position.updates == 1
-    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000001"]
-
-
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    write(run_dir, 1)
-    half = run_dir.checkpoints / ".step-00000002.77.tmp"
-    half.mkdir()
-    (half / "adapter.safetensors").write_bytes(b"half")
-    (run_dir.checkpoints / ".lora-step00000002.safetensors.77.tmp").write_bytes(b"half")
-    state.discard_unfinished(run_dir)
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000001"]
 
 
