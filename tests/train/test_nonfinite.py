@@ -1,0 +1,229 @@
+"""Numbers that are not finite, put into whole small runs: what is said, what is written, and what a new start does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lora_rocm.device.transfer import Clock, DeviceTransfer
+from lora_rocm.errors import NonFiniteError
+from lora_rocm.host.changes import SEEN_OF_CODE
+from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import run, state
+from lora_rocm.train.session import Session
+from tests.train import test_run
+from tests.train.test_guard import after_step
+from tests.train.test_run import CPU, bytes_of, make_recipe
+
+material = test_run.material
+STEPS = 8
+
+Seen = list[tuple[int, list[str], float]]
+"""(iteration, samples, a number of their noise) of each micro-batch, as it was trained on."""
+
+
+def recipe_of(material: Path) -> Recipe:
+    """Eight updates of two samples, few layers; a checkpoint after the fourth and the last."""
+    return make_recipe(
+        material,
+        train={"max_train_steps": STEPS, "gradient_accumulation_steps": 1},
+        lora={"targets": (r".*mid_block.*attn1\.to_q", r".*mid_block.*attn2\.to_v")},
+        output={"save_every_n_steps": 4, "keep_last": 9},
+        runtime={"canary_every_n_steps": 0},
+    )
+
+
+@contextmanager
+def watched(seen: Seen) -> Iterator[None]:
+    """Note what is trained on."""
+    original = run.Trainer._forward_backward
+
+    def noting(trainer: run.Trainer, batch: dict[str, Any], work: Any) -> None:
+        draw = trainer.family.draw
+
+        def drawn(*args: Any) -> Any:
+            draws = draw(*args)
+            seen.append((batch["iteration"], batch["sample_keys"], float(draws.tensors["noise"].flatten()[0])))
+            return draws
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.family, "draw", drawn)
+            original(trainer, batch, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.Trainer, "_forward_backward", noting)
+        yield
+
+
+def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS + 9) -> bool:
+    """One start of the worker's work, which draws other noise where ``attempt`` is not 0."""
+    directory = RunDir(run_dir).create()
+    directory.stop.unlink(missing_ok=True)
+    directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    session = Session(directory, watch_parent=False)
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["type"] == "step" and event["updates"] >= stop_at:
+            directory.stop.touch()
+
+    session.readers.append(stop)
+    try:
+        checkpoint = run.find_checkpoint(session, None)
+        return run.train(run.Start(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt))[0]
+    finally:
+        session.close()
+
+
+@dataclass
+class Sound:
+    """A run in which nothing goes wrong."""
+
+    run_dir: Path
+    seen: Seen
+
+
+@pytest.fixture(scope="module")
+def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    seen: Seen = []
+    run_dir = tmp_path_factory.mktemp("sound") / "run"
+    with watched(seen):
+        assert start(recipe_of(material), run_dir)
+    assert not events(run_dir, "incident")
+    return Sound(run_dir, seen)
+
+
+def events(run_dir: Path, event_type: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(RunDir(run_dir).events()) if event["type"] == event_type]
+
+
+def is_finite(run_dir: Path) -> bool:
+    """The result and every checkpoint."""
+    found = [load_file(RunDir(run_dir).lora)]
+    for _, path in RunDir(run_dir).list_checkpoints():
+        checkpoint = state.read(path)
+        assert checkpoint is not None
+        found += [checkpoint.tensors(part) for part in ("adapter", "ema", "optimizer")]
+    return all(tensor.isfinite().all() for tensors in found for tensor in tensors.values())
+
+
+class Poisoned(DeviceTransfer):
+    """Behind the check, one number of the second sample's latents is not finite, in the sends that are listed."""
+
+    hits: dict[int, float] = {}  # noqa: RUF012
+
+    def send(
+        self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Clock]:
+        arrived, clock = super().send(tensors, fingerprints)
+        self.batches = getattr(self, "batches", -1) + 1
+        if self.batches in self.hits:
+            arrived["latent_mean"] = arrived["latent_mean"].clone()
+            arrived["latent_mean"][1, 0, 0, 0] = self.hits[self.batches]
+        return arrived, clock
+
+
+def test_samples_and_gradients_that_are_not_finite_are_named_and_the_file_is_finite(
+    material: Path, tmp_path: Path, sound: Sound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Poisoned, "hits", {1: float("nan"), 2: float("inf")})
+    monkeypatch.setattr(run, "DeviceTransfer", Poisoned)
+    spoilt: list[int] = []
+
+    def spoil(grad: Tensor) -> Tensor:
+        spoilt.append(1)
+        return grad * float("nan") if len(spoilt) == 1 else grad
+
+    def arm(trainer: run.Trainer) -> None:
+        list(trainer.optimizer.parameters.values())[-1].register_hook(spoil)
+
+    after_step(monkeypatch, 3, arm)
+    assert start(recipe_of(material), tmp_path / "run") and spoilt
+    found = events(tmp_path / "run", "incident")
+    assert [(event["kind"], event["action"]) for event in found] == [("nonfinite", "update skipped")] * 3
+    of_iteration = {iteration: samples for iteration, samples, _ in sound.seen}
+    first, second, third = found
+    for event, iteration in ((first, 1), (second, 2)):
+        victim = of_iteration[iteration][1]
+        assert event["iteration"] == iteration and event["samples"] == [victim]
+        assert f"not finite is the loss of {victim} (1 of 2 samples)" in event["detail"]  # what the user reads
+    assert len(third["samples"]) == 2 and "the loss of each sample is finite" in third["detail"]
+    assert is_finite(tmp_path / "run") and len(events(tmp_path / "run", "step")) == STEPS
+    assert bytes_of(tmp_path / "run") != bytes_of(sound.run_dir)  # three batches were not learnt from
+
+
+def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_gives_the_bytes_of_the_sound_run(
+    material: Path, tmp_path: Path, sound: Sound
+) -> None:
+    recipe, run_dir = recipe_of(material), tmp_path / "run"
+
+    def poison_moments(trainer: run.Trainer) -> None:
+        moments = next(t for name, t in trainer.optimizer.state().items() if name.endswith("exp_avg"))
+        moments.fill_(float("nan"))
+
+    def poison_loss(trainer: run.Trainer) -> None:
+        loss = trainer.family.loss
+        trainer.family.loss = lambda *args: type(loss(*args))(loss(*args).loss_B * float("nan"))  # type: ignore[method-assign]
+
+    for at, poison, code, newest in ((4, poison_moments, "state-nonfinite", 0), (5, poison_loss, "nonfinite", 4)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as caught:
+            after_step(patch, at, poison)
+            start(recipe, run_dir)
+        assert caught.value.code == code and caught.value.exit_code == 3 and SEEN_OF_CODE[code] == "nonfinite"
+        checkpoint, damaged = state.latest_valid(RunDir(run_dir))
+        assert (checkpoint.position.updates if checkpoint else 0) == newest and not damaged
+    assert checkpoint is not None and checkpoint.position.nonfinite_in_a_row == 0
+    skipped = events(run_dir, "incident")
+    assert len(skipped) == 4 and all(len(event["samples"]) == 2 for event in skipped)
+    assert "4 times in a row" in caught.value.what and skipped[-1]["samples"][0] in caught.value.where
+    assert start(recipe, run_dir)
+    assert is_finite(run_dir) and bytes_of(run_dir) == bytes_of(sound.run_dir)
+
+
+def rolled_back(sound: Sound, to: Path) -> Path:
+    """A run directory whose newest checkpoint is an old one of the sound run."""
+    shutil.copytree(sound.run_dir, to)
+    for updates, path in RunDir(to).list_checkpoints():
+        if updates > 4:
+            shutil.rmtree(path)
+    return to
+
+
+def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_interrupted(
+    material: Path, tmp_path: Path, sound: Sound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, seen = recipe_of(material), []
+    straight, stopped = (rolled_back(sound, tmp_path / name) for name in ("straight", "stopped"))
+    with watched(seen):
+        assert start(recipe, straight, attempt=2)
+    rest = [its for its in sound.seen if its[0] >= 4]
+    assert [its[:2] for its in seen] == [its[:2] for its in rest]  # the order of the data stays
+    assert all(one[2] != other[2] for one, other in zip(seen, rest, strict=True))
+    assert bytes_of(straight) != bytes_of(sound.run_dir)
+    assert not start(recipe, stopped, attempt=2, stop_at=5)
+    checkpoint, _ = state.latest_valid(RunDir(stopped))
+    assert checkpoint is not None and checkpoint.position.attempt == 2 and checkpoint.position.updates in (5, 6)
+    shutil.copytree(stopped, tmp_path / "forgetful")
+    assert start(recipe, stopped)  # it is saved: nobody has to say it again
+    assert bytes_of(stopped) == bytes_of(straight)
+    restore = run._restore
+
+    def forgetful(*args: Any) -> Any:
+        position = restore(*args)
+        position.attempt = 0
+        return position
+
+    monkeypatch.setattr(run, "_restore", forgetful)  # negative control
+    assert start(recipe, tmp_path / "forgetful") and bytes_of(tmp_path / "forgetful") != bytes_of(straight)
