@@ -2,14 +2,17 @@
 
 One at a time because the exact bytes that an encoder makes depend on what else is in its batch; so an entry is the same
 whatever was missing, and however often the run was stopped in between.
+
+A picture that does not fit into memory is encoded in tiles, which rounds otherwise: such an entry has a key of its own,
+and is taken where there is none of the whole picture.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -24,7 +27,9 @@ from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut
 from lora_rocm.data.samples import Sample, load_image
 from lora_rocm.device.encoder_speed import watched
-from lora_rocm.errors import DataError, Problem
+from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.memory import empty_pools
+from lora_rocm.errors import DataError, MachineError, Problem
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,9 +47,10 @@ REPORT_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One picture to encode: what the key stands for."""
+    """One picture to encode: what the key stands for. ``tiled_key``: its key if it is encoded in tiles."""
 
     key: str
+    tiled_key: str | None
     sample: Sample
     geometry: Geometry
     flip: bool
@@ -77,7 +83,10 @@ def pixels_of(image: Image.Image) -> Tensor:
 
 @dataclass
 class Caches:
-    """The image and the text cache of one run, with what is needed to make each of their entries again."""
+    """The image and the text cache of one run, with what is needed to make each of their entries again.
+
+    ``tiles``: pictures are encoded in tiles; where memory runs out it becomes true, and ``tiles_needed`` is called.
+    """
 
     cache: LatentCache
     image_encoder: Encoder
@@ -86,12 +95,31 @@ class Caches:
     report: Report
     say: Callable[[str], None]
     repaired: Repaired = lambda *facts: None
+    tiles: bool = False
+    tiles_needed: Callable[[], None] = lambda: None
     _jobs: dict[str, ImageJob] = field(default_factory=dict, init=False)
+    _entries: dict[str, str] = field(default_factory=dict, init=False)  # key of a job -> of its entry, if another
     _captions: dict[str, str] = field(default_factory=dict, init=False)
 
+    @cached_property
+    def tiled_encoder(self) -> Encoder | None:
+        """The image encoder in tiles, where there is such a way."""
+        return self.image_encoder.in_tiles()
+
     def image_job(self, sample: Sample, sha256: str, geometry: Geometry, flip: bool) -> ImageJob:
-        """The job whose key these determine."""
-        return ImageJob(image_key(sha256, geometry, flip, self.image_encoder.fingerprint), sample, geometry, flip)
+        """The job whose keys these determine."""
+        tiled = self.tiled_encoder
+        return ImageJob(
+            image_key(sha256, geometry, flip, self.image_encoder.fingerprint),
+            image_key(sha256, geometry, flip, tiled.fingerprint) if tiled is not None else None,
+            sample,
+            geometry,
+            flip,
+        )
+
+    def entry_key(self, job: ImageJob) -> str:
+        """The key of a picture's entry, once the cache is filled."""
+        return self._entries.get(job.key, job.key)
 
     def text_key(self, caption: str) -> str:
         """Key of a caption for this run's text encoder."""
@@ -106,9 +134,10 @@ class Caches:
         Raises:
             DataError: the encoder made values that are not finite.
             StorageError: the cache cannot be written; what is in it stays.
+            MachineError: a picture does not fit into memory, not even in tiles.
         """
         self._jobs.update({job.key: job for job in jobs})
-        faults = self._faults("image", self._jobs)
+        faults = {key: fault for key, job in self._jobs.items() if (fault := self._image_fault(job))}
         failed = self._encode_images(faults) if faults else {}
         return {
             job.sample.key: Problem(shown(job.sample.location), failed[job.key].what, failed[job.key].fix)
@@ -124,7 +153,7 @@ class Caches:
             StorageError: the cache cannot be written; what is in it stays.
         """
         self._captions.update({self.text_key(caption): caption for caption in captions})
-        faults = self._faults("text", self._captions)
+        faults = {key: fault for key in self._captions if (fault := self.cache.fault("text", key))}
         if faults:
             self._encode_texts(faults)
 
@@ -138,14 +167,32 @@ class Caches:
         if kind == "text":
             self._encode_texts({key: reason})
             return
-        failed = self._encode_images({key: reason})
-        if key in failed:
+        job = next(job for job in self._jobs.values() if key in (job.key, job.tiled_key))
+        try:
+            image = load_image(job.sample)
+        except DataError as error:
             raise DataError(
                 "image-unreadable",
-                f"The cached picture is damaged and cannot be made again. {failed[key].what}",
-                where=failed[key].where,
+                f"The cached picture is damaged and cannot be made again. {error.what}",
+                where=error.where,
                 fix="Restore the picture, or take it away; then run the same command again.",
-            )
+            ) from None
+        tiled = self.tiled_encoder if key == job.tiled_key else None
+        encoder = tiled if tiled is not None else self.image_encoder
+        tensors = self._encode_again(encoder, pixels_of(cut(image, job.geometry, job.flip)))
+        self._put("image", key, tensors, shown(job.sample.location), reason)
+
+    def _encode_again(self, encoder: Encoder, pixels_CHW: Tensor) -> Tensors:
+        """One picture, in the way that its key says; on the CPU where the GPU is full of the model in training."""
+        for device in (self.device, torch.device("cpu")):
+            empty_pools()
+            try:
+                return encoder.load(device)(pixels_CHW)
+            except (RuntimeError, MemoryError) as error:
+                full = out_of_memory(error)
+                if full is None:
+                    raise
+        raise full
 
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
@@ -167,9 +214,14 @@ class Caches:
             self.repair("text", key, str(error))
             return self.cache.get("text", key, self.text_encoder.outputs).tensors
 
-    def _faults(self, kind: str, keys: Iterable[str]) -> dict[str, str]:
-        """Key -> what is wrong, of the entries that have to be encoded."""
-        return {key: fault for key in keys if (fault := self.cache.fault(kind, key))}
+    def _image_fault(self, job: ImageJob) -> str:
+        """What is wrong with a picture's entry; nothing (empty) where there is one, of the whole or in tiles."""
+        fault = self.cache.fault("image", job.key)
+        if fault == MISSING and job.tiled_key is not None:
+            fault = self.cache.fault("image", job.tiled_key)
+            if not fault:
+                self._entries[job.key] = job.tiled_key
+        return fault
 
     def _put(self, kind: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
         self.cache.put(kind, key, tensors, item)
@@ -179,7 +231,7 @@ class Caches:
     def _encode_images(self, faults: Mapping[str, str]) -> dict[str, Problem]:
         """Encode and write; the pictures that cannot be decoded, by key. The weights go when this returns."""
         jobs = [self._jobs[key] for key in faults]
-        encode = watched(self.image_encoder.load(self.device), self.device, self.say)
+        encode = _Fitting(self)
         progress = Progress("images", len(self._jobs), self.report, done=len(self._jobs) - len(jobs))
         failed: dict[str, Problem] = {}
         try:
@@ -192,12 +244,15 @@ class Caches:
                     progress.step(len(same_picture))
                     continue
                 for job in same_picture:
-                    tensors = encode(pixels_of(cut(image, job.geometry, job.flip)))
-                    self._put("image", job.key, tensors, shown(job.sample.location), faults[job.key])
+                    pixels_CHW, place = pixels_of(cut(image, job.geometry, job.flip)), shown(job.sample.location)
+                    tensors = encode(pixels_CHW, place)
+                    if self.tiles and job.tiled_key is not None:
+                        self._entries[job.key] = job.tiled_key
+                    self._put("image", self.entry_key(job), tensors, place, faults[job.key])
                     progress.step()
         finally:
             del encode
-            _free(self.device)
+            empty_pools()
         return failed
 
     def _encode_texts(self, faults: Mapping[str, str]) -> None:
@@ -210,11 +265,47 @@ class Caches:
                 progress.step()
         finally:
             del encode
-            _free(self.device)
+            empty_pools()
 
 
-def _free(device: torch.device) -> None:
-    """Give back the memory of weights that nothing refers to any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+class _Fitting:
+    """The image encoder, loaded; it goes over to tiles, for good, where a picture does not fit into memory."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._load()
+
+    def _load(self) -> None:
+        caches = self._caches
+        tiled = caches.tiled_encoder if caches.tiles else None
+        encoder = tiled if tiled is not None else caches.image_encoder
+        self._encode = watched(encoder.load(caches.device), caches.device, caches.say)
+
+    def __call__(self, pixels_CHW: Tensor, place: str) -> Tensors:
+        """Encode a picture. ``place``: what to call it.
+
+        Raises:
+            MachineError: it does not fit, not even in tiles.
+        """
+        try:
+            return self._encode(pixels_CHW)
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None:
+                raise
+        caches = self._caches
+        if caches.tiles or caches.tiled_encoder is None:
+            height, width = pixels_CHW.shape[1:]
+            raise MachineError(
+                full.code,
+                f"{full.what} A picture of {width}x{height} does not fit, not even in tiles.",
+                where=f"{place}: {full.where}",
+                fix="Close other programs that use the GPU, lower data.resolution, or encode on the CPU: --set "
+                "runtime.device=cpu, until training begins; what is encoded stays in the cache.",
+            )
+        caches.tiles = True
+        caches.tiles_needed()
+        del self._encode
+        empty_pools()
+        self._load()
+        return self(pixels_CHW, place)

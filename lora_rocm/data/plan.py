@@ -24,6 +24,7 @@ class Item:
     image_keys: cache keys of the picture and, with flip_aug, of its mirror image.
     text_keys: cache keys of its caption variants.
     dropout_key: cache key of the empty caption, which takes their place at ``dropout_rate``.
+    picture_keys: the image_keys as if nothing had been encoded in tiles: they say which pictures these are.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Item:
     dropout_key: str
     dropout_rate: float
     repeats: int
+    picture_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def prepare(
     emit: Report,
     say: Callable[[str], None] = lambda text: None,
     repaired: Repaired = lambda *facts: None,
+    tiles: bool = False,
+    tiles_needed: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Find the pictures, cut them, hold some out, and fill the caches.
 
@@ -80,16 +82,19 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
+        tiles: pictures are encoded in tiles.
+        tiles_needed: called when memory ran out, so that tiles are used from then on.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
         StorageError: the cache cannot be written; what is in it stays.
+        MachineError: a picture does not fit into memory, not even in tiles.
     """
     data, found = recipe.data, scan(recipe.data)
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say, repaired)
+    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say, repaired, tiles, tiles_needed)
     jobs = {
         sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
         for sample in found.samples
@@ -185,11 +190,12 @@ def _item(caches: Caches, sample: Sample, jobs: Sequence[ImageJob], texts: Seque
     return Item(
         key=sample.key,
         geometry=jobs[0].geometry,
-        image_keys=tuple(job.key for job in jobs),
+        image_keys=tuple(caches.entry_key(job) for job in jobs),
         text_keys=tuple(caches.text_key(text) for text in texts),
         dropout_key=caches.text_key(""),
         dropout_rate=sample.options.caption_dropout_rate,
         repeats=sample.repeats,
+        picture_keys=tuple(job.key for job in jobs),
     )
 
 

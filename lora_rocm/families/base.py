@@ -47,6 +47,13 @@ class Encoder(Protocol):
         """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping it frees the memory."""
         ...
 
+    def in_tiles(self) -> Encoder | None:
+        """The same, but cutting each picture into tiles: less memory and other rounding, so another fingerprint.
+
+        None where there is no such way.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -147,11 +154,16 @@ class ModelFamily(Protocol):
         ...
 
     def preview(
-        self, model: LoadedModel, requests: Sequence[PreviewRequest], text: Callable[[str], Tensors]
+        self,
+        model: LoadedModel,
+        requests: Sequence[PreviewRequest],
+        text: Callable[[str], Tensors],
+        in_tiles: bool = False,
     ) -> list[Image.Image]:
         """Draw pictures with the model as it is (adapter included); leaves the model as it was.
 
         ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
+        ``in_tiles``: decode pictures of any size in tiles, which takes less memory.
         """
         ...
 

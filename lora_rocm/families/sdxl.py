@@ -195,13 +195,18 @@ class Sdxl:
         return text.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
 
     def preview(
-        self, model: LoadedModel, requests: Sequence[PreviewRequest], text: Callable[[str], Tensors]
+        self,
+        model: LoadedModel,
+        requests: Sequence[PreviewRequest],
+        text: Callable[[str], Tensors],
+        in_tiles: bool = False,
     ) -> list[Image.Image]:
         def embeddings(prompt: str) -> tuple[Tensor, Tensor]:
             tensors = {name: tensor[None].to(model.device) for name, tensor in text(prompt).items()}
             return self._text(model, tensors)
 
-        return draw_pictures(self.source, self.scheduler_config, model, requests, embeddings, self.latent_normalisation)
+        how = (embeddings, self.latent_normalisation, in_tiles)
+        return draw_pictures(self.source, self.scheduler_config, model, requests, *how)
 
     def base_facts(self) -> Mapping[str, str]:
         file = self.source.single_file

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lora_rocm.families.loading import Source
 
 ENCODING_VERSION = 1  # raised when the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger pictures are encoded and decoded in tiles (the VAE's own, overlapping and blended)
+SMALL_TILE_PX = 512  # side of a tile where memory is short; the VAE's own tiles are of 1024, which saves little
 
 
 class VaeEncoder:
@@ -28,20 +30,24 @@ class VaeEncoder:
         "latent_std": TensorSpec("float32", "CHW"),
     }
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, small_tiles: bool = False) -> None:
+        self._source, self._small_tiles = source, small_tiles
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}"
+        tiles = f"-tiles{SMALL_TILE_PX}" if self._small_tiles else ""
+        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}{tiles}"
+
+    def in_tiles(self) -> VaeEncoder:
+        return VaeEncoder(self._source, small_tiles=True)
 
     def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
-        vae = load_vae(self._source, device)
+        vae = load_vae(self._source, device, self._small_tiles)
 
         @torch.no_grad()
         def encode(pixels_CHW: Tensor | str) -> Tensors:
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes pictures"
-            vae.use_tiling = pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
+            vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
             with vae_attention(device):
                 posterior = vae.encode(pixels_CHW[None].to(device, torch.float32)).latent_dist
             return {"latent_mean": posterior.mean[0].cpu(), "latent_std": posterior.std[0].cpu()}
@@ -66,6 +72,9 @@ class TextEncoder:
         names = ("text_encoder", "text_encoder_2")
         parts = [self._source.fingerprint(name) for name in names]
         return f"text{ENCODING_VERSION}-{_digest([*parts, tokenizer_identity(self._source)])}"
+
+    def in_tiles(self) -> None:
+        return None
 
     def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
         tokenizers = _tokenizers(self._source)
@@ -97,6 +106,9 @@ class TokenEncoder:
     def fingerprint(self) -> str:
         return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source)}"
 
+    def in_tiles(self) -> None:
+        return None
+
     def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
         first, second = _tokenizers(self._source)
 
@@ -107,9 +119,13 @@ class TokenEncoder:
         return encode
 
 
-def load_vae(source: Source, device: torch.device) -> torch.nn.Module:
-    """The VAE in float32: SDXL's overflows in half precision."""
-    return source.load("vae", torch.float32, device)
+def load_vae(source: Source, device: torch.device, small_tiles: bool = False) -> Any:
+    """The VAE in float32 (SDXL's overflows in half precision); ``small_tiles``: what its tiling is, once it is on."""
+    vae: Any = source.load("vae", torch.float32, device)
+    if small_tiles:
+        vae.tile_sample_min_size = SMALL_TILE_PX
+        vae.tile_latent_min_size = SMALL_TILE_PX // 2 ** (len(vae.config.block_out_channels) - 1)
+    return vae
 
 
 def tokenizer_identity(source: Source) -> str:

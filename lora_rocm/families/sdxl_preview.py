@@ -30,6 +30,7 @@ def draw_pictures(
     requests: Sequence[PreviewRequest],
     embeddings: Embeddings,
     normalisation: tuple[Tensor, Tensor],
+    in_tiles: bool = False,
 ) -> list[Image.Image]:
     """Draw every request, in order.
 
@@ -43,6 +44,7 @@ def draw_pictures(
         scheduler_config: with prediction_type and rescale_betas_zero_snr decided.
         embeddings: prompt -> (prompt_BSD, pooled_BD) with B = 1, on the model's device.
         normalisation: (shift_C, scale_C) that turned VAE latents into the model's.
+        in_tiles: decode in small tiles, whatever the size.
     """
     latents: list[Tensor | None] = [None] * len(requests)
     with evaluating(model.components.values()):
@@ -51,7 +53,8 @@ def draw_pictures(
             batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
-    return _decode(source, model.device, [latent for latent in latents if latent is not None], normalisation)
+    drawn = [latent for latent in latents if latent is not None]
+    return _decode(source, model.device, drawn, normalisation, in_tiles)
 
 
 @contextmanager
@@ -138,15 +141,19 @@ def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -
 
 
 def _decode(
-    source: Source, device: torch.device, latents: Sequence[Tensor], normalisation: tuple[Tensor, Tensor]
+    source: Source,
+    device: torch.device,
+    latents: Sequence[Tensor],
+    normalisation: tuple[Tensor, Tensor],
+    in_tiles: bool,
 ) -> list[Image.Image]:
-    vae: Any = load_vae(source, device)
+    vae = load_vae(source, device, in_tiles)
     processor = VaeImageProcessor(vae_scale_factor=1)
     shift, scale = (values_C.to(device)[:, None, None] for values_C in normalisation)
     ratio = pixels_per_latent(source)
     pictures: list[Image.Image] = []
     for latents_CHW in latents:
-        vae.use_tiling = latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
+        vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
         with vae_attention(device):
             pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
         pictures += processor.postprocess(pixels_BCHW, output_type="pil")

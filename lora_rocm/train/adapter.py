@@ -84,8 +84,8 @@ class Adapter:
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Other weights for a while (the average, for previews and export), then the present ones again."""
         present = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self.load(tensors)
         try:
+            self.load(tensors)
             yield
         finally:
             self.load(present)

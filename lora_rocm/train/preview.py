@@ -53,13 +53,14 @@ def draw(
     model: LoadedModel,
     recipe: Recipe,
     text: Callable[[str], dict[str, Tensor]],
+    in_tiles: bool = False,
 ) -> list[Path]:
     """Draw all previews with the model as it is and save them; one picture a file, whole or not there.
 
     Pictures of an older round go. What was asked for is written last: a round cut short is not taken for whole.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
-    pictures = family.preview(model, requests, text)
+    pictures = family.preview(model, requests, text, in_tiles)
     for old in sorted(folder.glob("*"), reverse=True):
         old.unlink()
     paths = _paths(folder, requests)

@@ -29,6 +29,10 @@ class FakeEncoder:
     tensors_of: Callable[[Any], Tensors]
     loads: int = 0
     encoded: list[Any] = field(default_factory=list)
+    tiled: FakeEncoder | None = None
+
+    def in_tiles(self) -> FakeEncoder | None:
+        return self.tiled
 
     def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
         self.loads += 1

@@ -1,6 +1,8 @@
+import dataclasses
 import errno
 import gc
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,11 @@ from PIL import Image
 from lora_rocm.data import fill
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches, Progress, pixels_of
+from lora_rocm.data.prepare import prepare
 from lora_rocm.data.samples import geometries, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
-from lora_rocm.errors import DataError, StorageError
+from lora_rocm.errors import DataError, MachineError, StorageError
+from tests.data.conftest import latents_of
 
 CPU = torch.device("cpu")
 
@@ -250,3 +254,155 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     assert [kind for kind, _, _ in told] == ["image", "text"]
     assert str(images[0]) in told[0][2] and ".png" in told[0][1]
     assert "not as it was written" in told[1][2] and told[1][1] in ("'a'", "'b'")
+
+
+def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What tiles give: the same to rounding."""
+    return {name: tensor + 1e-6 for name, tensor in latents_of(pixels_CHW).items()}
+
+
+class Crowded:
+    """A family whose image encoder fits only small pictures into memory, unless it works in tiles."""
+
+    def __init__(self, new_family: Callable[[], Any], most: float = 96 * 64) -> None:
+        self.family = new_family()
+        plain = self.family.image_encoder
+        plain.tiled = dataclasses.replace(
+            plain, fingerprint="fake-vae-1-tiles", tensors_of=tensors_in_tiles, encoded=[]
+        )
+        plain.tensors_of, self.most = self.encode, most
+
+    def encode(self, pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
+        if pixels_CHW[0].numel() > self.most:
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+        return latents_of(pixels_CHW)
+
+    def prepare(self, make: SimpleNamespace, root: Path, **how: Any) -> tuple[Any, list[str]]:
+        changed: list[str] = []
+        recipe = make.recipe(make.data(path=str(root / "data"), resolution=256))
+        cache = LatentCache(root / "cache")
+        how.setdefault("tiles_needed", lambda: changed.append("tiles"))
+        return prepare(recipe, self.family, cache, CPU, ignore, **how), changed
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, make: SimpleNamespace) -> Path:
+    """Small pictures, a large one, and small ones again."""
+    for index, side in enumerate((64, 64, 256, 64)):
+        make.picture(tmp_path / "data" / f"{index}.png", side, side, seed=index, caption="x")
+    return tmp_path
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "cache" / "image").rglob("*.safetensors")}
+
+
+def test_a_picture_that_does_not_fit_is_encoded_in_tiles_under_a_key_of_its_own(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
+) -> None:
+    crowded = Crowded(new_family)
+    prepared, changed = crowded.prepare(make, mixed)
+    encoder = crowded.family.image_encoder
+    assert changed == ["tiles"] and len(prepared.items) == 4 and prepared.set_aside == ()
+    assert (encoder.loads, encoder.tiled.loads, len(encoder.encoded), len(encoder.tiled.encoded)) == (1, 1, 3, 2)
+    keys = [(item.image_keys, item.picture_keys) for item in prepared.items]
+    assert [same == plain for same, plain in keys] == [True, True, False, False]
+    tiled = files_of(mixed)
+
+    roomy = Crowded(new_family, most=float("inf"))
+    shutil.rmtree(mixed / "cache")
+    whole, changed = roomy.prepare(make, mixed)
+    assert changed == [] and [item.picture_keys for item in whole.items] == [plain for _, plain in keys]
+    plain = files_of(mixed)
+    assert len(tiled) == len(plain) == 4 and len(tiled.keys() & plain.keys()) == 2
+    assert all(tiled[name] == plain[name] for name in tiled.keys() & plain.keys())  # no key for two kinds of bytes
+
+
+def test_what_is_in_the_cache_in_tiles_is_taken_at_the_next_start(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
+) -> None:
+    first, _ = Crowded(new_family).prepare(make, mixed)
+    for tiles in (False, True):  # as the next start is told, or not
+        crowded = Crowded(new_family)
+        again, changed = crowded.prepare(make, mixed, tiles=tiles)
+        assert again.items == first.items and changed == []
+        assert crowded.family.image_encoder.loads == crowded.family.image_encoder.tiled.loads == 0
+
+
+def test_a_start_that_is_told_encodes_in_tiles_only_what_is_missing(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
+) -> None:
+    first, _ = Crowded(new_family, most=float("inf")).prepare(make, mixed)
+    (mixed / "cache" / "image" / first.items[0].image_keys[0][:2]).joinpath(
+        f"{first.items[0].image_keys[0]}.safetensors"
+    ).unlink()
+    crowded = Crowded(new_family)
+    again, changed = crowded.prepare(make, mixed, tiles=True)
+    assert changed == [] and len(crowded.family.image_encoder.tiled.encoded) == 1
+    assert [item.picture_keys for item in again.items] == [item.picture_keys for item in first.items]
+    assert [item.image_keys for item in again.items[1:]] == [item.image_keys for item in first.items[1:]]
+
+
+def test_a_picture_that_does_not_fit_in_tiles_either_is_said_by_name(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
+) -> None:
+    crowded = Crowded(new_family)
+    crowded.family.image_encoder.tiled.tensors_of = crowded.encode
+    with pytest.raises(MachineError) as caught:
+        crowded.prepare(make, mixed)
+    assert caught.value.code == "out-of-memory" and "256x256" in caught.value.what and "2.png" in caught.value.where
+    assert "data.resolution" in caught.value.fix and len(files_of(mixed)) == 2
+
+
+def test_other_errors_of_the_encoder_are_not_answered_with_tiles(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
+) -> None:
+    crowded = Crowded(new_family)
+
+    def broken(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise RuntimeError("HIP error: unspecified launch failure")
+
+    crowded.family.image_encoder.tensors_of = broken
+    with pytest.raises(RuntimeError, match="launch failure"):
+        crowded.prepare(make, mixed)
+    assert crowded.family.image_encoder.tiled.loads == 0
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["whole", "in tiles"])
+def test_a_damaged_entry_is_made_again_the_way_that_its_key_says(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any], number: int
+) -> None:
+    crowded = Crowded(new_family)
+    told: list[tuple[str, str, str]] = []
+    prepared, _ = crowded.prepare(make, mixed, repaired=lambda *facts: told.append(facts))
+    key = prepared.items[number].image_keys[0]
+    before = files_of(mixed)[f"{key}.safetensors"]
+    file = next((mixed / "cache").rglob(f"{key}.safetensors"))
+    file.write_bytes(before[:-8] + bytes(8))
+    prepared.repair("image", key, "damaged")
+    assert files_of(mixed)[f"{key}-1.safetensors"] == before
+    assert [(kind, reason) for kind, _, reason in told] == [("image", "damaged")]
+
+
+def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_full(
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is only a name here: loading the encoder there fails."""
+    crowded = Crowded(new_family)
+    prepared, _ = crowded.prepare(make, mixed)
+    encoder, devices = crowded.family.image_encoder, []
+    load = encoder.load
+
+    def full(device: torch.device) -> Any:
+        devices.append(device.type)
+        if device.type == "cuda":
+            raise torch.OutOfMemoryError("HIP out of memory.")
+        return load(device)
+
+    monkeypatch.setattr(encoder, "load", full)
+    prepared.repair.__self__.device = torch.device("cuda", 0)
+    prepared.repair("image", prepared.items[0].image_keys[0], "damaged")
+    assert devices == ["cuda", "cpu"]
+    monkeypatch.setattr(encoder, "load", lambda device: full(torch.device("cuda", 0)))
+    with pytest.raises(MachineError, match="not enough memory"):
+        prepared.repair("image", prepared.items[0].image_keys[0], "damaged")

@@ -64,6 +64,24 @@ def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPat
     assert not torch.allclose(tiled, whole)
 
 
+def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_own(
+    tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdxl_encoders, "SMALL_TILE_PX", 64)
+    plain, words = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
+    tiled = plain.in_tiles()
+    assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
+    pixels = torch.rand(3, 128, 96) * 2 - 1
+    whole, in_tiles = plain.load(CPU)(pixels), tiled.load(CPU)(pixels)
+    vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
+    vae.enable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
+    with torch.no_grad():
+        torch.testing.assert_close(in_tiles["latent_mean"], vae.encode(pixels[None]).latent_dist.mean[0])
+    assert in_tiles["latent_mean"].shape == whole["latent_mean"].shape
+    assert not torch.equal(in_tiles["latent_mean"], whole["latent_mean"])
+
+
 @pytest.mark.parametrize("train_text", [False, True])
 def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Path, train_text: bool) -> None:
     lora = {"train_text_encoder": train_text}

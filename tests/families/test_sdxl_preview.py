@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
-from lora_rocm.families import sdxl_preview
+from lora_rocm.families import sdxl_encoders, sdxl_preview
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.sdxl import Sdxl
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
@@ -129,6 +129,24 @@ def test_large_pictures_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytes
     (tiled,) = draw(tiny_sdxl, [request])
     assert tiled.size == whole.size
     assert abs(pixels(whole) - pixels(tiled)).max() > 0
+
+
+def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdxl_encoders, "SMALL_TILE_PX", 64)
+    request = replace(REQUEST, width=128, height=128)
+    family = Sdxl(tiny_recipe(tiny_sdxl))
+    model, text = family.load(torch.float32, CPU), family.encoders()[1].load(CPU)
+    largest: list[int] = []
+    decoder = AutoencoderKL.decode
+
+    def watched(self: AutoencoderKL, latents: torch.Tensor, return_dict: bool) -> object:
+        self.decoder.register_forward_hook(lambda module, args, out: largest.append(max(args[0].shape[2:])))
+        return decoder(self, latents, return_dict=return_dict)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", watched)
+    (whole,), (tiled,) = (family.preview(model, [request], text, in_tiles) for in_tiles in (False, True))
+    assert largest[0] == 16 and set(largest[1:]) <= {2, 4, 6, 8} and len(largest) > 4
+    assert whole.size == tiled.size and abs(pixels(whole) - pixels(tiled)).max() > 0
 
 
 def test_pictures_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
