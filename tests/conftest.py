@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before any test module imports torch or a hub client: they read these once.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -16,11 +17,21 @@ settings.register_profile("quick", deadline=None, max_examples=50)
 settings.load_profile("quick")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program's folder of all tests: nothing is kept in the user's, and nothing kept there counts."""
+    folder = tmp_path_factory.mktemp("home")
+    os.environ["LORA_ROCM_HOME"] = str(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def restore_environment() -> Iterator[None]:
-    """No test leaves a variable behind for the next one."""
+def restore_environment(program_folder: Path) -> Iterator[None]:
+    """No test leaves a variable, or what its runs have learnt about this machine, behind for the next one."""
     before = dict(os.environ)
     yield
+    for path in program_folder.glob("changes-*.json"):
+        path.unlink()
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
