@@ -71,10 +71,15 @@ def _key(*parts: Any) -> str:
 
 
 class LatentCache:
-    """Entries under ``root/<kind>/<first two of the key>/``; kinds are "image" and "text"."""
+    """Entries under ``root/<kind>/<first two of the key>/``; kinds are "image" and "text".
+
+    Attributes:
+        written: kind -> (entries, bytes) that were written through this object.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.written: dict[str, tuple[int, int]] = {}
 
     def has(self, kind: str, key: str) -> bool:
         """Whether there is an entry that looks whole from outside."""
@@ -123,6 +128,8 @@ class LatentCache:
         names = self._names(kind, key)
         if not names or not _holds(names[-1], content):
             write_atomic(self._path(kind, key, len(names)), content)
+            entries, written_bytes = self.written.get(kind, (0, 0))
+            self.written[kind] = (entries + 1, written_bytes + len(content))
 
     def get(self, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
         """Read an entry and check everything about it; of several the newest good one.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lora_rocm.data.cache import LatentCache
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.space import Free, free_bytes, require, shortage
@@ -18,6 +19,8 @@ MOMENTS = 2
 HEADER_BYTES = 200
 """Of one tensor in a safetensors file: name, shape, place."""
 METADATA_BYTES = 16384
+KINDS = {"images": "image", "captions": "text"}
+"""What the progress of caching calls them -> what the cache does."""
 
 
 @dataclass
@@ -96,6 +99,33 @@ class Room:
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
         pictures = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
         return rounds * pictures * width * height * 3
+
+
+@dataclass
+class CacheRoom:
+    """Progress of caching, and a look at whether what is still missing will fit: the first entries say how large one is.
+
+    Attributes:
+        report: gets the progress.
+        say: gets a sentence, once for each kind of entry.
+    """
+
+    cache: LatentCache
+    report: Callable[[str, int, int, float], None]
+    say: Callable[[str], None]
+    free: Free = free_bytes
+    _said: set[str] = field(default_factory=set, init=False)
+
+    def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
+        """What, done, total, per_second, as ``data.fill.Report``."""
+        entries, written_bytes = self.cache.written.get(KINDS.get(what, ""), (0, 0))
+        if entries and what not in self._said:
+            needed = (total - done) * (written_bytes // entries)
+            told = shortage(self.cache.root, needed, f"{total - done} {what} that are still to be cached", self.free)
+            if told:
+                self._said.add(what)
+                self.say(f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays.")
+        self.report(what, done, total, per_second)
 
 
 def _file_bytes(tensor: Tensor, itemsize: int) -> int:

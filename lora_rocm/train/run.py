@@ -32,7 +32,7 @@ from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
-from lora_rocm.train.room import Room
+from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
 
 
@@ -153,7 +153,8 @@ def train(start: Start) -> tuple[bool, int]:
 def _prepare_data(start: Start, family: ModelFamily) -> Data:
     session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
-    prepared = prepare(recipe, family, cache, start.device, session.cache_progress, session.notice, session.repaired)
+    progress = CacheRoom(cache, session.cache_progress, session.notice)
+    prepared = prepare(recipe, family, cache, start.device, progress, session.notice, session.repaired)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.data.cache import LatentCache
 from lora_rocm.errors import StorageError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train.room import Room
+from lora_rocm.train.room import CacheRoom, Room
 
 PARAMETERS = {f"layer {number}": torch.zeros(1000, 100) for number in range(10)}
 MIB = 1 << 20
@@ -85,3 +86,18 @@ def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"13.4 MiB needed, 12.0 MiB free") as caught:
         room(tmp_path, 12 * MIB)[0].require_checkpoint(4)
     assert caught.value.code == "disk-low" and "step-00000004" in caught.value.where
+
+
+def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) -> None:
+    cache, said, progress = LatentCache(tmp_path / "cache"), list[str](), list[int]()
+    frees = iter([MIB + 900_000, MIB + 600_000, 0])
+    report = CacheRoom(cache, lambda *facts: progress.append(facts[1]), said.append, lambda path: next(frees))
+    report("pictures", 1, 9, 1.0)  # reading them writes nothing
+    report("images", 0, 9, 1.0)
+    for number in range(2):
+        cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+        report("images", number + 1, 9, 1.0)
+    assert len(said) == 1 and "7 images that are still to be cached need about 68" in said[0]
+    assert str(cache.root) in said[0] and progress == [1, 0, 1, 2]
+    cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+    assert cache.written["image"][0] == 2  # it was there
