@@ -17,7 +17,7 @@ def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
         effect = "it counts as forgotten: the next run learns it again"
     else:
         title = "Runs on this machine are changed because of failures of earlier ones"
-        evidence = "; ".join(dict.fromkeys(map(said, remembered.entries)))
+        evidence = "; ".join(said(remembered.entries))
         effect = (
             "runs go on where they failed; some of these changes cost speed. A new driver, torch or GPU begins anew"
         )

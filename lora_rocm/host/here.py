@@ -77,7 +77,7 @@ def forget_here() -> str:
         return "Nothing was remembered about this machine."
     lines = ["Forgotten; the next run begins without:"]
     for path, entries in gone:
-        lines += [f"  {text}" for text in dict.fromkeys(map(said, entries))] or [f"  what {path} held (damaged)"]
+        lines += [f"  {text}" for text in said(entries)] or [f"  what {path} held (damaged)"]
     return "\n".join(map(printable, lines))
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -160,11 +160,20 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
     return gone
 
 
-def said(entry: Kept) -> str:
-    """One entry in words."""
-    what = BY_ID[entry.change].text if entry.change in BY_ID else "a change of another version of this program"
-    runs = f"; for runs of this size: {entry.workload.text}" if entry.workload is not None else ""
-    return f"{entry.change}: {what} (since {entry.when}, because of: {entry.seen}{runs})"
+def said(entries: Iterable[Kept]) -> list[str]:
+    """Entries in words: each change once for runs of a size, with the day since when and what it answers."""
+    groups: dict[tuple[str, Workload | None], list[Kept]] = {}
+    for entry in entries:
+        groups.setdefault((entry.change, entry.workload), []).append(entry)
+    return [_said(change, workload, same) for (change, workload), same in groups.items()]
+
+
+def _said(change: str, workload: Workload | None, same: list[Kept]) -> str:
+    what = BY_ID[change].text if change in BY_ID else "a change of another version of this program"
+    times = f", {len(same)} times" if len(same) > 1 else ""
+    because = ", ".join(dict.fromkeys(entry.seen for entry in same))
+    runs = f"; for runs of this size: {workload.text}" if workload is not None else ""
+    return f"{change}{times}: {what} (since {same[0].when}, because of: {because}{runs})"
 
 
 def notices(situation: Situation) -> list[str]:
@@ -174,8 +183,8 @@ def notices(situation: Situation) -> list[str]:
         return []
     workload = workload_of(situation.recipe).id if situation.recipe is not None else None
     mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id == workload]
-    newest = {entry.change: entry for entry in mine if entry.change in situation.changes and entry.change in BY_ID}
-    texts = [f"Remembered from a run before, {said(entry)}" for entry in newest.values()]
+    known = [entry for entry in mine if entry.change in situation.changes and entry.change in BY_ID]
+    texts = [f"Remembered from a run before, {text}" for text in said(known)]
     if texts:
         texts.append(f"To try again without: {FORGET}")
     if remembered.damaged:

@@ -130,7 +130,7 @@ def test_an_unknown_change_cannot_be_kept_and_one_of_another_version_is_passed_o
     path.write_text(path.read_text(encoding="utf-8").replace(MACHINE, "of-the-future"), encoding="utf-8")
     made = situation_here(of_size())
     assert made.changes == () and made.remembered is not None and len(made.remembered.entries) == 1
-    assert notices(made) == [] and "another version" in kept.said(made.remembered.entries[0])
+    assert notices(made) == [] and "another version" in kept.said(made.remembered.entries)[0]
     keep(start, MACHINE, "hang", mute)
     assert len(recall(path.parent, key_of(start.facts, start.selection)).entries) == 2, "it is left in the file"
 
@@ -244,7 +244,13 @@ def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: 
         run = make(run, change, "out-of-memory" if change == OF_SIZE else "hang")
     made = situation_here(of_size())
     halved, sdma, undo = notices(made)
-    assert BY_ID[OF_SIZE].text in halved and "out-of-memory" in halved and "batch 4" in halved
+    assert (
+        BY_ID[OF_SIZE].text in halved
+        and f"{OF_SIZE}, 2 times" in halved
+        and "times" not in sdma
+        and "out-of-memory" in halved
+        and "batch 4" in halved
+    )
     assert BY_ID[MACHINE].text in sdma and "hang" in sdma and "since 20" in sdma and kept.FORGET in undo
     assert len(notices(situation_here(of_size(batch_size=1)))) == 2, "what is for another size is not in force"
     assert notices(start) == []
