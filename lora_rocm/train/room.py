@@ -103,7 +103,7 @@ class Room:
 
 @dataclass
 class CacheRoom:
-    """Progress of caching, and a look at whether what is still missing will fit: the first entries say how large one is.
+    """Progress of caching, and a look at whether what is missing will fit: the first entries say how large one is.
 
     Attributes:
         report: gets the progress.
