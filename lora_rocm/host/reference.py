@@ -1,6 +1,7 @@
-"""The tables in docs/amd.md and README.md, made from the tables of this package.
+"""The tables in docs/amd.md, docs/reliability.md and README.md, made from the tables of this package.
 
-``python -m lora_rocm.host.reference docs/amd.md README.md`` writes them anew between their marks; the rest is prose.
+``python -m lora_rocm.host.reference docs/amd.md docs/reliability.md README.md`` writes them anew between their marks;
+the rest is prose.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError
 from lora_rocm.host.archs import ARCHS, Arch
+from lora_rocm.host.changes import CHANGES
 from lora_rocm.host.environ import RULES
 from lora_rocm.host.facts import Gpu, HostFacts, System
 from lora_rocm.host.harms import HARMS
@@ -138,12 +140,19 @@ def _cell(text: str) -> str:
     return "".join(part if part[:1] == "`" or part.startswith("<http") else part.replace("<", "&lt;") for part in parts)
 
 
+def changes() -> str:
+    """What is done otherwise after a failure: because of what, where, and what it does to the promise."""
+    rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in CHANGES)
+    return _table(("seen", "change", "what is done", "where", "promise", "source"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "hardware": hardware,
     "indexes": indexes,
     "rules": rules,
     "harms": harms,
     "left-alone": left_alone,
+    "changes": changes,
 }
 
 if __name__ == "__main__":

@@ -13,19 +13,20 @@ from lora_rocm.host.quirks import When
 from lora_rocm.host.reference import TABLES, filled, hardware, harms, rules, where
 
 ROOT = Path(__file__).parents[2]
-AMD, README = ROOT / "docs" / "amd.md", ROOT / "README.md"
+AMD, RELIABILITY, README = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md", ROOT / "README.md"
 
 
-@pytest.mark.parametrize("page", [AMD, README], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [AMD, RELIABILITY, README], ids=lambda page: page.name)
 def test_the_pages_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == filled(text), "run python -m lora_rocm.host.reference docs/amd.md README.md"
+    assert text == filled(text), "run python -m lora_rocm.host.reference docs/amd.md docs/reliability.md README.md"
 
 
 def test_the_pages_hold_the_tables() -> None:
     amd, readme = AMD.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
+    pages = amd + RELIABILITY.read_text(encoding="utf-8")
     for name, table in TABLES.items():
-        assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in amd
+        assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in pages
     assert f"<!-- hardware -->\n{hardware()}\n<!-- /hardware -->" in readme
 
 
