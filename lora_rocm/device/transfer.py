@@ -39,7 +39,7 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
         int64 of shape [B]; the same on every device, for the same bytes.
     """
     words_BN = _words(tensor_B)
-    return (words_BN.to(torch.int64) * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)
+    return (words_BN * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)  # in int64, as the weights
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""The script that measures what the guard costs: its sums, and that the blocks differ in the guard alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import reliable_price
+from benchmarks.reliable_price import Block, Figures, Look, Measured, idle_and_busy_us, kernels_of, main, summary
+from tests.tiny_models import write_tiny_sdxl
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=12))
+def test_idle_and_busy_are_those_of_a_count_of_each_microsecond(spans: list[tuple[int, int]]) -> None:
+    intervals = [(begin, begin + length) for begin, length in spans]
+    kept = {place for begin, end in intervals for place in range(begin, end)}
+    whole = max(end for _, end in intervals) - min(begin for begin, _ in intervals)
+    assert idle_and_busy_us(intervals) == (whole - len(kept), len(kept))
+
+
+def test_copies_are_no_kernels() -> None:
+    events = [
+        {"cat": "kernel", "ts": 1.0, "dur": 2.0, "name": "gemm"},
+        {"cat": "gpu_memcpy", "ts": 3.0, "dur": 2.0, "name": "Memcpy HtoD"},
+        {"cat": "gpu_user_annotation", "ts": 0.0, "dur": 9.0, "name": "Optimizer.step"},
+        {"cat": "cuda_runtime", "ts": 0.0, "dur": 9.0, "name": "cudaLaunchKernel"},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert kernels_of({"traceEvents": events}) == [(1.0, 3.0)]
+
+
+def test_the_shares() -> None:
+    def blocks(name: str, on: float, off: float) -> list[Block]:
+        both = [Block(True, 20, 101.0, 0.3), Block(False, 20, 100.0, 0.0)]
+        for block, value in zip(both, (on, off), strict=True):
+            setattr(block, name, value)
+            block.busy_ms = 90.0
+        return both
+
+    figures = Figures(blocks("step_ms", 100.4, 100.0) * 5, blocks("idle_ms", 8.2, 8.0) * 3, every=250)
+    figures.looks, figures.profiled_looks = [Look(0.05)], [Look(0.05, 0.025)]
+    found = summary(figures)
+    assert found["guard_added_wall_percent"] == pytest.approx(0.4)
+    assert found["guard_added_idle_percent"] == pytest.approx(0.2)
+    assert found["canary_wall_percent"] == pytest.approx(0.2)  # 0.05 s in 250 steps of 0.1 s
+    assert found["added_idle_percent"] == pytest.approx(0.3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for machines without a GPU")
+def test_the_rehearsal_checks_in_blocks_with_the_guard_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks: list[tuple[bool, int]] = []
+    block = Measured._block
+
+    def counted(trainer: Measured, guarded: bool, steps: int) -> Block:
+        before = trainer.transfer.checks
+        made = block(trainer, guarded, steps)
+        checks.append((guarded, trainer.transfer.checks - before))
+        return made
+
+    monkeypatch.setattr(Measured, "_block", counted)
+    monkeypatch.setattr(reliable_price, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(reliable_price, "LOOKS", 1)
+    write_tiny_sdxl(tmp_path / "tiny")
+    monkeypatch.setattr(reliable_price, "TOY_MODEL", str(tmp_path / "tiny"))
+    arguments = [str(tmp_path), "--toy", "--pairs", "2", "--steps", "1", "--json", str(tmp_path / "price.json")]
+    assert main(arguments) == 0 and "nothing is said of idle time" in capsys.readouterr().err
+    assert [guarded for guarded, _ in checks] == [True, False] * 3
+    assert all((count > 0) == guarded for guarded, count in checks)
+    assert json.loads((tmp_path / "price.json").read_text(encoding="utf-8"))["canary_every_n_steps"] == 250
