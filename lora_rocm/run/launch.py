@@ -21,6 +21,7 @@ from lora_rocm.run import lock, prepare, process, selftest, supervise
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
+from lora_rocm.run.slow import spill_bytes
 
 
 def train(
@@ -82,7 +83,8 @@ def _train_in(
         return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
 
     stopped: StoppedError | None = None
-    with make_progress() as progress:
+    spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
+    with make_progress(spill_bytes=spill) as progress:
         try:
             if supervised:
                 code = supervise.Supervisor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import subprocess
@@ -32,14 +33,17 @@ def leave_with_parent() -> None:
 def main() -> int:
     """One start: three steps from the newest checkpoint on, then the mode's own end.
 
-    ``first:MODE`` ends so at its first start only, ``untilN:MODE`` at the first N, ``further:MODE`` always, after one
-    checkpoint more.
+    ``first:MODE`` ends so at its first start only, ``2:MODE`` at the first two. ``further,2:MODE`` also writes a
+    checkpoint each time. What it was started with is in the file ``started``, a line for each start.
     """
     mode, run_dir = sys.argv[1], RunDir(Path(sys.argv[2]))
     before = sum(event["type"] == "start" for event in read_events(run_dir.events()))
     when, _, mode = mode.rpartition(":")
-    if (when == "first" and before) or (when.startswith("until") and before >= int(when.removeprefix("until"))):
-        mode = "done"
+    with (run_dir.path / "started").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"options": sys.argv[3:], "environ": dict(os.environ)}) + "\n")
+    for word in when.replace("first", "1").split(","):
+        if word.isdigit() and before >= int(word):
+            mode = "done"
     if mode in BEFORE_A_WORD:
         BEFORE_A_WORD[mode]()
     writer = EventWriter(run_dir.events(), session=before + 1)
@@ -57,7 +61,7 @@ def main() -> int:
         heartbeat.beat("loader")
         heartbeat.beat("step")
         writer.write("step", **step_fields(updates))
-    if when == "further":
+    if "further" in when:
         save(run_dir, writer, reached + 3)
     if mode.startswith("loader-"):
         heartbeat.beat("loader")
@@ -150,13 +154,10 @@ def hang_deaf(run_dir: RunDir, writer: EventWriter) -> int:
     """Hears no signal, sees no stop file, and has started somebody who started somebody and left."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    child = "import os, subprocess, sys; "
-    child += (
-        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True); os._exit(0)"
-    )
+    child = "import os, subprocess, sys; sleep = [sys.executable, '-c', 'import time; time.sleep(60)']; "
+    child += "print(subprocess.Popen(sleep, stdout=subprocess.DEVNULL).pid, flush=True); os._exit(0)"
     said = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-    with (run_dir.path / "grandchildren").open("ab") as file:
-        file.write(said.stdout)
+    (run_dir.path / "grandchild").write_bytes(said.stdout)
     silence()
     return 0
 

@@ -76,6 +76,17 @@ def test_a_run_that_is_given_up_says_how_to_go_on_and_gets_a_report(fake: pytest
     assert (tmp_path / "run" / "report.html").exists()
 
 
+def test_a_worker_that_fails_is_started_again_unless_that_is_not_wanted(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(fake, "first:transfer-failed")
+    assert launch.train("my recipe.yaml", run_dir=Path("watched")) == 0
+    assert "Restart 1: going on from step 0" in capsys.readouterr().out
+    with pytest.raises(MachineError, match="transfer-failed"):
+        launch.train("my recipe.yaml", run_dir=Path("alone"), supervised=False)
+    assert not RunDir(tmp_path / "alone").events("supervisor").exists()
+
+
 def test_what_the_machine_did_can_be_gone_on_from(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(fake, "error")
     with pytest.raises(MachineError):

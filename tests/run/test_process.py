@@ -28,6 +28,7 @@ from lora_rocm.run.process import (
     describe_exit,
     error_from_event,
     kill_tree,
+    own_group,
     run_worker,
     worker_command,
 )
@@ -192,6 +193,35 @@ def test_the_worker_leaves_when_the_parent_is_killed(run_dir: RunDir, started: l
     parent.kill()
     gone, alive = psutil.wait_procs([worker], timeout=WAIT_S)
     assert gone and not alive
+
+
+@posix
+@pytest.mark.parametrize("by_group", [True, False])
+def test_a_grandchild_without_a_parent_is_found_by_its_group(
+    run_dir: RunDir, started: list[Any], monkeypatch: pytest.MonkeyPatch, by_group: bool
+) -> None:
+    """The control: psutil's view of the tree alone does not find it."""
+    command = [sys.executable, "-m", "tests.run.fake_worker", "hang-deaf", str(run_dir.path)]
+    worker = subprocess.Popen(command, **own_group())
+    started.append(worker)
+    file = run_dir.path / "grandchild"
+    wait_until(lambda: file.exists() and file.read_bytes().endswith(b"\n"))
+    grandchild = psutil.Process(int(file.read_bytes()))
+    with monkeypatch.context() as patch:
+        if not by_group:
+            patch.setattr("lora_rocm.run.process.kill_group", lambda pid, job: None)
+        assert kill_tree(worker.pid)
+    assert worker.wait(WAIT_S) == -signal.SIGKILL
+    gone = not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+    assert gone is by_group
+    if not gone:
+        grandchild.kill()
+
+
+def test_killing_who_is_gone_is_fine() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], **own_group())
+    child.wait()
+    assert kill_tree(child.pid)
 
 
 # words

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from lora_rocm.errors import GaveUpError, MachineError, WorkerHungError
+from lora_rocm.host.kernel_log import Moment
+from lora_rocm.host.settings import settings_from
+from lora_rocm.run import judge, process, supervise, watch
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from tests.run.supervised import supervisor
+from tests.run.supervised import ROOT, supervisor
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
+AMD = "linux-rx7900xtx"
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
 
 
@@ -33,6 +44,10 @@ class Run:
     def of(self, event_type: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == event_type]
 
+    def started(self) -> list[dict[str, Any]]:
+        """Options and environment of each start of the worker."""
+        return [json.loads(line) for line in (self.run_dir.path / "started").read_text(encoding="utf-8").splitlines()]
+
     def written(self, event_type: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run_dir.events("supervisor")) if event["type"] == event_type]
 
@@ -47,6 +62,9 @@ def test_a_run_that_needs_no_help_gets_none(run: Run) -> None:
     assert not run.run_dir.events("supervisor").exists() and run.said == []
 
 
+# hangs
+
+
 def test_a_worker_that_hangs_is_ended_and_started_again(run: Run) -> None:
     assert run("first:hang", *SHORT) == 0
     (failure,) = run.written("failure")
@@ -56,6 +74,236 @@ def test_a_worker_that_hangs_is_ended_and_started_again(run: Run) -> None:
     assert b"in silence" in run.run_dir.stacks_kept(1).read_bytes()
     (restart,) = run.written("restart")
     assert (restart["number"], restart["spent"], restart["budget"], restart["attempt"]) == (1, 1, 10, 0)
-    assert [event["type"] for event in run.events if event["type"] in ("failure", "restart", "end")] == [
-        "failure", "restart", "end",
-    ]  # fmt: skip
+    told = [event["type"] for event in run.events if event["type"] in ("start", "failure", "restart", "end")]
+    assert told == ["start", "failure", "restart", "start", "end"]
+    assert all(start["options"][-2:] == ["--stacks-after", "0.5"] for start in run.started())
+
+
+@pytest.mark.parametrize("mode", ["hang-writing", "spin"])
+def test_neither_output_nor_a_busy_processor_is_progress(run: Run, mode: str) -> None:
+    assert run(f"first:{mode}", *SHORT) == 0
+    (failure,) = run.written("failure")
+    assert failure["seen"] == "hang" and run.run_dir.stacks_kept(1).stat().st_size > 0
+
+
+def test_a_hang_in_the_loader_takes_its_workers_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOADER_EXTRA_S", 0.7)
+    loader = ("runtime.workers=2", "runtime.workers_on_windows=true", "runtime.worker_timeout_s=0.5")
+    assert run("first:loader-hang", *SHORT, *loader) == 0
+    (failure,), (change,) = run.written("failure"), run.written("change")
+    assert failure["seen"] == "loader-hang" and failure["limit_s"] == 1.2
+    assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", "loader-hang")
+    assert run.kept == [("workers-0", "loader-hang")]
+    settings = [settings_from(start["environ"]).loader_workers for start in run.started()]
+    assert settings == [None, 0]
+    assert run.written("restart")[0]["changes"] == ["workers-0"]
+    saved = json.loads(run.run_dir.environment.read_bytes())
+    assert [row["variable"] for row in saved["settings"]] == ["setting:loader_workers"]
+
+
+def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
+    with pytest.raises(WorkerHungError) as caught:
+        run("start-hang", "timeouts.start=1", "runtime.max_restarts=0")
+    assert caught.value.code == "worker-hung" and caught.value.exit_code == 3
+    assert "in the phase start" in str(caught.value) and "timeouts.start=2" in str(caught.value)
+    (failure,) = run.written("failure")
+    assert failure["stacks"] is None and not run.written("restart")  # it had not come so far
+
+
+def test_whoever_has_said_the_end_and_stays_is_ended_and_has_finished(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(watch.LIMITS, watch.LEAVING, watch.Limit(0.5))
+    assert run("hang-after-end") == 0
+    assert not run.run_dir.events("supervisor").exists()
+    (start,) = run.of("start")
+    assert not psutil.pid_exists(start["pid"])
+
+
+@posix
+def test_what_the_worker_started_is_gone_with_it(run: Run) -> None:
+    """It hears no signal, and somebody whose own parent has ended belongs to it."""
+    assert run("first:hang-deaf", "timeouts.step=2") == 0
+    grandchild = int((run.run_dir.path / "grandchild").read_text(encoding="ascii"))
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_that_cannot_be_ended_is_said_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[process.Worker] = []
+    kill = process.kill_tree
+    monkeypatch.setattr(process, "kill_tree", lambda pid, job=None: False)
+
+    class Kept(process.Worker):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            started.append(self)
+
+    monkeypatch.setattr(supervise, "Worker", Kept)
+    with pytest.raises(WorkerHungError) as caught:
+        run("hang", *SHORT)
+    said = str(caught.value)
+    assert caught.value.code == "worker-unkillable" and f"process {started[0].pid}" in said and "driver" in said
+    assert "Restart the machine" in said and "lora-rocm train r.yaml" in said
+    assert run.written("failure")[0]["code"] == "worker-unkillable" and not run.written("restart")
+    kill(started[0].pid)
+    started[0]._child.wait()
+
+
+# ends
+
+
+def test_a_kill_needs_no_change(run: Run) -> None:
+    assert run("first:killed", machine=AMD) == 0
+    (failure,) = run.written("failure")
+    assert failure["seen"] == "died" and not run.written("change")
+
+
+def test_what_dies_again_and_again_before_its_first_word(run: Run) -> None:
+    with pytest.raises(GaveUpError) as caught:
+        run("start-die", "runtime.max_restarts=3", machine=AMD)
+    assert caught.value.exit_code == 4 and "3 times: ended without a word (phase start" in str(caught.value)
+    assert [failure["seen"] for failure in run.written("failure")] == ["died"] * 3
+    assert [restart["spent"] for restart in run.written("restart")] == [1, 3]
+    assert [start["environ"].get("HSA_ENABLE_SDMA") for start in run.started()] == [None, None, "0"]
+    saved = json.loads(run.run_dir.environment.read_bytes())
+    assert ("HSA_ENABLE_SDMA", "0") in [(row["variable"], row["value"]) for row in saved["variables"]]
+
+
+def test_the_kernel_says_that_memory_ran_out(run: Run) -> None:
+    def log(moment: Moment) -> tuple[str, ...]:
+        (start,) = run.of("start")
+        return (f"Out of memory: Killed process {start['pid']} (python)",)
+
+    assert run("first:killed", read_log=log) == 0
+    assert run.written("failure")[0]["seen"] == "out-of-memory" and run.written("failure")[0]["kernel_log"]
+    assert [change["id"] for change in run.written("change")] == ["checkpointing"]
+
+
+def test_an_error_that_a_start_may_cure(run: Run) -> None:
+    assert run("first:transfer-failed", machine=AMD) == 0
+    (failure,) = run.written("failure")
+    assert (failure["seen"], failure["code"], failure["silent_s"]) == ("corruption", "transfer-failed", None)
+    settings = [settings_from(start["environ"]).copy_method for start in run.started()]
+    assert settings == ["auto", "unpinned"]
+
+
+@pytest.mark.parametrize(("mode", "code"), [("internal", "internal"), ("error", "disk-full")])
+def test_other_errors_are_told_at_once(run: Run, mode: str, code: str) -> None:
+    with pytest.raises(MachineError) as caught:
+        run(mode)
+    assert (caught.value.code, caught.value.exit_code, len(run.started())) == (code, 3, 1)
+    assert not run.run_dir.events("supervisor").exists()
+
+
+def test_what_does_not_fit_ends_with_its_own_words(run: Run) -> None:
+    with pytest.raises(MachineError) as caught:
+        run("out-of-memory")
+    assert (caught.value.code, caught.value.exit_code) == ("out-of-memory", 3)
+    assert [restart["changes"] for restart in run.written("restart")] == [["checkpointing"]]
+
+
+def test_always_the_same_failure_is_given_up(run: Run) -> None:
+    with pytest.raises(GaveUpError) as caught:
+        run("transfer-failed", "runtime.max_restarts=3")
+    assert caught.value.exit_code == 4 and len(run.started()) == 3
+    said = str(caught.value)
+    assert (
+        "3 times: data did not arrive as it was sent" in said and "Do so." in said and "lora-rocm train r.yaml" in said
+    )
+
+
+def test_each_checkpoint_gives_a_restart_back(run: Run) -> None:
+    assert run("further,2:transfer-failed", "runtime.max_restarts=1") == 0
+    restarts = run.written("restart")
+    assert [restart["from_updates"] for restart in restarts] == [3, 6]
+    assert [(restart["progress"], restart["spent"]) for restart in restarts] == [(True, 1)] * 2
+
+
+def test_roll_backs_take_other_noise_and_end_with_the_original_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MAX_ROLLBACKS", 1)
+    with pytest.raises(GaveUpError, match="It met nonfinite") as caught:
+        run("nonfinite")
+    assert caught.value.exit_code == 4
+    attempts = [start["options"][start["options"].index("--attempt") + 1] for start in run.started()]
+    assert attempts == ["0", "1"]
+    with pytest.raises(GaveUpError):  # also for the next command on this run
+        run("nonfinite")
+    assert len(run.started()) == 3
+
+
+def test_what_the_worker_changed_itself_stays(run: Run) -> None:
+    assert run("first:change-then-die", "train.batch_size=4") == 0
+    assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 2]
+    assert run.kept == [("micro-batch-halved", "out-of-memory")]
+    assert not run.written("change")  # the worker has told it
+
+
+# changes of the run and of the machine
+
+
+def test_a_new_run_takes_what_the_machine_remembers_and_keeps_to_it(run: Run) -> None:
+    assert run("done", changes=("workers-0",), machine=AMD) == 0
+    (change,) = run.written("change")
+    assert (change["id"], change["seen"]) == ("workers-0", "remembered") and run.kept == []
+    assert run("done", changes=("sdma-off",), machine=AMD) == 0  # learnt by another run since
+    assert run.supervisor.situation.changes == ("workers-0",)
+    assert [start["environ"].get("HSA_ENABLE_SDMA") for start in run.started()] == [None, None]
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for parent in running:
+        process.kill_tree(parent.pid)
+        parent.communicate()
+
+
+def drive(run: Run, started: list[subprocess.Popen[str]], mode: str, *overrides: str) -> subprocess.Popen[str]:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.run.drive", mode, str(run.run_dir.path), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    started.append(parent)
+    deadline = time.monotonic() + 30
+    while b'"updates": 3' not in (run.run_dir.events().read_bytes() if run.run_dir.events().exists() else b""):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return parent
+
+
+@posix
+def test_ctrl_c_stops_gracefully(run: Run, started: list[subprocess.Popen[str]]) -> None:
+    parent = drive(run, started, "until-stopped", "runtime.max_restarts=3")
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=30)
+    assert parent.returncode == 130, output
+    assert "Finishing the step and saving" in output and len(run.started()) == 1
+
+
+@posix
+def test_ctrl_c_on_a_worker_that_does_not_hear_it(run: Run, started: list[subprocess.Popen[str]]) -> None:
+    parent = drive(run, started, "hang-deaf", "timeouts.step=2")
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=30)
+    assert parent.returncode == 130, output
+    assert "It did not stop within 2 s and was ended. There is no checkpoint yet." in output
+    assert len(run.started()) == 1 and not run.written("restart")
+
+
+@posix
+def test_the_second_ctrl_c_ends_it_at_once(run: Run, started: list[subprocess.Popen[str]]) -> None:
+    parent = drive(run, started, "hang-deaf", "runtime.max_restarts=3")
+    for _ in range(2):
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.4)
+    output, _ = parent.communicate(timeout=30)
+    assert parent.returncode == 130 and "Ended at once." in output, output
+    assert len(run.started()) == 1
