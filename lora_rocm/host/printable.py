@@ -19,7 +19,7 @@ def printable(text: str, keep: str = "") -> str:
 def legible(text: str, keep: str = "") -> str:
     """``text`` as a name in sentences and files: what steers, breaks the line or turns the writing is escaped.
 
-    ``keep`` stays. Unlike ``printable`` it leaves letters that are not seen but belong to others (joiners of emoji, no-break spaces).
+    ``keep`` stays. Unlike ``printable`` it leaves letters that are not seen but belong to others (joiners of emoji).
     """
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if _steers(letter) and letter not in keep else letter

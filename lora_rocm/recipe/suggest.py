@@ -156,6 +156,9 @@ NOT_NEEDED: dict[str, str] = {
 }
 
 
+MAX_KEY_LETTERS = 64
+
+
 def section_class(annotation: Any) -> type[BaseModel] | None:
     """The section behind an annotation: ``X``, ``X | None`` or ``tuple[X, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -193,6 +196,8 @@ def suggest(name: str, siblings: list[str], section: str) -> str:
         return f"Did you mean {wanted}? (Other trainers call it {name}.)"
     if plain in NOT_NEEDED:
         return NOT_NEEDED[plain]
+    if len(plain) > MAX_KEY_LETTERS:  # comparing long texts takes long
+        return ""
     elsewhere = [key for key in _known_keys() if "." in key and key.rpartition(".")[2] == plain]
     if elsewhere:
         return f"Did you mean {' or '.join(elsewhere)}?"

@@ -7,6 +7,7 @@ out, whatever tags a file carries, and every problem of a file is found in one p
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ Key = tuple[str | int, ...]
 MAX_DEPTH = 20
 MAX_NODES = 20_000  # counted after aliases are followed: a few lines of aliases can stand for billions of values
 MAX_PROBLEMS = 50
+MAX_OPEN_BRACKETS, BRACKET = 200, re.compile(r"[][{}]")
 STANDARD_TAG = "tag:yaml.org,2002:"
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -60,6 +62,7 @@ def parse_yaml(text: str) -> YamlTree:
     Raises:
         YamlSyntaxError: no YAML, more than one document, or nested without end.
     """
+    _refuse_deep_brackets(text)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)  # legal YAML: the newest counts
@@ -76,6 +79,16 @@ def parse_yaml(text: str) -> YamlTree:
     if node is not None:
         tree.value = _Reader(tree).read(node, ())
     return tree
+
+
+def _refuse_deep_brackets(text: str) -> None:
+    """The library's scanner looks at every open bracket with each further token: thousands of them take minutes."""
+    depth = 0
+    for bracket in BRACKET.finditer(text):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > MAX_OPEN_BRACKETS:
+            line = text.count("\n", 0, bracket.start()) + 1
+            raise YamlSyntaxError("nested far too deeply", line, 1)
 
 
 def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:

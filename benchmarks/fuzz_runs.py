@@ -1,0 +1,206 @@
+"""Targets of the fuzz that are files of a run or of this program: checkpoints, event logs, reports, facts, configs."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fuzz_inputs import STEERING, Refused, model
+from benchmarks.mutations import changed, json_bytes
+
+SCRATCH: list[str] = []
+"""The folder in which what is damaged is made."""
+
+
+@cache
+def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    import torch
+
+    from lora_rocm.run.layout import RunDir
+    from lora_rocm.train import state
+    from lora_rocm.train.loop import Position
+
+    position = Position(**{name: 0 for name in Position.__dataclass_fields__})
+    parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
+    path = state.save(RunDir(folder), position, parts, {"threads": 1})
+    return json.loads((path / state.STATE_FILE).read_bytes()), {
+        file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"
+    }
+
+
+def checkpoint_state(rng: random.Random) -> bytes:
+    """A state whose seal is right again, so that what is behind it is reached."""
+    from lora_rocm.train import state
+
+    found, _ = _checkpoint(Path(SCRATCH[0]))
+    body = {key: value for key, value in found.items() if key != "seal"}
+    if rng.random() < 0.3:
+        return json_bytes(rng, changed(rng, found))
+    other = changed(rng, body)
+    return state._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
+
+
+def read_checkpoint(path: Path) -> None:
+    """As a resume does."""
+    from lora_rocm.train import state
+
+    for name, content in _checkpoint(Path(SCRATCH[0]))[1].items():
+        (path.parent / name).write_bytes(content)
+    found = state.read(path.parent)
+    if found is None:
+        raise Refused("damaged")
+    for part in ("adapter", "optimizer"):
+        found.tensors(part)
+
+
+@cache
+def _events() -> tuple[bytes, ...]:
+    from lora_rocm.run.layout import RunDir
+    from tests.run.fake_run import write_whole_run
+
+    run_dir = RunDir(Path(SCRATCH[0]) / "run")
+    write_whole_run(run_dir)
+    return tuple(run_dir.events().read_bytes().splitlines())
+
+
+def event_log(rng: random.Random) -> bytes:
+    """A run's events, some of them changed."""
+    lines = list(_events())
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(lines))
+        lines[at] = json_bytes(rng, changed(rng, json.loads(_events()[at % len(_events())]), 2))
+        if rng.random() < 0.2:
+            lines.insert(rng.randrange(len(lines)), lines[at])
+    return b"\n".join(lines) + rng.choice((b"\n", b"", b'{"type"'))
+
+
+def read_events(path: Path) -> None:
+    """As progress and status do."""
+    from lora_rocm.run.events import read_events
+    from lora_rocm.run.layout import RunDir
+    from lora_rocm.run.progress import LineView, ProgressDisplay
+    from lora_rocm.run.status import status, status_text
+
+    stream = io.StringIO()
+    display = ProgressDisplay(LineView(stream))
+    for event in read_events(path):
+        display.on_event(event)
+    shown = stream.getvalue() + status_text(status(RunDir(path.parent)))
+    assert not any(letter in shown for letter in STEERING), "a terminal is steered"
+
+
+def result(rng: random.Random) -> bytes:
+    """What a run's JSON files hold, changed."""
+    value = {
+        "updates": 40,
+        "exports": [{"format": "kohya", "path": "x", "max_difference": 1e-6, "cannot_read": ["a"]}],
+        "python": "3.11",
+        "packages": {"torch": "2.13", "peft": None},
+        "variables": [{"variable": "A", "value": "<1>", "why": "w", "source": "here", "from_user": False}],
+        "settings": {"precision": "bf16"},
+    }
+    return json_bytes(rng, changed(rng, value))
+
+
+def read_report(path: Path) -> None:
+    """The report of a run whose files are such."""
+    from lora_rocm.run.layout import RunDir
+    from lora_rocm.run.report import write_report
+
+    run_dir = RunDir(path.parent)
+    content = path.read_bytes()
+    run_dir.result.write_bytes(content)
+    run_dir.environment.write_bytes(content)
+    run_dir.heartbeat().write_bytes(content)
+    run_dir.events().write_bytes(b"\n".join([*_events(), content]))
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert "<script" not in html
+
+
+def facts(rng: random.Random) -> bytes:
+    """A recorded machine, changed."""
+    files = sorted((Path(__file__).resolve().parents[1] / "tests" / "hosts").glob("*.json"))
+    return json_bytes(rng, changed(rng, json.loads(rng.choice(files).read_bytes())))
+
+
+def read_facts(path: Path) -> None:
+    """Load, show, plan."""
+    from lora_rocm.host.facts import load_facts
+    from lora_rocm.host.show import facts_text, plan_text
+
+    facts = load_facts(path)
+    facts_text(facts)
+    shown = plan_text(None, (), facts, None, explain=True)
+    assert not any(letter in shown for letter in STEERING), "a terminal is steered"
+
+
+def own_json(rng: random.Random) -> bytes:
+    """What this program remembers, changed."""
+    from lora_rocm.host.verdict import Result, Stack, Verdict
+
+    stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
+    verdict = Verdict(stack, (Result("gemm.lora-bf16-TN", "passed", 0.5),), remedies=("a",)).to_json()
+    memory = {"format": 1, "tools": {"hipinfo": {"key": "k", "said": "x"}}}
+    beat = {"pid": 1, "count": 2, "activity": "step"}
+    return json_bytes(rng, changed(rng, rng.choice((verdict, memory, beat, {"pin_memory": False}))))
+
+
+def read_own_json(path: Path) -> None:
+    """Each reader of such files."""
+    from lora_rocm.host.remember import MEMORY_FILE, recalled
+    from lora_rocm.host.settings import VARIABLE, settings_from
+    from lora_rocm.host.verdict import Stack, path_of, stored
+    from lora_rocm.run.heartbeat import read_heartbeat
+
+    content, stack = path.read_bytes(), Stack("2.13", "hip 7.2", "6.19", "gfx1151")
+    path_of(path.parent, stack).write_bytes(content)
+    (path.parent / MEMORY_FILE).write_bytes(content)
+    verdict = stored(path.parent, stack)
+    if verdict is not None:
+        assert isinstance(verdict.unusable, str) and verdict.clears_fast in (True, False)
+    recalled(path.parent, "hipinfo", "k")
+    read_heartbeat(path)
+    settings_from({VARIABLE: content.decode("utf-8", "replace")})
+
+
+@cache
+def _configs() -> dict[str, Any]:
+    from lora_rocm.families.loading import builtin_folder
+
+    folder = builtin_folder("builtin:tiny-sdxl")
+    names = ("model_index.json", "vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json")
+    return {name: json.loads((folder / name).read_bytes()) for name in names}
+
+
+def config(rng: random.Random) -> bytes:
+    """A config of a model, changed."""
+    name = rng.choice(tuple(_configs()))
+    more = {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True} if rng.random() < 0.2 else {}
+    return name.encode() + b"\n" + json_bytes(rng, changed(rng, {**_configs()[name], **more}))
+
+
+def read_config(path: Path) -> None:
+    """As the check of a base model does."""
+    from lora_rocm.families import sdxl_check
+    from lora_rocm.families.loading import Source, builtin_folder
+
+    family, _ = model()
+    folder = path.parent / "model"
+    if not folder.exists():
+        shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder)
+    name, _, content = path.read_bytes().partition(b"\n")
+    target = folder / name.decode()
+    before = target.read_bytes()
+    target.write_bytes(content)
+    try:
+        source = Source("x", family.source.layout, folder, folder)
+        sdxl_check.check(source)
+        for part in ("vae", "text_encoder"):
+            source.fingerprint(part)
+    finally:
+        target.write_bytes(before)

@@ -1,0 +1,70 @@
+"""What is fuzzed: for each reader of files a way to make a damaged file and a way to read it.
+
+A case is a function of its generator. What a reader may raise is a ``LoraRocmError``, or the one exception of its
+module that says "this file cannot be used"; everything else is a finding.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import fuzz_inputs, fuzz_runs
+from benchmarks.fuzz_inputs import STEERING, Refused
+from lora_rocm.errors import LoraRocmError
+
+
+@dataclass(frozen=True)
+class Target:
+    """make: a damaged file. read: takes its path, and raises Refused or LoraRocmError where it is unusable."""
+
+    name: str
+    file: str
+    make: Callable[[random.Random], bytes]
+    read: Callable[[Path], None]
+
+
+def _say(text: str) -> None:
+    """Text that would be shown: it must not steer a terminal."""
+    from lora_rocm.host.printable import legible
+
+    text.encode("utf-8", "replace")
+    assert not any(letter in legible(text, keep="\n") for letter in STEERING)
+
+
+TARGETS = (
+    Target("recipe-lines", "fuzz.yaml", fuzz_inputs.recipe_text, fuzz_inputs.read_recipe),
+    Target("recipe-bytes", "fuzz.yaml", fuzz_inputs.recipe_bytes, fuzz_inputs.read_recipe),
+    Target("recipe-tree", "fuzz.yaml", fuzz_inputs.recipe_tree, fuzz_inputs.read_recipe),
+    Target("picture", "fuzz.png", fuzz_inputs.picture, fuzz_inputs.read_picture),
+    Target("caption", "fuzz.txt", fuzz_inputs.caption, fuzz_inputs.read_caption),
+    Target("weights", "fuzz.safetensors", fuzz_inputs.weight_file, fuzz_inputs.read_weights),
+    Target("cache-entry", "fuzz.safetensors", fuzz_inputs.cache_entry, fuzz_inputs.read_entry),
+    Target("lora", "fuzz.safetensors", fuzz_inputs.lora_file, fuzz_inputs.read_lora),
+    Target("checkpoint", "state.json", fuzz_runs.checkpoint_state, fuzz_runs.read_checkpoint),
+    Target("event-log", "events.jsonl", fuzz_runs.event_log, fuzz_runs.read_events),
+    Target("report", "fuzz.json", fuzz_runs.result, fuzz_runs.read_report),
+    Target("facts", "fuzz.json", fuzz_runs.facts, fuzz_runs.read_facts),
+    Target("own-json", "fuzz.json", fuzz_runs.own_json, fuzz_runs.read_own_json),
+    Target("model-config", "fuzz.txt", fuzz_runs.config, fuzz_runs.read_config),
+)
+
+
+def read(target: Target, content: bytes, folder: Path) -> str:
+    """Run one case: "read" or "refused". Every other exception is for the caller."""
+    fuzz_runs.SCRATCH[:] = [str(folder / "sound")]
+    path = folder / target.name / target.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            target.read(path)
+        except (LoraRocmError, Refused) as error:
+            assert str(error).strip(), "an error without a word"
+            _say(str(error))
+            return "refused"
+    return "read"
