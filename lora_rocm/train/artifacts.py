@@ -13,8 +13,10 @@ from PIL import Image
 
 from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
+from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError
+from lora_rocm.errors import DataError, MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
@@ -25,6 +27,7 @@ from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.relief import tell
 from lora_rocm.train.room import Room
 from lora_rocm.train.session import Session
 
@@ -48,6 +51,7 @@ class Artifacts:
     steps_per_epoch: int
     room: Room
     drawn_at: int | None = None  # updates of the newest previews that this start has drawn
+    tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
 
     @property
     def run_dir(self) -> RunDir:
@@ -117,10 +121,11 @@ class Artifacts:
         if self.recipe.sample.prompts:
             if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights
                 self.preview(position.updates)
+            self.preview_before()  # where there was no memory for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
-            assert before is not None and after is not None
-            preview.before_after(self.run_dir, before, after, self.recipe)
-            result["concept"] = self._concept(before, after)
+            if before is not None and after is not None:  # else memory ran out, and it was said
+                preview.before_after(self.run_dir, before, after, self.recipe)
+                result["concept"] = self._concept(before, after)
         write_json(self.run_dir.result, result)
 
     def _shown_weights(self) -> AbstractContextManager[None]:
@@ -128,13 +133,36 @@ class Artifacts:
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
+        """Draw one round; in tiles from then on where memory runs out. No pictures are no reason to end a run."""
         self.run_dir.require()
-        with self.adapter.casting_inputs():
-            pictures = preview.draw(
-                self.run_dir, updates, self.family, self.model, self.recipe, self.prepared.text_lookup
+        empty_pools()
+        drawn = self._drawn(updates)
+        if isinstance(drawn, MachineError) and not self.tiles:
+            self.tiles = True
+            tell("vae-tiling", self.session.emit)
+            empty_pools()
+            drawn = self._drawn(updates)
+        empty_pools()
+        if isinstance(drawn, MachineError):
+            self.session.notice(
+                f"No pictures after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; smaller "
+                "sample.width and sample.height would help."
             )
+            return
         self.drawn_at = updates
-        self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in pictures])
+        self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in drawn])
+
+    def _drawn(self, updates: int) -> list[Path] | MachineError:
+        """The pictures of a round, or that memory ran out."""
+        how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
+        try:
+            with self.adapter.casting_inputs():
+                return preview.draw(self.run_dir, updates, *how)
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None:
+                raise
+            return full
 
     def _export(self, form: str, position: Position) -> dict[str, Any]:
         targets = {"kohya": self.run_dir.lora, "diffusers": self.run_dir.diffusers_lora, "peft": self.run_dir.peft_dir}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lora_rocm.data.batches import split
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.train.loop import Batch, Trainer, seed_for
 
@@ -52,11 +53,12 @@ class Validation:
         for component in trainer.model.components.values():
             component.eval()
         for batch in self.open_batches():
-            real = batch["tensors"]["weight"] > 0
-            for place in VALIDATION_POSITIONS:
-                losses_B = self._losses(trainer, batch, place)
-                total += float(losses_B[real].sum())
-                weight += float(real.sum())
+            for part in split(batch, trainer.relief.parts):  # what is trained in parts does not fit whole here either
+                real = part["tensors"]["weight"] > 0
+                for place in VALIDATION_POSITIONS:
+                    losses_B = self._losses(trainer, part, place)
+                    total += float(losses_B[real].sum())
+                    weight += float(real.sum())
         for component in trainer.model.components.values():
             component.train()
         self.emit("validation", updates=trainer.position.updates, loss=total / weight)

@@ -18,6 +18,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -31,7 +32,7 @@ from lora_rocm.train.guard import Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
-from lora_rocm.train.relief import Relief
+from lora_rocm.train.relief import Relief, tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
 
@@ -69,7 +70,7 @@ class Data:
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
-        parts = repr([(item.key, item.repeats, item.image_keys, item.text_keys) for item in self.prepared.items])
+        parts = repr([(item.key, item.repeats, item.picture_keys, item.text_keys) for item in self.prepared.items])
         return hashlib.sha256(parts.encode("utf-8")).hexdigest()
 
 
@@ -134,6 +135,7 @@ def train(start: Start) -> tuple[bool, int]:
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
+        tiles=start.settings.vae_tiling,
     )
     trainer = _trainer(start, data, position, artifacts)
     artifacts.room.look_ahead(position.updates)
@@ -153,8 +155,9 @@ def train(start: Start) -> tuple[bool, int]:
 def _prepare_data(start: Start, family: ModelFamily) -> Data:
     session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
-    progress = CacheRoom(cache, session.cache_progress, session.notice)
-    prepared = prepare(recipe, family, cache, start.device, progress, session.notice, session.repaired)
+    says = (CacheRoom(cache, session.cache_progress, session.notice), session.notice, session.repaired)
+    tiles = (start.settings.vae_tiling, lambda: tell("vae-tiling", session.emit))
+    prepared = prepare(recipe, family, cache, start.device, *says, *tiles)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
@@ -201,6 +204,7 @@ def _load_model(start: Start, family: ModelFamily, transfer: DeviceTransfer) -> 
     model.device = start.device
     if _recomputes(start):
         family.recompute_activations(model)
+    empty_pools()
     return model, adapter
 
 
