@@ -19,11 +19,16 @@ import psutil
 import pytest
 from PIL import Image
 
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
 from tests.tiny_models import write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
 DEADLINE_S = 240.0
+WORKER = "lora_rocm.train.worker"
 MOMENTS = ("cache", "anywhere", "step", "checkpoint", "preview", "export")
+KINDS = ("tree", "parent", "worker")
+"""What is killed: all at once; the parent, whose worker then saves and leaves; the worker, which is started again."""
 
 
 def write_recipe(folder: Path) -> Path:
@@ -85,6 +90,11 @@ class Command:
         assert self.process.returncode in (0, 3), output
         return self.process.returncode
 
+    def wait_or_kill(self) -> None:
+        """Wait for an end that is near."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=DEADLINE_S)
+
     def wait_for(self, moment: str, generator: random.Random) -> bool:
         """Wait until the moment has come (False: the run ended before)."""
         seen, deadline = self._count(moment), time.monotonic() + DEADLINE_S
@@ -108,14 +118,17 @@ class Command:
             text.count('"type": "step"') if moment == "step" else text.count(f'"phase": "{moment}", "state": "begin"')
         )
 
-    def kill(self, parent_only: bool) -> None:
+    def kill(self, kind: str) -> None:
+        """Kill, and wait for the end of this command, unless only its worker was killed."""
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.process.pid)
-            family = [parent] if parent_only else [parent, *parent.children(recursive=True)]
-            for process in family:
+            workers = [child for child in parent.children(recursive=True) if WORKER in " ".join(child.cmdline())]
+            killed = {"tree": [parent, *parent.children(recursive=True)], "parent": [parent], "worker": workers}
+            for process in killed[kind]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.process.communicate()
+        if kind != "worker":
+            self.process.communicate()
 
 
 def results(run_dir: Path) -> dict[str, bytes]:
@@ -127,25 +140,46 @@ def results(run_dir: Path) -> dict[str, bytes]:
     return {file.relative_to(run_dir).as_posix(): file.read_bytes() for file in files}
 
 
-def endure(tmp_path: Path, rounds: list[list[tuple[str, bool]]], seed: int) -> list[dict[str, Any]]:
+def endure(folder: Path, rounds: list[list[tuple[str, str]]], seed: int) -> list[dict[str, Any]]:
     """One undisturbed run, and in each round a run with kills at the given moments; all results are compared."""
-    recipe = write_recipe(tmp_path)
-    assert Command(recipe, tmp_path / "straight", tmp_path / "cache").wait() == 0
-    expected = results(tmp_path / "straight")
+    recipe = write_recipe(folder)
+    assert Command(recipe, folder / "straight", folder / "cache").wait() == 0
+    expected = results(folder / "straight")
     generator, log = random.Random(seed), []
     for number, moments in enumerate(rounds):
-        run_dir, cache = tmp_path / f"killed-{number}", tmp_path / f"cache-{number}"
-        for moment, parent_only in moments:
-            command = Command(recipe, run_dir, cache)
+        run_dir, cache = folder / f"killed-{number}", folder / f"cache-{number}"
+        command, kills = Command(recipe, run_dir, cache), []
+        for moment, kind in moments:
             hit = command.wait_for(moment, generator)
-            command.kill(parent_only)
-            log.append({"moment": moment, "parent_only": parent_only, "hit": hit, "last": last_event(command.events)})
-        assert Command(recipe, run_dir, cache).wait() == 0
+            kills.append({"moment": moment, "kind": kind, "hit": hit, "last": last_event(command.events)})
+            kills[-1]["at"] = time.time()
+            command.kill(kind)
+            if kind != "worker" or not hit:
+                command.wait_or_kill()
+                command = Command(recipe, run_dir, cache)
+        assert command.wait() == 0
         assert Command(recipe, run_dir, cache).wait() == 0  # after the end: says so
         found = results(run_dir)
         assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint more
         assert [name for name in expected if found[name] != expected[name]] == []
+        log += [{**kill, "cost_s": cost_s(run_dir, kill.pop("at"))} for kill in kills]
     return log
+
+
+def cost_s(run_dir: Path, killed_at: float) -> float | None:
+    """Seconds from a kill until the run had come further than before it; None where it was killed again before that."""
+    events = read_events(RunDir(run_dir).events())
+    starts = [event["time"] for event in events if event["type"] == "start" and event["time"] > killed_at]
+    done = [event["updates"] for event in events if event["type"] == "step" and event["time"] <= killed_at]
+    further = [
+        event["time"]
+        for event in events
+        if event["time"] > (starts[0] if starts else killed_at)
+        and (event["type"] == "end" or (event["type"] == "step" and event["updates"] > max(done, default=0)))
+    ]
+    if not starts or not further or sum(start < further[0] for start in starts) > 1:
+        return None
+    return round(float(further[0] - killed_at), 2)
 
 
 def last_event(path: Path) -> str:
@@ -159,8 +193,8 @@ def last_event(path: Path) -> str:
     return "nothing"
 
 
-def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
-    log = endure(tmp_path, [[("step", False), ("checkpoint", True)]], seed=1)
+def test_three_kills_and_the_same_bytes(tmp_path: Path) -> None:
+    log = endure(tmp_path, [[("step", "tree"), ("step", "worker"), ("checkpoint", "parent")]], seed=1)
     assert all(entry["hit"] for entry in log)
 
 
@@ -168,7 +202,7 @@ def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_many_kills_at_random_moments_and_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = random.Random(11)
-    kills = [(MOMENTS[number % len(MOMENTS)], generator.random() < 0.4) for number in range(NUM_KILLS)]
+    kills = [(MOMENTS[number % len(MOMENTS)], generator.choice(KINDS)) for number in range(NUM_KILLS)]
     rounds = [kills[start : start + len(MOMENTS)] for start in range(0, NUM_KILLS, len(MOMENTS))]
     log = endure(tmp_path, rounds, seed=12)
     with capsys.disabled():
