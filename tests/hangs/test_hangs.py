@@ -71,7 +71,7 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("fault", "seen", "phase", "in_the_stacks"),
     [
-        ("loader", "loader-hang", "step", "in __getitem__"),
+        ("loader", "loader-hang", "step", "in sleeps"),
         ("c-call", "hang", "step", "in blocks_in_c"),
         ("checkpoint", "hang", "checkpoint", "in sleeps"),
     ],
