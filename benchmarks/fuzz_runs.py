@@ -133,9 +133,9 @@ def read_facts(path: Path) -> None:
     from lora_rocm.host.facts import load_facts
     from lora_rocm.host.show import facts_text, plan_text
 
-    facts = load_facts(path)
-    facts_text(facts)
-    shown = plan_text(None, (), facts, None, explain=True)
+    load_facts(path)
+    facts_text(path)
+    shown = plan_text(None, (), path, None, explain=True)
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
 
 

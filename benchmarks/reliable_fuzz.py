@@ -91,6 +91,9 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
         place = os.getcwd()
         os.chdir(folder)
         read_sound(folder)
+        for target in targets:  # what takes its time once: libraries, and the sound files
+            with contextlib.suppress(Exception):
+                read(target, content_of(target, seed, -1), Path(folder))
         at = (Path(folder).parent / f"{notes.name}.at").open("wb", buffering=0)
         while time.monotonic() < end:
             for target in targets:

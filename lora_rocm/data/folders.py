@@ -120,28 +120,33 @@ def walk(root: Path, caption_extension: str) -> Folder:
 
 def _files(root: Path, notices: list[str]) -> Iterator[Path]:
     """Every file of the tree, folder by folder."""
-    real_root, visited, outside = os.path.realpath(root), set[str](), list[str]()
-    pending = [root]  # no recursion: a tree can be deeper than Python's stack
+    visited, outside = set[tuple[int, int]](), list[str]()
+    real_root = os.path.realpath(root)
+    pending = [(root, real_root)]  # no recursion: a tree can be deeper than Python's stack
     while pending:
-        parent = pending.pop()
-        real = os.path.realpath(parent)
-        if real in visited:
-            continue
-        visited.add(real)
+        parent, real = pending.pop()
         try:
+            found = parent.stat()
+            if (found.st_dev, found.st_ino) in visited:
+                continue
+            visited.add((found.st_dev, found.st_ino))
             with os.scandir(parent) as listed:
                 entries = sorted((entry for entry in listed if not entry.name.startswith(".")), key=lambda e: e.name)
         except OSError as error:
             notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
             continue
-        pending += [parent / entry.name for entry in reversed(entries) if _is_folder(entry)]
+        below = []
         for entry in entries:
-            if not _is_folder(entry):
-                path = parent / entry.name
-                target = os.path.realpath(path) if entry.is_symlink() else os.path.join(real, entry.name)
-                if not _lies_in(target, real_root):
-                    outside.append(f"{shown(path.relative_to(root).as_posix())} -> {shown(target)}")
-                yield path
+            path, target = parent / entry.name, os.path.join(real, entry.name)
+            if entry.is_symlink():
+                target = os.path.realpath(path)
+            if _is_folder(entry):
+                below.append((path, target))
+                continue
+            if not _lies_in(target, real_root):
+                outside.append(f"{shown(path.relative_to(root).as_posix())} -> {shown(target)}")
+            yield path
+        pending += reversed(below)
     if outside:
         files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
         notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")

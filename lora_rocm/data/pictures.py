@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # is of the format that its content says, whatever its name: for EPS it would run Ghostscript, for WMF the drawing code
 # of Windows, and what is left (FITS, SPIDER, ...) nobody trains on.
 READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
-MAX_HEADER_COST, COST_OF_A_READ = 1 << 25, 64  # bytes
+MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
 MAX_PICTURE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 512 MiB without any compression
 # EXIF after a PNG's pixels is found by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_BYTES = 65536
@@ -131,9 +131,9 @@ class _Frugal:
         position = file.tell()
         start = file.read(12)
         file.seek(position)
-        # WebP and the family of AVIF are handed as a whole to their own libraries
-        whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
-        self.left: float = math.inf if whole else MAX_HEADER_COST
+        # WebP and the family of AVIF are handed as a whole to their own libraries; a TIFF can have its layers in a tag
+        whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp" or start[:4] in (b"II*\0", b"MM\0*")
+        self.left: float = 2 * MAX_PICTURE_BYTES if whole else MAX_HEADER_COST
 
     def read(self, size: int = -1, /) -> bytes:
         content = self._file.read(size)

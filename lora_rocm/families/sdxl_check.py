@@ -57,7 +57,7 @@ def _check_folder(source: Source) -> None:
     kind = str(index.get("_class_name", ""))
     if "transformer" in index or kind in PIPELINES:
         raise _wrong(source, PIPELINES.get(kind, f"a model for {kind}"))
-    if index.get("text_encoder", [None])[0] is None and index.get("text_encoder_2", [None])[0] is not None:
+    if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
         raise _wrong(source, "an SDXL refiner, which makes no pictures of its own")
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
     if missing and not kind.startswith("StableDiffusionXL"):
@@ -71,6 +71,12 @@ def _check_folder(source: Source) -> None:
         )
     for name in source.layout.parts:
         source.weights(name)  # refuses pickles, notices damage
+
+
+def _is_listed(index: Mapping[str, Any], name: str) -> bool:
+    """Whether a pipeline has a part: [library, class], and [null, null] where it has none."""
+    entry = index.get(name)
+    return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
 
 def _check_single(source: Source, header: Header) -> None:
