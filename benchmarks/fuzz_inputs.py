@@ -276,3 +276,50 @@ def read_lora(path: Path) -> None:
     components_of(path)
     for entry in read_lora(family, components, path).values():
         entry.update()
+
+
+@cache
+def _saved() -> dict[str, bytes]:
+    """The files of a dataset that ``save_to_disk`` wrote."""
+    import tempfile
+
+    import datasets
+
+    datasets.disable_progress_bars()
+    picture_bytes = _pictures()[0]
+    rows = {"image": [{"bytes": picture_bytes, "path": None}, {"bytes": None, "path": "a.png"}], "text": ["a", "b"]}
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.Dataset.from_dict(rows).save_to_disk(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def dataset(rng: random.Random) -> bytes:
+    """One damaged file of a dataset; its name comes first."""
+    files = _saved()
+    name = rng.choice(tuple(files))
+    if name.endswith(".json"):
+        return name.encode() + b"\n" + json_bytes(rng, changed(rng, json.loads(files[name])))
+    return name.encode() + b"\n" + damaged(rng, files[name])
+
+
+def read_dataset(path: Path) -> None:
+    """Every caption, and where every picture is."""
+    from lora_rocm.data import rows
+    from lora_rocm.recipe.schema import DataSection, DataSource
+
+    rows._open.cache_clear()
+    rows._pictures.cache_clear()
+    name, _, content = path.read_bytes().partition(b"\n")
+    folder = path.parent / "saved"
+    folder.mkdir(exist_ok=True)
+    for file, sound in {**_saved(), name.decode(): content}.items():
+        (folder / file).write_bytes(sound)
+    (source,) = DataSection(sources=(DataSource(dataset=str(folder)),)).resolved_sources()
+    for row, caption in rows.rows_of(source):
+        assert caption is None or isinstance(caption, str | rows.UnreadableCell)
+        try:
+            place = rows.picture_in(row)
+        except rows.UnreadableCell as error:
+            assert str(error)
+            continue
+        assert place is None or isinstance(place, memoryview) or place.name

@@ -44,6 +44,7 @@ TARGETS = (
     Target("weights", "fuzz.safetensors", fuzz_inputs.weight_file, fuzz_inputs.read_weights),
     Target("cache-entry", "fuzz.safetensors", fuzz_inputs.cache_entry, fuzz_inputs.read_entry),
     Target("lora", "fuzz.safetensors", fuzz_inputs.lora_file, fuzz_inputs.read_lora),
+    Target("dataset", "fuzz.txt", fuzz_inputs.dataset, fuzz_inputs.read_dataset),
     Target("checkpoint", "state.json", fuzz_runs.checkpoint_state, fuzz_runs.read_checkpoint),
     Target("event-log", "events.jsonl", fuzz_runs.event_log, fuzz_runs.read_events),
     Target("report", "fuzz.json", fuzz_runs.result, fuzz_runs.read_report),
