@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lora_rocm.run.page import paragraph, preformatted, section, table
@@ -14,10 +14,11 @@ TYPES = ("failure", "change", "restart")
 MAX_ROWS = 200
 MAX_LOGS, MAX_LOG_LINES = 10, 40
 DAY = "%Y-%m-%d %H:%M:%S"
-EXACT = (
-    "No change alters a number: with the same samples and noise, the result is that of an undisturbed run, to the byte "
-    "where the kernels are deterministic (the CPU, or runtime.deterministic)."
+SAME = (
+    "with the same samples and noise, the result is that of an undisturbed run, to the byte where the kernels are "
+    "deterministic (the CPU, or runtime.deterministic)."
 )
+UNCHANGED, EXACT = f"Nothing was changed: {SAME}", f"No change alters a number: {SAME}"
 ROUNDING = (
     "Some changes alter how numbers are rounded, not what is computed: samples, noise and the effective batch are "
     "those of an undisturbed run, and the result has its meaning, but not its bytes."
@@ -34,18 +35,18 @@ def in_time(*streams: Iterable[Event]) -> list[Event]:
 
 
 def failure_text(event: Event) -> str:
-    """What happened, in one line."""
+    """What happened, in one line; the end of a log that may follow in ``what`` is left out."""
     if event["silent_s"] is None:
-        return (
-            f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {event['what']}"
-        )
+        what = next(iter(event["what"].splitlines()), event["code"])
+        return f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {what}"
     doing = event["activity"] if event["activity"] and event["activity"] != event["phase"] else ""
     where = f"{event['phase']} ({doing})" if doing else event["phase"]
     limit = f", of {event['limit_s']:g} allowed," if event["limit_s"] is not None else ""
     stacks = f"; where it stood is in {event['stacks']}" if event["stacks"] else ""
+    done = "could not be ended" if event["code"] == "worker-unkillable" else "was ended"
     return (
         f"The training process was silent for {event['silent_s']:.3g} s{limit} in the phase {where}, after step "
-        f"{event['updates']}, and was ended{stacks}"
+        f"{event['updates']}, and {done}{stacks}"
     )
 
 
@@ -85,8 +86,8 @@ def promise(events: Iterable[Event]) -> str:
     found = list(events)
     if any(event["type"] == "restart" and event["attempt"] for event in found):
         return OTHER_NOISE
-    exact = all(event["effect"] == "exact" for event in found if event["type"] == "change")
-    return EXACT if exact else ROUNDING
+    effects = {event["effect"] for event in found if event["type"] == "change"}
+    return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
 
 
 def trouble_section(events: list[Event]) -> str:
@@ -100,12 +101,8 @@ def trouble_section(events: list[Event]) -> str:
         for event in events[:MAX_ROWS]
     ]
     more = paragraph(f"... and {len(events) - MAX_ROWS} more") if len(events) > MAX_ROWS else ""
-    logged = [event for event in events if event["type"] == "failure" and event["kernel_log"]]
-    logs = [
-        f"<h3>Kernel log, failure after step {int(event['updates'])}</h3>"
-        + preformatted("\n".join(map(str, event["kernel_log"][-MAX_LOG_LINES:])))
-        for event in logged[-MAX_LOGS:]
-    ]
+    failures = [event for event in events if event["type"] == "failure"]
+    logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
     return section(
         "Restarts and changes",
         paragraph(f"The training process was started again {times}."),
@@ -114,3 +111,12 @@ def trouble_section(events: list[Event]) -> str:
         more,
         *logs,
     )
+
+
+def _logs(failure: Event) -> Iterator[str]:
+    """What the worker and the kernel had said before a failure."""
+    said = failure["what"].splitlines()[1:]
+    for whose, lines in (("Worker's log", said), ("Kernel log", failure["kernel_log"])):
+        if lines:
+            yield f"<h3>{whose}, failure after step {int(failure['updates'])}</h3>"
+            yield preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))

@@ -114,8 +114,10 @@ def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
         "Changed because of: hang: copies are made by shaders instead of the copy engines (no number changes)",
         "Restart 1: going on from step 10; 1 of 10 restarts are spent",
     ]
-    (line,) = said(("failure", failure_fields()))
+    (line,) = said(("failure", failure_fields(what="It ended without a word.\nThe end of its log:\n    words")))
     assert line == "The training process failed in the phase step, after step 12: It ended without a word."
+    (stuck,) = said(("failure", failure_fields(code="worker-unkillable", silent_s=9.0)))
+    assert "could not be ended" in stuck and "was ended" not in stuck and "was ended" in lines[0]
     (other,) = said(("restart", restart_fields(attempt=2)))
     assert "other noise (attempt 2)" in other
     (rounding,) = said(("change", change_fields(effect="rounding", seen="remembered")))

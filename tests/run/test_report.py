@@ -180,6 +180,8 @@ def failures(run_dir: RunDir, effect: str = "exact", attempt: int = 0) -> None:
     worker = EventWriter(run_dir.events(), session=1)
     worker.write("start", **start_fields())
     supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    ended = failure_fields(what="Killed.\nThe end of its log:\n    <i>last</i> words", kernel_log=[])
+    supervisor.write("failure", **ended)
     log = ["[ 12.5] amdgpu: <ring> gfx_0.0.0 timeout & reset"]
     supervisor.write(
         "failure",
@@ -211,9 +213,10 @@ def test_restarts_and_changes_are_told_with_the_promise_that_holds(
     assert "Restarts and changes" in checker.headings
     assert words in html and not [other for other in others if other in html]
     assert "was started again once" in html and "&lt;ring&gt; gfx_0.0.0 timeout &amp; reset" in html
+    assert "after step 12: Killed.</td>" in html and "&lt;i&gt;last&lt;/i&gt; words</pre>" in html
     assert "&lt;b&gt;stacks&lt;/b&gt;-1.txt" in html and "&lt;i&gt;again&lt;/i&gt;" in html
     rows = re.findall("<td>(failure|change|restart)</td>", html)
-    assert rows == ["failure", "change", "restart", "change"], "in the order of time, from both files"
+    assert rows == ["failure", "failure", "change", "restart", "change"], "in the order of time, from both files"
 
 
 @pytest.mark.parametrize("missing", ["events.jsonl", "events.supervisor.jsonl"])
@@ -223,6 +226,14 @@ def test_each_event_file_is_told_without_the_other(run_dir: RunDir, missing: str
     html, checker = checked(write_report(run_dir))
     assert "Restarts and changes" in checker.headings
     assert ("again</i>" in html.replace("&lt;", "<").replace("&gt;", ">")) is (missing != "events.jsonl")
+
+
+def test_restarts_alone_change_nothing(run_dir: RunDir) -> None:
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    supervisor.write("restart", **restart_fields())
+    supervisor.close()
+    html, _ = checked(write_report(run_dir))
+    assert trouble.UNCHANGED in html and trouble.EXACT not in html
 
 
 def test_a_run_without_trouble_has_no_such_part(run_dir: RunDir) -> None:
