@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from lora_rocm.data.cache import MISSING, LatentCache, image_key, text_key
 from lora_rocm.data.entries import CacheEntryBad
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut
+from lora_rocm.data.proven import HeldBack, Look, OpenDoor, plain_door
 from lora_rocm.data.samples import Sample, load_image
 from lora_rocm.device.encoder_speed import watched
 from lora_rocm.device.failure import out_of_memory
@@ -34,6 +35,7 @@ from lora_rocm.errors import DataError, MachineError, Problem
 if TYPE_CHECKING:
     from PIL import Image
 
+    from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Encoder, Tensors
 
 Report = Callable[[str, int, int, float], None]
@@ -86,6 +88,7 @@ class Caches:
     """The image and the text cache of one run, with what is needed to make each of their entries again.
 
     ``tiles``: pictures are encoded in tiles; where memory runs out it becomes true, and ``tiles_needed`` is called.
+    ``look``: see ``proven``; called before the first entry is made and before entries are written, never for none.
     """
 
     cache: LatentCache
@@ -97,6 +100,8 @@ class Caches:
     repaired: Repaired = lambda *facts: None
     tiles: bool = False
     tiles_needed: Callable[[], None] = lambda: None
+    open_door: OpenDoor = plain_door
+    look: Look | None = None
     _jobs: dict[str, ImageJob] = field(default_factory=dict, init=False)
     _entries: dict[str, str] = field(default_factory=dict, init=False)  # key of a job -> of its entry, if another
     _captions: dict[str, str] = field(default_factory=dict, init=False)
@@ -134,7 +139,7 @@ class Caches:
         Raises:
             DataError: the encoder made values that are not finite.
             StorageError: the cache cannot be written; what is in it stays.
-            MachineError: a picture does not fit into memory, not even in tiles.
+            MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
         """
         self._jobs.update({job.key: job for job in jobs})
         faults = {key: fault for key, job in self._jobs.items() if (fault := self._image_fault(job))}
@@ -187,12 +192,23 @@ class Caches:
         for device in (self.device, torch.device("cpu")):
             empty_pools()
             try:
-                return encoder.load(device)(pixels_CHW)
+                return self._made_once(encoder, self.open_door(device), pixels_CHW)
             except (RuntimeError, MemoryError) as error:
                 full = out_of_memory(error)
                 if full is None:
                     raise
         raise full
+
+    def _made_once(self, encoder: Encoder, door: DeviceTransfer, pixels_CHW: Tensor) -> Tensors:
+        encode, held = encoder.load(door), self._held_back(door)
+        tensors = encode(pixels_CHW)
+        held.add(lambda: None)  # what follows keeps it
+        held.settle()
+        return tensors
+
+    def _held_back(self, door: DeviceTransfer) -> HeldBack:
+        look = self.look
+        return HeldBack(None if look is None else lambda: look(door))
 
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
@@ -232,6 +248,7 @@ class Caches:
         """Encode and write; the pictures that cannot be decoded, by key. The weights go when this returns."""
         jobs = [self._jobs[key] for key in faults]
         encode = _Fitting(self)
+        held = encode.held
         progress = Progress("images", len(self._jobs), self.report, done=len(self._jobs) - len(jobs))
         failed: dict[str, Problem] = {}
         try:
@@ -248,23 +265,26 @@ class Caches:
                     tensors = encode(pixels_CHW, place)
                     if self.tiles and job.tiled_key is not None:
                         self._entries[job.key] = job.tiled_key
-                    self._put("image", self.entry_key(job), tensors, place, faults[job.key])
+                    held.add(partial(self._put, "image", self.entry_key(job), tensors, place, faults[job.key]))
                     progress.step()
-        finally:
-            del encode
+        finally:  # also where a stop was asked for
+            held.settle()
+            del encode, held
             empty_pools()
         return failed
 
     def _encode_texts(self, faults: Mapping[str, str]) -> None:
-        encode = self.text_encoder.load(self.device)
+        door = self.open_door(self.device)
+        encode, held = self.text_encoder.load(door), self._held_back(door)
         progress = Progress("captions", len(self._captions), self.report, len(self._captions) - len(faults))
         try:
             for key, fault in faults.items():
                 caption = self._captions[key]
-                self._put("text", key, encode(caption), repr(caption), fault)
+                held.add(partial(self._put, "text", key, encode(caption), repr(caption), fault))
                 progress.step()
         finally:
-            del encode
+            held.settle()
+            del encode, held, door
             empty_pools()
 
 
@@ -273,13 +293,16 @@ class _Fitting:
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
+        look = caches.look
         self._load()
+        self.held = HeldBack(None if look is None else lambda: look(self._door))
 
     def _load(self) -> None:
         caches = self._caches
         tiled = caches.tiled_encoder if caches.tiles else None
         encoder = tiled if tiled is not None else caches.image_encoder
-        self._encode = watched(encoder.load(caches.device), caches.device, caches.say)
+        self._door = caches.open_door(caches.device)
+        self._encode = watched(encoder.load(self._door), caches.device, caches.say)
 
     def __call__(self, pixels_CHW: Tensor, place: str) -> Tensors:
         """Encode a picture. ``place``: what to call it.
@@ -305,7 +328,8 @@ class _Fitting:
             )
         caches.tiles = True
         caches.tiles_needed()
-        del self._encode
+        self.held.settle()  # with the weights that made it
+        del self._encode, self._door
         empty_pools()
         self._load()
         return self(pixels_CHW, place)

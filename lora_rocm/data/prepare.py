@@ -17,6 +17,7 @@ from lora_rocm.data.cache import HashMemory, LatentCache
 from lora_rocm.data.fill import Caches, ImageJob, Progress, Repaired, Report
 from lora_rocm.data.folders import shown
 from lora_rocm.data.plan import Item
+from lora_rocm.data.proven import Look, OpenDoor, plain_door
 from lora_rocm.data.samples import Sample, geometries, image_bytes, nothing_left, scan
 from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import Problem
@@ -71,6 +72,8 @@ def prepare(
     repaired: Repaired = lambda *facts: None,
     tiles: bool = False,
     tiles_needed: Callable[[], None] = lambda: None,
+    open_door: OpenDoor = plain_door,
+    look: Look | None = None,
 ) -> Prepared:
     """Find the pictures, cut them, hold some out, and fill the caches.
 
@@ -84,17 +87,20 @@ def prepare(
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
         tiles: pictures are encoded in tiles.
         tiles_needed: called when memory ran out, so that tiles are used from then on.
+        open_door: for weights and pictures on their way to a device, and what comes back.
+        look: raises where kernels or the encoders' weights are not what they should be; nothing is kept then.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
         StorageError: the cache cannot be written; what is in it stays.
-        MachineError: a picture does not fit into memory, not even in tiles.
+        MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
     """
     data, found = recipe.data, scan(recipe.data)
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    caches = Caches(cache, encoders["image"], encoders["text"], device, emit, say, repaired, tiles, tiles_needed)
+    how = (emit, say, repaired, tiles, tiles_needed, open_door, look)
+    caches = Caches(cache, encoders["image"], encoders["text"], device, *how)
     jobs = {
         sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
         for sample in found.samples

@@ -26,6 +26,11 @@ SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
 now, also where it goes with the square."""
 SUM_LIMIT = 64  # so that no sum of these whole numbers, in whatever order, leaves what float32 holds exactly
 NAMED = 3  # how many changed weights an error names
+STEPS_ARE_LOST = (
+    "Steps made since this was last found right cannot be trusted, and nothing was written from them; the last "
+    "checkpoint was written right after a look that found all well."
+)
+ENTRIES_ARE_LOST = "Nothing that was encoded since this was last found right was kept."
 
 
 @dataclass
@@ -36,12 +41,16 @@ class Canary:
         dtype: the number format of the run.
         rank: of the recipe's LoRA.
         transfer: the door that the frozen weights came through.
+        weights: what those are.
+        consequence: what it means for the run if one of them is not right.
     """
 
     device: torch.device
     dtype: torch.dtype
     rank: int
     transfer: DeviceTransfer
+    weights: str = "base weights"
+    consequence: str = STEPS_ARE_LOST
     _looks: int = field(default=0, init=False)
 
     def failure(self) -> CanaryError | None:
@@ -53,17 +62,26 @@ class Canary:
                 try:
                     run()
                 except WrongAnswerError as error:
-                    return _failure("canary-kernel", "A calculation whose answer is known came out wrong", name, error)
+                    what = "A calculation whose answer is known came out wrong"
+                    return self._failed("canary-kernel", what, name, error)
             changed = self.transfer.changed()
         if not changed:
             return None
         told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
-        return _failure("canary-weights", "The frozen base model is not what was loaded any more", "base weights", told)
+        return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
 
     @property
     def checks(self) -> list[str]:
         """The names of what is looked at."""
-        return [*(name for name, _ in self._kernels(1.0)), "base weights"]
+        return [*(name for name, _ in self._kernels(1.0)), self.weights]
+
+    def _failed(self, code: str, what: str, name: str, detail: object) -> CanaryError:
+        return CanaryError(
+            code,
+            f"{what}. {self.consequence}",
+            where=f"{name}: {detail}",
+            fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved.",
+        )
 
     def _kernels(self, scale: float) -> Iterator[tuple[str, Callable[[], None]]]:
         device, rank = self.device, self.rank
@@ -101,13 +119,3 @@ def _sums(device: torch.device, rows: int, width: int, scale: float) -> None:
     found = (x.sum(0), x.sum(1), x.sum())
     for axis, got, answer in zip(("rows", "columns", "all"), found, wanted, strict=True):
         judge(got, answer * scale, f"sum over {axis}", 0.0)
-
-
-def _failure(code: str, what: str, name: str, detail: object) -> CanaryError:
-    return CanaryError(
-        code,
-        f"{what}. Steps made since this was last found right cannot be trusted, and nothing was written from them; "
-        "the last checkpoint was written right after a look that found all well.",
-        where=f"{name}: {detail}",
-        fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from that checkpoint.",
-    )

@@ -18,6 +18,7 @@ from lora_rocm.errors import ModelError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
@@ -43,8 +44,11 @@ class Encoder(Protocol):
     fingerprint: str
     outputs: Mapping[str, TensorSpec]
 
-    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
-        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping it frees the memory."""
+    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
+        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping both frees the memory.
+
+        Weights and items go to the device through the door, and what was made comes back through it.
+        """
         ...
 
     def in_tiles(self) -> Encoder | None:

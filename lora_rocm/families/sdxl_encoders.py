@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from lora_rocm.device.apply import vae_attention
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import text
 from lora_rocm.families.base import Tensors, TensorSpec
 from lora_rocm.families.loading import Source
 
 ENCODING_VERSION = 1  # raised when the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger pictures are encoded and decoded in tiles (the VAE's own, overlapping and blended)
+CPU = torch.device("cpu")
 SMALL_TILE_PX = 512  # side of a tile where memory is short; the VAE's own tiles are of 1024, which saves little
 
 
@@ -41,16 +43,18 @@ class VaeEncoder:
     def in_tiles(self) -> VaeEncoder:
         return VaeEncoder(self._source, small_tiles=True)
 
-    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
-        vae = load_vae(self._source, device, self._small_tiles)
+    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
+        vae = load_vae(self._source, CPU, self._small_tiles)
+        door.send_parameters(vae, "vae")
 
         @torch.no_grad()
         def encode(pixels_CHW: Tensor | str) -> Tensors:
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes pictures"
             vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
-            with vae_attention(device):
-                posterior = vae.encode(pixels_CHW[None].to(device, torch.float32)).latent_dist
-            return {"latent_mean": posterior.mean[0].cpu(), "latent_std": posterior.std[0].cpu()}
+            pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
+            with vae_attention(door.device):
+                posterior = vae.encode(pixels_BCHW).latent_dist
+            return door.receive({"latent_mean": posterior.mean[0], "latent_std": posterior.std[0]})
 
         return encode
 
@@ -76,16 +80,19 @@ class TextEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
         tokenizers = _tokenizers(self._source)
-        encoders = [self._source.load(name, torch.float32, device) for name in ("text_encoder", "text_encoder_2")]
+        encoders = []
+        for name in ("text_encoder", "text_encoder_2"):
+            encoders.append(self._source.load(name, torch.float32, CPU))
+            door.send_parameters(encoders[-1], name)
 
         @torch.no_grad()
         def encode(caption: Tensor | str) -> Tensors:
             assert isinstance(caption, str), "the text encoders encode captions"
-            ids = [text.token_ids(tokenizer, caption)[None].to(device) for tokenizer in tokenizers]
+            ids = [door.send_checked(text.token_ids(each, caption)[None], "token ids") for each in tokenizers]
             prompt_BSD, pooled_BD = text.embed(encoders, ids)
-            return {"prompt_embeds": prompt_BSD[0].cpu(), "pooled_embeds": pooled_BD[0].cpu()}
+            return door.receive({"prompt_embeds": prompt_BSD[0], "pooled_embeds": pooled_BD[0]})
 
         return encode
 
@@ -109,7 +116,7 @@ class TokenEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
         first, second = _tokenizers(self._source)
 
         def encode(caption: Tensor | str) -> Tensors:

@@ -9,11 +9,64 @@ from typing import Any
 
 import torch
 
-from lora_rocm.device.canary import Canary
+from lora_rocm.device.canary import ENTRIES_ARE_LOST, Canary
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.train.optim import GatedAdamW
 
 NAMED = 3  # how many tensors an error names
+ENCODERS = "encoders' weights"
+
+
+def look(canary: Canary, updates: int, emit: Callable[..., Any]) -> None:
+    """One look, and the event that tells of it.
+
+    Raises:
+        CanaryError: kernels give wrong answers, or frozen weights have changed.
+    """
+    started = time.perf_counter()
+    failure = canary.failure()
+    emit(
+        "canary",
+        updates=updates,
+        passed=failure is None,
+        checks=canary.checks,
+        detail=failure.where if failure else "",
+        seconds=round(time.perf_counter() - started, 6),
+    )
+    if failure:
+        raise failure
+
+
+@dataclass
+class CacheGuard:
+    """Looks at kernels, in the encoders' float32, and at their weights while caches are filled.
+
+    Attributes:
+        rank: of the recipe's LoRA.
+        updates: that were made when this start began.
+    """
+
+    rank: int
+    updates: int
+    emit: Callable[..., Any]
+    _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
+
+    def __call__(self, door: DeviceTransfer) -> None:
+        """A look at the device behind this door.
+
+        Raises:
+            CanaryError: see ``look``.
+        """
+        device = door.device
+        if device not in self._canaries:  # one for all looks: each asks for other answers than the one before
+            self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
+        canary = self._canaries[device]
+        canary.transfer = door
+        try:
+            look(canary, self.updates, self.emit)
+        finally:
+            canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can leave memory
 
 
 @dataclass
@@ -33,18 +86,7 @@ class Guard:
         """
         if updates == self._sound_at:
             return
-        started = time.perf_counter()
-        failure = self.canary.failure()
-        self.emit(
-            "canary",
-            updates=updates,
-            passed=failure is None,
-            checks=self.canary.checks,
-            detail=failure.where if failure else "",
-            seconds=round(time.perf_counter() - started, 6),
-        )
-        if failure:
-            raise failure
+        look(self.canary, updates, self.emit)
         self._sound_at = updates
 
     def check_all(self, updates: int) -> None:

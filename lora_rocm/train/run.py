@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lora_rocm.recipe.schema import Recipe, RuntimeSection
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
-from lora_rocm.train.guard import Guard
+from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Batch, Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -157,7 +157,10 @@ def _prepare_data(start: Start, family: ModelFamily) -> Data:
     cache = LatentCache(Path(recipe.cache.dir))
     says = (CacheRoom(cache, session.cache_progress, session.notice), session.notice, session.repaired)
     tiles = (start.settings.vae_tiling, lambda: tell("vae-tiling", session.emit))
-    prepared = prepare(recipe, family, cache, start.device, *says, *tiles)
+    updates = start.checkpoint.position.updates if start.checkpoint else 0
+    look = CacheGuard(recipe.lora.rank, updates, session.emit)
+    doors = (lambda device: _transfer(replace(start, device=device)), look)
+    prepared = prepare(recipe, family, cache, start.device, *says, *tiles, *doors)
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)

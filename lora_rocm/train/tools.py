@@ -45,7 +45,7 @@ def sample(job: Job) -> None:
     family = family_for(recipe)
     device, settings = _start(recipe)
     encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
-    encode = encoder.load(device)
+    encode = encoder.load(_door(device, settings))
     encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
     del encode  # the encoders leave before the model comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
@@ -159,11 +159,15 @@ def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
 
 
 def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
-    pin = device.type == "cuda" and settings.pin_memory
-    transfer = DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
+    door = _door(device, settings)
     for name, component in model.components.items():
-        transfer.send_parameters(component, name)
+        door.send_parameters(component, name)
     model.device = device
+
+
+def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
+    pin = device.type == "cuda" and settings.pin_memory
+    return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 
 
 def _free_name(folder: Path, stem: str) -> Path:

@@ -393,16 +393,20 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     encoder, devices = crowded.family.image_encoder, []
     load = encoder.load
 
-    def full(device: torch.device) -> Any:
-        devices.append(device.type)
-        if device.type == "cuda":
+    def full(door: Any) -> Any:
+        devices.append(door.device.type)
+        if door.device.type == "cuda":
             raise torch.OutOfMemoryError("HIP out of memory.")
-        return load(device)
+        return load(door)
+
+    def door_to(device: torch.device) -> Any:
+        return SimpleNamespace(device=device)
 
     monkeypatch.setattr(encoder, "load", full)
-    prepared.repair.__self__.device = torch.device("cuda", 0)
+    caches = prepared.repair.__self__
+    caches.device, caches.open_door = torch.device("cuda", 0), door_to
     prepared.repair("image", prepared.items[0].image_keys[0], "damaged")
     assert devices == ["cuda", "cpu"]
-    monkeypatch.setattr(encoder, "load", lambda device: full(torch.device("cuda", 0)))
+    monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))
     with pytest.raises(MachineError, match="not enough memory"):
         prepared.repair("image", prepared.items[0].image_keys[0], "damaged")

@@ -11,6 +11,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
+from lora_rocm.data.proven import plain_door
 from lora_rocm.errors import ModelError
 from lora_rocm.families import loading
 from lora_rocm.families.sdxl import LAYOUT, Sdxl
@@ -97,7 +98,9 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 def test_the_same_loss_from_folder_and_file(single: tuple[Path, Path], tiny_sdxl: Path) -> None:
     def loss(chosen: Sdxl) -> list[float]:
         batch = {"latent_mean": torch.ones(1, 4, 8, 8), "latent_std": torch.ones(1, 4, 8, 8)}
-        batch |= {name: tensor[None] for name, tensor in chosen.encoders()[1].load(CPU)("a red cat").items()}
+        batch |= {
+            name: tensor[None] for name, tensor in chosen.encoders()[1].load(plain_door(CPU))("a red cat").items()
+        }
         batch |= {"time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]])}
         model = chosen.load(torch.float32, CPU)
         return chosen.loss(model, batch, chosen.draw(batch, [5]).tensors).loss_B.tolist()
@@ -120,7 +123,7 @@ def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path]) -> No
     assert "model.config" in caught.value.fix
     shutil.rmtree(single[1] / "tokenizer_2")
     with pytest.raises(ModelError) as caught:
-        family(single[0], config=str(single[1])).encoders()[1].load(CPU)
+        family(single[0], config=str(single[1])).encoders()[1].load(plain_door(CPU))
     assert caught.value.code == "tokenizer-missing"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
+from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders
 from lora_rocm.families.sdxl import Sdxl
 from lora_rocm.families.text import load_tokenizer, truncated_part
@@ -24,7 +25,7 @@ def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> 
     with torch.no_grad():
         prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
     encoder = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[1]
-    encoded = encoder.load(CPU)(caption)
+    encoded = encoder.load(plain_door(CPU))(caption)
     torch.testing.assert_close(encoded["prompt_embeds"], prompt[0])
     torch.testing.assert_close(encoded["pooled_embeds"], pooled[0])
     assert encoded.keys() == encoder.outputs.keys()
@@ -32,7 +33,7 @@ def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> 
 
 def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
-    encode = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True})).encoders()[1].load(CPU)
+    encode = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True})).encoders()[1].load(plain_door(CPU))
     for caption in CAPTIONS:
         encoded = encode(caption)
         for name, tokenizer in (("input_ids_1", pipeline.tokenizer), ("input_ids_2", pipeline.tokenizer_2)):
@@ -43,7 +44,7 @@ def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
 def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     pixels = torch.rand(3, 64, 48) * 2 - 1
-    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)(pixels)
+    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(pixels)
     with torch.no_grad():
         expected = vae.encode(pixels[None]).latent_dist
     torch.testing.assert_close(encoded["latent_mean"], expected.mean[0])
@@ -52,7 +53,7 @@ def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
 
 
 def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)
+    encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
     whole = encode(pixels)["latent_mean"]
     monkeypatch.setattr(sdxl_encoders, "TILING_PIXELS", 128 * 128 - 1)
@@ -72,7 +73,7 @@ def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_
     tiled = plain.in_tiles()
     assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
     pixels = torch.rand(3, 128, 96) * 2 - 1
-    whole, in_tiles = plain.load(CPU)(pixels), tiled.load(CPU)(pixels)
+    whole, in_tiles = plain.load(plain_door(CPU))(pixels), tiled.load(plain_door(CPU))(pixels)
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
@@ -124,5 +125,5 @@ def test_truncation_is_noticed(tiny_sdxl: Path) -> None:
 def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     monkeypatch.setattr(sdxl_encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
-    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(CPU)(torch.zeros(3, 64, 64))
+    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(torch.zeros(3, 64, 64))
     assert entered == [CPU]

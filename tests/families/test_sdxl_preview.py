@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
+from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders, sdxl_preview
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.sdxl import Sdxl
@@ -30,7 +31,7 @@ def pixels(picture: Image.Image) -> np.ndarray:
 
 def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torch.float32, **sections: dict) -> list:
     family = Sdxl(tiny_recipe(folder, **sections))
-    return family.preview(family.load(dtype, CPU), requests, family.encoders()[1].load(CPU))
+    return family.preview(family.load(dtype, CPU), requests, family.encoders()[1].load(plain_door(CPU)))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -103,7 +104,7 @@ def test_the_model_is_left_as_it_was(tiny_sdxl: Path) -> None:
     unet = model.components["unet"].train()
     unet.conv_in.eval()
     before = {name: module.training for name, module in unet.named_modules()}
-    family.preview(model, [REQUEST], family.encoders()[1].load(CPU))
+    family.preview(model, [REQUEST], family.encoders()[1].load(plain_door(CPU)))
     assert {name: module.training for name, module in unet.named_modules()} == before
     assert set(before.values()) == {True, False}
 
@@ -112,7 +113,7 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
     lora = {"train_text_encoder": True}
     family = Sdxl(tiny_recipe(tiny_sdxl, lora=lora))
     model = family.load(torch.float32, CPU)
-    tokens = family.encoders()[1].load(CPU)
+    tokens = family.encoders()[1].load(plain_door(CPU))
     (before,) = family.preview(model, [REQUEST], tokens)
     assert abs(pixels(before) - pixels(draw(tiny_sdxl, [REQUEST])[0])).max() <= 1
     with torch.no_grad():
@@ -135,7 +136,7 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
     monkeypatch.setattr(sdxl_encoders, "SMALL_TILE_PX", 64)
     request = replace(REQUEST, width=128, height=128)
     family = Sdxl(tiny_recipe(tiny_sdxl))
-    model, text = family.load(torch.float32, CPU), family.encoders()[1].load(CPU)
+    model, text = family.load(torch.float32, CPU), family.encoders()[1].load(plain_door(CPU))
     largest: list[int] = []
     decoder = AutoencoderKL.decode
 

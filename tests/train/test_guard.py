@@ -82,9 +82,10 @@ def written(run_dir: Path) -> tuple[list[int], list[str]]:
     return whole, sorted(path.name for path in run_dir.rglob("*lora*.safetensors"))
 
 
-def looks(run_dir: Path) -> list[tuple[int, bool]]:
-    events = read_events(RunDir(run_dir).events())
-    return [(event["updates"], event["passed"]) for event in events if event["type"] == "canary"]
+def looks(run_dir: Path, weights: str = "base weights") -> list[tuple[int, bool]]:
+    """(updates, passed) of the looks of a training, or of its caching (``ENCODERS``)."""
+    events = [event for event in read_events(RunDir(run_dir).events()) if event["type"] == "canary"]
+    return [(event["updates"], event["passed"]) for event in events if weights in event["checks"]]
 
 
 @pytest.fixture(scope="module")
