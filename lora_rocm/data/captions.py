@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 
-from lora_rocm.data.seeds import draw
+from lora_rocm.data.seeds import drawer
 from lora_rocm.recipe.schema import SourceOptions
 
 TRIES_PER_VARIANT = 32
@@ -40,16 +41,17 @@ def variants(caption: str, options: SourceOptions, num_variants: int, seed: int)
     same = Counter(tags[place] for place in movable).values()
     orders = math.factorial(len(movable)) // math.prod(math.factorial(count) for count in same)
     found: dict[str, None] = {}
+    number = drawer("shuffle", seed, ",".join(tags))
     for attempt in range(num_variants * TRIES_PER_VARIANT):
-        found[_shuffled(tags, movable, seed, attempt)] = None
+        found[_shuffled(tags, movable, number, attempt)] = None
         if len(found) == min(num_variants, orders):
             break
     return tuple(found)
 
 
-def _shuffled(tags: list[str], movable: list[int], seed: int, attempt: int) -> str:
+def _shuffled(tags: list[str], movable: list[int], number: Callable[..., int], attempt: int) -> str:
     """The tags with those at the ``movable`` places in another order."""
-    order = sorted(movable, key=lambda place: draw("shuffle", seed, ",".join(tags), attempt, place))
+    order = sorted(movable, key=lambda place: number(attempt, place))
     shuffled = list(tags)
     for place, source in zip(movable, order, strict=True):
         shuffled[place] = tags[source]

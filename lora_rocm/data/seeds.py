@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 
 def draw(*parts: int | str) -> int:
     """A uniform integer in [0, 2**64) that depends on ``parts`` alone."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def drawer(*parts: int | str) -> Callable[..., int]:
+    """``draw`` with its first parts said once: they may be long, and are not read again for each number."""
+    begun = blake2b((repr(parts)[:-1] + ", ").encode("utf-8"), digest_size=8)
+
+    def rest(*more: int) -> int:
+        digest = begun.copy()
+        digest.update((", ".join(map(str, more)) + ")").encode("utf-8"))
+        return int.from_bytes(digest.digest(), "little")
+
+    return rest
 
 
 def fraction(*parts: int | str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import warnings
 from collections.abc import Iterable, Sequence
 from html import escape
 from io import BytesIO
@@ -107,7 +108,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
 
     try:
         check_plain(path, MAX_PICTURE_BYTES)
-        with Image.open(path, formats=("PNG",)) as file:
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
                 raise OSError("no preview is so large")
             image = file.convert("RGB")

@@ -1,4 +1,7 @@
-from lora_rocm.data.seeds import draw, fraction
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.data.seeds import draw, drawer, fraction
 
 
 def test_draw_is_the_same_on_every_machine() -> None:
@@ -18,3 +21,8 @@ def test_fraction_is_spread_evenly_and_below_one() -> None:
     values = [fraction("x", number) for number in range(4000)]
     assert 0.0 <= min(values) < 0.01 and 0.99 < max(values) < 1.0
     assert 0.48 < sum(values) / len(values) < 0.52
+
+
+@given(st.text(), st.integers(), st.integers(0), st.integers(0))
+def test_a_drawer_draws_the_same(text: str, seed: int, attempt: int, place: int) -> None:
+    assert drawer("x", seed, text)(attempt, place) == draw("x", seed, text, attempt, place)

@@ -1,0 +1,254 @@
+"""Text from files: recipes without end, captions, names and logs that would steer a terminal or a browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lora_rocm.data.captions import variants
+from lora_rocm.data.folders import MAX_CAPTION_BYTES, read_caption
+from lora_rocm.data.samples import scan
+from lora_rocm.errors import LoraRocmError, RecipeError
+from lora_rocm.host.plain import read_plain
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.schema import DataSection, SourceOptions
+from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.failure import exit_code_of
+from lora_rocm.run.heartbeat import read_heartbeat
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.page import picture
+from lora_rocm.run.progress import BarView, LineView, ProgressDisplay
+from lora_rocm.run.report import write_report
+from lora_rocm.run.status import status, status_text
+from tests.hostile import attacks
+from tests.program import RECIPE
+from tests.run.fake_run import data_fields, step_fields, write_whole_run
+
+STEERS = ("\x1b", "\x07", "\x9b")
+
+RECIPES = {
+    "100 MB": "a: " + "x" * (100 << 20),
+    "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{','.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)),
+    "keys twice, by aliases": "m: &m {" + "a: ," * 20_000 + "}\nl: [" + "*m," * 25_000 + "]\n",
+    "cycle": "a: &a {b: *a}",
+    "brackets": "a: " + "[" * 3000 + "]" * 3000,
+    "keys": RECIPE + "optim:\n" + "".join(f"  key{n}: 1\n" for n in range(4000)),
+    "long key": RECIPE + "x" * 200_000 + ": 1\n",
+    "items": RECIPE.replace("rank: 2", "targets: [" + "1," * 8_000 + "]"),
+    "digits": RECIPE.replace("rank: 2", "rank: " + "9" * 200_000),
+    "python": RECIPE.replace("rank: 2", "rank: !!python/object/apply:os.system [touch /tmp/x]"),
+    "infinite": RECIPE.replace("rank: 2", "alpha: .inf"),
+    "no number": RECIPE.replace("rank: 2", "alpha: .nan"),
+    "key twice": RECIPE + "lora: {rank: 3}\n",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_without_end(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPES[name], encoding="utf-8")
+    began = time.monotonic()
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert time.monotonic() - began < 20 and len(str(caught.value)) < 50_000  # 2 s where nothing else runs
+
+
+def test_the_largest_recipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    prompts = "\n".join(f"    - prompt {n}" for n in range(3000))
+    path.write_text(f"{RECIPE}sample:\n  prompts:\n{prompts}\n".ljust(MAX_RECIPE_BYTES), encoding="utf-8")
+    assert len(load_recipe(path).recipe.sample.prompts) == 3000
+
+
+@pytest.mark.parametrize(
+    ("content", "caption"),
+    [
+        (f"a {attacks.STEERING} b".encode(), "a ]0;owned [2J ]8;;http://x.example \\click ]8;; \\ b"),
+        (b"a\0b\nc\r\n\td", "a b c d"),
+        ("a\u2028b\u202ec".encode(), "a b c"),
+        ("👨\u200d👩 ü\u00a0x".encode(), "👨\u200d👩 ü x"),
+        (b"x" * MAX_CAPTION_BYTES, "x" * MAX_CAPTION_BYTES),
+    ],
+)
+def test_a_caption_is_one_line_of_text(tmp_path: Path, content: bytes, caption: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read_caption(tmp_path / "a.txt") == caption
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\0", b"\xed\xa0\x80", b"a\x80"])
+def test_a_caption_in_no_encoding_costs_its_picture_alone(tmp_path: Path, content: bytes) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.png").write_bytes(attacks.picture())
+    (tmp_path / "a.txt").write_bytes(content)
+    found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
+    assert [sample.key for sample in found.samples] == ["b.png"] and "not UTF-8" in found.set_aside[0].what
+
+
+def test_a_caption_of_a_gigabyte(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(attacks.picture())
+    (tmp_path / "a.txt").write_bytes(b"")
+    os.truncate(tmp_path / "a.txt", 1 << 30)  # a hole: it takes no space
+    with pytest.raises(LoraRocmError, match="larger than 64 KiB"):
+        scan(DataSection(path=str(tmp_path)))
+    os.truncate(tmp_path / "a.txt", 0)
+    assert scan(DataSection(path=str(tmp_path))).samples
+
+
+def test_a_caption_of_thousands_of_tags_is_shuffled_in_time() -> None:
+    began = time.monotonic()
+    options = SourceOptions(shuffle_caption=True)
+    assert len(variants(",".join(map(str, range(12_000))), options, 4, 1)) == 4
+    assert time.monotonic() - began < 5  # 14 s with the whole caption read for each tag
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
+def test_names_that_steer(tmp_path: Path) -> None:
+    for name in (f"a{attacks.STEERING.replace('/', '')}.png", "b\nc.png", "d\udcff.png", "e\u202egnp.png"):
+        (tmp_path / name).write_bytes(attacks.picture())
+    (tmp_path / "bad\x1b[2J.png").write_bytes(b"no")
+    (tmp_path / "10_\x1b[2Jx").mkdir()
+    (tmp_path / "10_\x1b[2Jx" / "f.png").write_bytes(attacks.picture("JPEG"))
+    found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
+    shown = [text for s in found.samples for text in (s.key, s.caption, s.folder)] + list(found.notices)
+    shown += [problem.where + problem.what for problem in found.set_aside]
+    assert len(found.samples) == 5 and len(found.set_aside) == 1
+    assert all(text.isprintable() and text.encode("utf-8") for text in shown), shown
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
+def test_names_that_look_the_same_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a\x1b.png").write_bytes(attacks.picture())
+    (tmp_path / "a\\x1b.png").write_bytes(attacks.picture(side=16))
+    found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
+    assert len(found.samples) == 1 and any("looks the same" in notice for notice in found.notices)
+
+
+def steered(run_dir: RunDir) -> dict[str, str]:
+    """Everything that the readers of a run directory show."""
+    plain, bars = io.StringIO(), io.StringIO()
+    views = (ProgressDisplay(LineView(plain)), ProgressDisplay(BarView(Console(file=bars, force_terminal=False))))
+    for event in read_events(run_dir.events()):
+        for view in views:
+            view.on_event(event)
+    views[1].view.end()
+    shown = {"lines": plain.getvalue(), "bars": bars.getvalue(), "status": status_text(status(run_dir))}
+    return {**shown, "report": write_report(run_dir).read_text(encoding="utf-8")}
+
+
+def test_a_run_directory_from_somebody_else(tmp_path: Path) -> None:
+    """Names, captions and messages in events reach terminal and browser as text."""
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    bad = attacks.STEERING + attacks.HTML
+    writer = EventWriter(run_dir.events(), session=2)
+    writer.write("data", **data_fields(notices=[bad], set_aside=[{"where": bad, "what": bad, "fix": bad}]))
+    writer.write("notice", text=bad)
+    writer.write("repaired", kind="image", item=bad, reason=bad)
+    writer.write("incident", kind=bad, iteration=1, samples=[bad], detail=bad, action=bad)
+    writer.write("checkpoint", updates=3, path=bad, lora=bad)
+    writer.write("error", code=bad, what=bad, where=bad, fix=bad, exit_code=3)
+    writer.close()
+    assert any(sign in run_dir.events().read_text(encoding="utf-8").replace("\\u001b", "\x1b") for sign in STEERS)
+    for name, text in steered(run_dir).items():
+        assert "owned" in text or name == "status", name  # it is shown
+        assert not any(sign in text for sign in STEERS), name
+        assert name != "report" or ("<script" not in text and "<img src=x" not in text)
+
+
+LINES = (
+    b"[" * 100_000,
+    b'{"type": "step", "updates": ' + b"9" * 5000 + b"}",
+    *(
+        json.dumps({"type": "step", "time": 1.0, "session": 1, **step_fields(7), **wrong}).encode()
+        for wrong in (
+            {"updates": "7"},
+            {"updates": 10**300},
+            {"updates": True},
+            {"loss": "low"},
+            {"loss": float("inf")},
+            {"step_s": None},
+            {"step_s": float("nan")},
+            {"memory_bytes": [1]},
+            {"time": "now"},
+            {"session": {}},
+        )
+    ),
+    *(
+        json.dumps({"type": "data", **data_fields(**wrong)}).encode()
+        for wrong in ({"set_aside": 3}, {"set_aside": [3]}, {"set_aside": [{}]}, {"buckets": []}, {"notices": "x"})
+    ),
+    b'{"type": "start"}',
+    b'{"type": "\\ud800", "x": "\\ud800"}',
+    b'{"type": "_event"}',
+    b"\xff\xfe",
+)
+
+
+@pytest.mark.parametrize("number", range(len(LINES)))
+def test_lines_that_no_run_has_written(tmp_path: Path, number: int) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    before = steered(run_dir)
+    with run_dir.events().open("ab") as file:
+        file.write(LINES[number] + b"\n")
+    after = steered(run_dir)
+    assert after["lines"].startswith(before["lines"].rsplit("\n", 2)[0])
+    assert "step 40 of 40" in after["status"]
+
+
+def test_every_event_that_is_written_is_read(tmp_path: Path) -> None:
+    """Control: what a run writes has the kinds that the readers expect."""
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert len(read_events(run_dir.events())) == len(run_dir.events().read_bytes().splitlines())
+
+
+@pytest.mark.parametrize("content", [b'{"pid": 1e999, "count": 1, "activity": "x"}', b"[" * 100_000, b"9" * 5000])
+def test_a_heartbeat_of_somebody_else(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "heartbeat").write_bytes(content)
+    assert read_heartbeat(tmp_path / "heartbeat") is None
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise LoraRocmError("x", attacks.STEERING, where=attacks.STEERING, fix="a\nb")
+
+    assert exit_code_of(fail) == 1
+    shown = capsys.readouterr().err
+    assert not any(sign in shown for sign in STEERS) and "owned" in shown and "a\nb" in shown
+
+
+def test_the_report_opens_nothing_but_png(tmp_path: Path) -> None:
+    path = tmp_path / "01.png"
+    for content in (
+        attacks.eps(tmp_path),
+        attacks.picture("TIFF"),
+        attacks.png_of(12_000, 12_000),
+        attacks.LYING_WEIGHTS["gap"],
+    ):
+        path.write_bytes(content)
+        assert picture(path, "x") == '<span class="soft">-</span>'
+    assert not (tmp_path / attacks.MARK).exists()
+    path.write_bytes(attacks.picture())
+    assert picture(path, attacks.HTML).startswith('<img src="data:image/png') and "<script" not in picture(
+        path, attacks.HTML
+    )
+
+
+def test_plain_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert read_plain(tmp_path / "a", 3) == b"abc"
+    with pytest.raises(OSError, match="larger than 0 KiB"):
+        read_plain(tmp_path / "a", 2)
+    with pytest.raises(OSError, match="no plain file"):
+        read_plain(tmp_path, 2)
+    with pytest.raises(FileNotFoundError):
+        read_plain(tmp_path / "b", 2)
