@@ -37,6 +37,9 @@ NO_HOST_MEMORY = (
 """What torch's RuntimeError says when main memory cannot be had (c10/core/impl/alloc_cpu.cpp; "Invalid buffer size" on
 Macs; the last is oneDNN's)."""
 
+ONEDNN_FULL = "could not create a primitive"
+"""The whole of what oneDNN says where there is no room for a kernel; seen under a limit on the process's memory."""
+
 DEVICE_FAULTS = (
     "HIP error",
     "CUDA error",
@@ -82,7 +85,7 @@ def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmEr
 def out_of_memory(error: BaseException) -> MachineError | None:
     """The error to show where a device's memory or main memory ran out; None where it was something else."""
     on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, NO_DEVICE_MEMORY)
-    on_host = isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY)
+    on_host = isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
         return None
     return MachineError(

@@ -78,6 +78,7 @@ OUT_OF_MEMORY = [
     RuntimeError("miopenStatusAllocFailed"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a primitive"),
     MemoryError(),
 ]
 FAULTS = [
@@ -91,6 +92,7 @@ FAULTS = [
     RuntimeError("miopenStatusUnknownError"),
 ]
 NEITHER = [
+    RuntimeError("could not create a primitive descriptor for the matmul forward propagation"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     RuntimeError("HIP error: no kernel image is available for execution on the device"),
     RuntimeError("HIP error: invalid device function"),

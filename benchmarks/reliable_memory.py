@@ -1,0 +1,169 @@
+"""Memory that runs out: SDXL at full size under a cap of the allocator, by the real command; a toy on the CPU.
+
+usage: python benchmarks/reliability.py memory ROOT [--caps-gib 24,12] [--steps 4] [--batch 16] [--toy] [--json FILE]
+
+Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and pictures of 1024 px, and
+lets ``lora-rocm train`` run at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap
+as it gets an APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), supervisor and worker are the real
+ones. It passes where each run finishes with the effective batch that was asked for. ``--toy``: the builtin model on the
+CPU, where the cap is a limit of the system on the worker's addresses (Linux), in MiB above what it has when training
+begins, beside a run without one, whose LoRA has to be the same to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.full_size_sdxl import make_model, make_pictures
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB, MIB = 2**30, 2**20
+TOY_CAPS_MIB, TOY_SIDE_PX, TOY_BATCH = "200,130", 320, 8
+TOY_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+"""Large blocks go back to the system as soon as they are free, so that the limit counts what is in use."""
+TOLERANCE = 1e-4  # between the LoRA of a capped toy and of a free one, of the largest value of a tensor
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from lora_rocm.host import environ
+from lora_rocm.host.quirks import Rule, When
+from lora_rocm.run import launch, process
+recipe, run_dir, cap, worker = sys.argv[1:]
+if worker:
+    process.WORKER = worker
+if int(cap):
+    environ.RULES += (Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False)),)
+sys.exit(launch.train(recipe, run_dir=Path(run_dir)))
+"""
+"""The command itself, with one rule more in its table; a toy's worker limits itself."""
+
+
+def write_recipe(root: Path, options: argparse.Namespace, side_px: int, model: str) -> Path:
+    """The recipe of every run."""
+    recipe = root / "memory.yaml"
+    device = "runtime: {device: cpu, threads: 1}\n" if options.toy else ""
+    recipe.write_text(
+        f"model: {{name_or_path: '{model}'}}\n"
+        f"data: {{path: '{root / 'pictures'}', resolution: {side_px}}}\n"
+        "lora: {rank: 16, targets: attention}\n"
+        f"train: {{max_train_steps: {options.steps}, batch_size: {options.batch}, seed: 1}}\n{device}"
+        f"cache: {{dir: '{root / 'cache'}'}}\n"
+        f"output: {{save_every_n_steps: {options.steps}, dtype: fp32}}\n",
+        encoding="utf-8",
+    )
+    return recipe
+
+
+def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: int) -> dict[str, Any]:
+    """One run of the command under a cap (0: none); what became of it."""
+    run_dir = root / f"run-{name}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    environ = {**os.environ, "LORA_ROCM_HOME": str(root / f"home-{name}"), "PYTHONPATH": str(ROOT)}
+    shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)  # what one run learns must not help the next
+    worker = ""
+    if toy:
+        environ |= {**TOY_ENVIRONMENT, "SPARE_BYTES": str(cap_bytes)}
+        worker, cap_bytes = "benchmarks.limited_worker", 0
+    started = time.perf_counter()
+    command = [sys.executable, "-c", LAUNCH, str(recipe), str(run_dir), str(cap_bytes), worker]
+    code = subprocess.run(command, env=environ, cwd=ROOT).returncode
+    return {"run": name, "exit_code": code, "wall_s": round(time.perf_counter() - started, 1)} | figures(run_dir, batch)
+
+
+def figures(run_dir: Path, batch: int) -> dict[str, Any]:
+    """What the events of a run say."""
+    path = run_dir / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    of_type = {name: [event for event in events if event["type"] == name] for name in {e["type"] for e in events}}
+    steps, incidents = of_type.get("step", []), of_type.get("incident", [])
+    changes = [event["id"] for event in of_type.get("change", [])]
+    errors = [f"{event['code']}: {event['what']} ({event['where']})" for event in of_type.get("error", [])]
+    times_s = [event["step_s"] for event in steps]
+    usual_s = statistics.median(times_s[1:]) if len(times_s) > 1 else None
+    cut_short = [
+        # from the last step before a start to that start: work that was lost with the worker
+        later["time"] - earlier["time"]
+        for earlier, later in pairwise(e for e in events if e["type"] in ("step", "start", "error"))
+        if later["type"] == "start"
+    ]
+    supervisor = run_dir / "events.supervisor.jsonl"
+    told = (
+        [json.loads(line) for line in supervisor.read_text(encoding="utf-8").splitlines()]
+        if supervisor.exists()
+        else []
+    )
+    parts = 1 << changes.count("micro-batch-halved")
+    return {
+        "finished": (run_dir / "result.json").exists(),
+        "steps": len(steps),
+        "parts": min(parts, batch),
+        "recomputing": "checkpointing" in changes,
+        "changes": changes + [f"supervisor: {event['id']}" for event in told if event["type"] == "change"],
+        "effective_batch": batch,
+        "out_of_memory": sum(event["kind"] == "out-of-memory" for event in incidents),
+        "seen": [f"{event['detail']:.160} -> {event['action']}" for event in incidents],
+        "first_step_s": times_s[0] if times_s else None,
+        "median_step_s": usual_s,
+        "lost_in_steps_s": round(sum(max(0.0, taken - usual_s) for taken in times_s), 3) if usual_s else None,
+        "lost_in_restarts_s": round(sum(cut_short), 1),
+        "restarts": sum(event["type"] == "restart" for event in told),
+        "peak_memory_GiB": max((event["memory_bytes"] for event in steps), default=0) / GIB,
+        "losses": [event["loss"] for event in steps],
+        "errors": errors,
+        "notices": [event["text"] for event in of_type.get("notice", [])],
+    }
+
+
+def difference(root: Path, one: str, other: str) -> float:
+    """The largest difference between two LoRAs, of the largest value of its tensor."""
+    from safetensors.torch import load_file
+
+    left, right = (load_file(root / f"run-{name}" / "lora.safetensors") for name in (one, other))
+    return max(float((left[name] - right[name]).abs().max() / left[name].abs().max().clamp(min=1e-12)) for name in left)
+
+
+def main(argv: list[str]) -> int:
+    """Run under each cap, print, and judge; 0 where every run finished as asked."""
+    parser = argparse.ArgumentParser(prog="reliability.py memory")
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--caps-gib", help="caps, 24,12 (with --toy in MiB)")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    options.batch = options.batch or (TOY_BATCH if options.toy else 16)
+    root, side_px = options.root.resolve(), TOY_SIDE_PX if options.toy else 1024
+    root.mkdir(parents=True, exist_ok=True)
+    make_pictures(root / "pictures", side_px)
+    model = "builtin:tiny-sdxl" if options.toy else str(root / "model")
+    if not options.toy and not (root / "model" / "unet").is_dir():
+        make_model(root / "model")
+    recipe = write_recipe(root, options, side_px, model)
+    unit, letters = (MIB, "MiB") if options.toy else (GIB, "GiB")
+    caps = [int(cap) for cap in (options.caps_gib or (TOY_CAPS_MIB if options.toy else "24,12")).split(",")]
+    rows = []
+    for cap in [0, *caps] if options.toy else caps:
+        name = f"{cap}{letters}" if cap else "free"
+        rows.append(run(root, recipe, name, cap * unit, options.toy, options.batch))
+        if options.toy and cap and rows[-1]["finished"]:
+            rows[-1]["difference"] = difference(root, "free", name)
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    good = [
+        row["finished"] and row["steps"] == options.steps and row.get("difference", 0.0) <= TOLERANCE for row in rows
+    ]
+    print(f"{sum(good)} of {len(rows)} runs finished {options.steps} updates of {options.batch} pictures each")
+    return 0 if all(good) else 1
