@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import time
@@ -242,7 +243,9 @@ def _open(dataset: str, split: str) -> Any:
                     where=where,
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
                 )
-            opened = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=str(path), split=split)
+            opened = datasets.load_dataset(
+                BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
+            )
         elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
             if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
@@ -270,11 +273,11 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    base = path.resolve().as_posix()
+    base = glob.escape(path.resolve().as_posix())
     for suffix, builder in BUILDERS.items():
         if any(path.rglob(f"*{suffix}")):
             found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=[suffix])
-            files = {str(name): list(paths) for name, paths in found.items()}
+            files = {str(name): [glob.escape(file) for file in paths] for name, paths in found.items()}
             return datasets.load_dataset(builder, data_files=files, split=split)
     raise DataError(
         "dataset-kind",
