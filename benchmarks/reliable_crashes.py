@@ -57,7 +57,7 @@ def _cuts(folder: Path, options: argparse.Namespace) -> int:
             for what, found in (
                 ("exit before a call", series.exits(place, name, straight, lab.EXIT, points, (), seen)),
                 ("exit in the middle of a write", series.exits(place, name, straight, lab.HALF, writes, (), seen)),
-                ("power cut before a call", series.power_cuts(place, name, straight, lasting, seen)),
+                ("power cut before a call", series.power_cuts(place, name, straight, lasting, (), seen)),
                 ("cut again and again", series.chains(place, name, straight, options.chains, generator)),
             ):
                 runs, wrong = _tell(what, found)
@@ -91,12 +91,7 @@ def _controls(place: lab.Lab) -> int:
     missed = 0
     name = next(iter(lab.VARIANTS))
     straight = series.undisturbed(place, name)
-    checkpoint = series.first(straight, "rename", "step-00000002")
-    for fault, mode, points in (
-        ("position", lab.EXIT, range(checkpoint + 1, checkpoint + 60, 20)),
-        ("in-place", lab.HALF, series.everywhere(straight, "write", "lora")),
-    ):
-        found = list(series.exits(place, name, straight, mode, points, (fault,)))
+    for fault, found in series.controls(place, name, straight):
         caught = sum(bool(one.wrong) for one in found)
         print(f"  negative control, {fault}: {caught} of {len(found)} cuts found it")
         missed += not caught

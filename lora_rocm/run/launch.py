@@ -47,12 +47,12 @@ def train(
     chosen = prepare.choose(loaded, run_dir, resume)
     run = chosen.run_dir.create()
     with lock.locked(run):
+        lock.end_leftover(run, _say)
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
             if not run.report.exists():  # the parent was killed between the worker's end and its report
                 write_report(run)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
             return 0
-        lock.end_leftover(run, _say)
         again = resume_command(recipe_path, overrides, run)
         return _train_in(run, loaded, chosen, again, accept_changes=accept_changes, supervised=supervised)
 
@@ -74,7 +74,7 @@ def _train_in(
     situation = selftest.ensure(situation_here(loaded.recipe), loaded.recipe, _say)
     situation = supervise.in_force(run, situation, _say)
     env_plan = plan(situation)
-    write_json(run.environment, environment_json(env_plan, situation.facts))
+    write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
     for sentence in machine_notices(situation, env_plan):
         _say(sentence)
     _say(f"Run directory: {run.path}")

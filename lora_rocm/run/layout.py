@@ -147,7 +147,7 @@ class RunDir:
             StorageError: it is not.
         """
         if not self.recipe.exists():
-            raise storage_error(_gone(), self.path)
+            raise storage_error(OSError(errno.ENOENT, os.strerror(errno.ENOENT)), self.path)
 
     def probe(self) -> None:
         """Write a little and take it away again.
@@ -155,10 +155,9 @@ class RunDir:
         Raises:
             StorageError: that is not possible: the disk is full, read-only, gone.
         """
-        if not self.path.is_dir():
-            raise storage_error(_gone(), self.path)
+        self.require()
         probe = self.path / ".probe.tmp"
-        write_atomic(probe, bytes(PROBE_BYTES))
+        write_atomic(probe, bytes(PROBE_BYTES), self.path)
         probe.unlink(missing_ok=True)
 
     def discard_unfinished(self, *, of_parent: bool) -> None:
@@ -173,12 +172,26 @@ class RunDir:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _gone() -> OSError:
-    return OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Make a folder, and those above it only below ``root``: where a drive is gone, nothing takes its place.
+
+    Raises:
+        OSError: no permission, disk full, ``root`` is gone.
+    """
+    if root is None or not folder.is_relative_to(root):  # a link may lead elsewhere
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    for place in [folder, *folder.parents][: len(folder.relative_to(root).parts)][::-1]:
+        place.mkdir(exist_ok=True)
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes, root: Path | None = None) -> None:
     """Write a whole file or nothing: temporary name, fsync, rename (also onto an existing file that nobody has open).
+
+    Args:
+        path: the file; its folder is made (``make_folder``).
+        content: all of it.
+        root: what has to be there already.
 
     Raises:
         StorageError: disk full, no permission, or a device or pipe lies there, which a rename would replace by a file.
@@ -189,7 +202,7 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise StorageError("no-file", "There can be no file with that name.", where=f"{str(place)!r}", fix=fix)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")  # containers share pids
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, root)
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
@@ -214,9 +227,9 @@ def rename(source: Path, target: Path) -> None:
             time.sleep(RENAME_PAUSE_S)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, root: Path | None = None) -> None:
     """``write_atomic`` of sorted, indented JSON."""
-    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8"))
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8"), root)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -115,7 +115,7 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
             return False
     run_dir.result.unlink(missing_ok=True)  # it says "complete", which from here on is not so
-    write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"))
+    write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
 
 

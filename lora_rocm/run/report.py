@@ -96,7 +96,7 @@ def write_report(run_dir: RunDir) -> Path:
             _environment(facts),
         ],
     )
-    write_atomic(run_dir.report, html.encode("utf-8", "replace"))
+    write_atomic(run_dir.report, html.encode("utf-8", "replace"), run_dir.path)
     return run_dir.report
 
 

@@ -126,7 +126,7 @@ class Artifacts:
             if before is not None and after is not None:  # else memory ran out, and it was said
                 preview.before_after(self.run_dir, before, after, self.recipe)
                 result["concept"] = self._concept(before, after)
-        write_json(self.run_dir.result, result)
+        write_json(self.run_dir.result, result, self.run_dir.path)
 
     def _shown_weights(self) -> AbstractContextManager[None]:
         """The weights that users get: the average, where one is kept."""
@@ -189,7 +189,8 @@ class Artifacts:
         return asdict(found)
 
     def _write(self, form: str, path: Path, position: Position) -> None:
-        export.write(form, path, self.family, self.adapter, self.recipe, self._facts(position))
+        facts = self._facts(position)
+        export.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
 
     def _facts(self, position: Position) -> Facts:
         """What the metadata of a file says of the run so far."""

@@ -31,7 +31,15 @@ MAGNITUDE = ".lora_magnitude_vector"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def write(form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> None:
+def write(
+    form: str,
+    path: Path,
+    family: ModelFamily,
+    adapter: Adapter,
+    recipe: Recipe,
+    facts: Facts,
+    root: Path | None = None,
+) -> None:
     """Write one format, whole or not at all; the same adapter gives the same bytes.
 
     Args:
@@ -41,6 +49,7 @@ def write(form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: 
         adapter: its present weights are written (inside ``adapter.using`` the average).
         recipe: gives the number format and most of the metadata.
         facts: what happened in the run.
+        root: the folder that has to be there already (``run.layout.make_folder``).
 
     Raises:
         StorageError: disk full, no permission.
@@ -50,7 +59,7 @@ def write(form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: 
         "diffusers": _write_diffusers,
         "peft": _write_peft,
     }
-    writers[form](path, family, adapter, recipe, facts)
+    writers[form](path, family, adapter, recipe, facts, root)
 
 
 def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -94,12 +103,16 @@ def peft_config(adapter: Adapter, component: str) -> dict[str, Any]:
     }
 
 
-def _write_kohya(path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> None:
+def _write_kohya(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
+) -> None:
     tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype])
-    write_atomic(path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts)))
+    write_atomic(path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts)), root)
 
 
-def _write_diffusers(path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> None:
+def _write_diffusers(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
+) -> None:
     tensors, configs = {}, {}
     for component in adapter.components:
         level = "text_model." if component in family.text_components else ""  # diffusers drops it where it is no more
@@ -110,17 +123,20 @@ def _write_diffusers(path: Path, family: ModelFamily, adapter: Adapter, recipe: 
         configs |= {f"{component}.{key}": value for key, value in peft_config(adapter, component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata |= {"format": "pt", DIFFUSERS_METADATA: json.dumps(configs, indent=2, sort_keys=True)}
-    write_atomic(path, serialise(tensors, metadata))
+    write_atomic(path, serialise(tensors, metadata), root)
 
 
-def _write_peft(path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> None:
+def _write_peft(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
+) -> None:
     base = facts.base_name or recipe.model.name_or_path
     for component in adapter.components:
         level = _text_level(adapter, component)
         part = _peft_tensors(adapter, component, DTYPES[recipe.output.dtype])
         tensors = {f"{PEFT_PREFIX}{level}{name}": tensor for name, tensor in part.items()}
-        write_atomic(path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"}))
-        write_json(path / component / PEFT_CONFIG, {**peft_config(adapter, component), "base_model_name_or_path": base})
+        write_atomic(path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"}), root)
+        config = {**peft_config(adapter, component), "base_model_name_or_path": base}
+        write_json(path / component / PEFT_CONFIG, config, root)
 
 
 def _text_level(adapter: Adapter, component: str) -> str:

@@ -65,8 +65,8 @@ def draw(
         old.unlink()
     paths = _paths(folder, requests)
     for path, picture in zip(paths, pictures, strict=True):
-        write_atomic(path, png(picture))
-    write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests])
+        write_atomic(path, png(picture), run_dir.path)
+    write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests], run_dir.path)
     return paths
 
 
@@ -103,7 +103,7 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
         grid.paste(left, (MARGIN_PX, top))
         grid.paste(right, (width // 2 + MARGIN_PX // 2, top))
         top += max(left.height, right.height) + MARGIN_PX
-    write_atomic(run_dir.before_after, png(grid))
+    write_atomic(run_dir.before_after, png(grid), run_dir.path)
     return run_dir.before_after
 
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lora_rocm.errors import StorageError, storage_error
-from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, rename
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, make_folder, rename
 from lora_rocm.train.loop import Position
 
 STATE_FILE = "state.json"
@@ -76,7 +76,7 @@ def save(
     temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.tmp"
     try:
         _remove(temporary)
-        temporary.mkdir(parents=True)
+        make_folder(temporary, run_dir.path)
         checksums = {}
         for part, tensors in parts.items():
             if tensors:

@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
     try:
+        run_dir.require()
         with filelock.FileLock(run_dir.worker_lock, timeout=ORPHAN_LOCK_WAIT_S):
             session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after)
             recipe = load_recipe(run_dir.recipe).recipe
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         traceback.print_exc()
         explained = _explained(error, run_dir)
         with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
+            run_dir.require()
             emit = session.emit if session is not None else EventWriter(run_dir.events()).write
             emit("error", **explained.to_event())
         settle()

@@ -126,7 +126,7 @@ class Lab:
         self.recipe.write_text(RECIPE.format(folder=self.folder, targets=TARGETS), encoding="utf-8")
         environment = {
             **os.environ,
-            "LD_PRELOAD": str(shim),
+            "LD_PRELOAD": f"./{shim.name}",  # a space in the path would divide it
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
@@ -149,9 +149,7 @@ class Lab:
         return self
 
     def close(self) -> None:
-        assert self.host.stdin is not None
-        self.host.stdin.close()
-        self.host.wait(timeout=JOB_S)
+        self.host.communicate(timeout=JOB_S)
         self.stderr.close()
 
     def train(

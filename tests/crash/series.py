@@ -16,6 +16,15 @@ from lora_rocm.train import state
 from tests.crash.lab import EXIT, HALF, KILLED, PASSING, VANISH, Call, Ended, Lab, differing, lose_power, results
 
 WRITES = ("write", "writev", "pwrite")
+WORDS = {
+    "ENOSPC": "The disk is full",
+    "EROFS": "Cannot write here",
+    "EACCES": "Cannot write here",
+    "EIO": "Reading or writing failed: Input/output error",
+    "ESTALE": "not there any more",
+    "gone": "not there any more",
+}
+"""What the user has to read, by what happens to the disk."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +79,17 @@ def exits(
 
 
 def power_cuts(
-    lab: Lab, variant: str, straight: Straight, points: Sequence[int], seen: set[str] | None = None
+    lab: Lab,
+    variant: str,
+    straight: Straight,
+    points: Sequence[int],
+    faults: tuple[str, ...] = (),
+    seen: set[str] | None = None,
 ) -> Iterator[Found]:
     """As ``exits``, but nothing is left that was not flushed to the disk."""
     for at in points:
         with lab.root() as root:
-            cut = lab.train(root, variant, at, EXIT)
+            cut = lab.train(root, variant, at, EXIT, faults=faults)
             lose_power(root, lab.calls())
             yield _gone_on(lab, root, variant, straight, [cut], (), seen)
 
@@ -140,7 +154,7 @@ def failures(
     straight: Straight,
     mode: int,
     error: int,
-    words: Sequence[str],
+    words: str,
     points: Sequence[int],
     faults: tuple[str, ...] = (),
 ) -> Iterator[Found]:
@@ -152,7 +166,7 @@ def failures(
         with lab.root() as root:
             failed = lab.train(root, variant, at, mode, error, faults)
             wrong = _bring_back(root) if mode == VANISH else []
-            wrong += _said(failed, words) + _not_as_written(root, straight)
+            wrong += _said(failed, words) + not_as_written(root, straight)
             again = _gone_on(lab, root, variant, straight, [], ())
             yield Found((failed.hit,), (*wrong, *again.wrong), again.cost_s, failed.code == 0)
 
@@ -172,18 +186,18 @@ def after_start(straight: Straight) -> int:
     return 1 + next(call.number for call in straight.calls if call.path.name == "recipe.yaml")
 
 
-def _said(failed: Ended, words: Sequence[str]) -> list[str]:
+def _said(failed: Ended, words: str) -> list[str]:
     """What is wrong with what the user was told."""
     if failed.code == 0:
         return []
     wrong = [] if failed.code == 3 else [f"exit code {failed.code}"]
     wrong += [f"{word!r} was said" for word in ("Traceback", "does not know", "a bug") if word in failed.text]
-    if not any(word in failed.text for word in words):
-        wrong.append("not said what it is")
+    wrong += [] if words in failed.text else ["not said what it is"]
+    wrong += [] if "fix:" in failed.text and "/run" in failed.text else ["not said where, or how to fix it"]
     return [f"{what}: {failed.text[-1200:]}" for what in wrong]
 
 
-def _not_as_written(root: Path, straight: Straight) -> list[str]:
+def not_as_written(root: Path, straight: Straight) -> list[str]:
     """Checkpoints that are taken for valid and are not those of the undisturbed run."""
     wrong, valid = [], []
     for updates, path in RunDir(root / "run").list_checkpoints():
@@ -197,11 +211,9 @@ def _not_as_written(root: Path, straight: Straight) -> list[str]:
     return wrong
 
 
-def everywhere(straight: Straight, name: str, word: str) -> list[int]:
-    """The numbers of the calls of that name on paths with that word."""
-    return [call.number for call in straight.calls if call.name == name and word in call.path.name]
-
-
-def first(straight: Straight, name: str, word: str) -> int:
-    """The first of ``everywhere``."""
-    return everywhere(straight, name, word)[0]
+def controls(lab: Lab, variant: str, straight: Straight) -> Iterator[tuple[str, list[Found]]]:
+    """The same cuts over a program that is wrong on purpose: a resume elsewhere in the data; files not flushed."""
+    saved = next(call.number for call in straight.calls if call.name == "rename" and call.path.name == "step-00000002")
+    points = (saved + 16,)
+    yield "position", list(exits(lab, variant, straight, EXIT, points, ("position",)))
+    yield "in-place", list(power_cuts(lab, variant, straight, points, ("in-place",)))

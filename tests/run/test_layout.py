@@ -68,18 +68,33 @@ def test_what_a_killed_writer_left_is_removed_by_its_own_side(tmp_path: Path) ->
 
 def test_a_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path / "run").create()
-    run_dir.probe()
-    assert os.listdir(run_dir.path) == []
     with pytest.raises(StorageError, match="not there any more"):
         run_dir.require()
     run_dir.recipe.touch()
     run_dir.require()
+    run_dir.probe()
+    assert os.listdir(run_dir.path) == ["recipe.yaml"]
     run_dir.path.rename(tmp_path / "away")
     for look in (run_dir.probe, run_dir.require):
         with pytest.raises(StorageError, match="not there any more") as caught:
             look()
         assert caught.value.code == "storage-gone" and caught.value.exit_code == 3
     assert os.listdir(tmp_path) == ["away"]
+
+
+def test_nothing_is_made_where_a_drive_has_gone(tmp_path: Path) -> None:
+    run = tmp_path / "drive" / "run"
+    run.mkdir(parents=True)
+    write_atomic(run / "a" / "b" / "c", b"new", run)
+    assert (run / "a" / "b" / "c").read_bytes() == b"new"
+    run.parent.rename(tmp_path / "away")
+    run.parent.mkdir()  # an empty place where the drive was mounted
+    for path in (run / "d", run / "a" / "b" / "c"):
+        with pytest.raises(StorageError, match="not there any more"):
+            write_atomic(path, b"new", run)
+    assert os.listdir(run.parent) == []
+    write_atomic(run / "a" / "d", b"new")  # negative control: made wherever it is asked for
+    assert (run / "a" / "d").exists()
 
 
 def test_create_over_a_file_is_a_sentence(tmp_path: Path) -> None:

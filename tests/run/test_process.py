@@ -91,7 +91,7 @@ def test_a_killed_worker_is_explained(run_dir: RunDir, mode: str) -> None:
 
 
 def test_a_disk_too_full_for_a_last_word_is_named(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, root: Path) -> None:
         raise storage_error(OSError(errno.ENOSPC, "full"), path)
 
     monkeypatch.setattr("lora_rocm.run.layout.write_atomic", full)

@@ -23,7 +23,7 @@ FACTS = {"recipe": "r", "data": "d", "threads": 2}
 
 
 def write(run_dir: RunDir, updates: int) -> Path:
-    return state.save(run_dir, Position(iteration=updates + 1, updates=updates), PARTS, FACTS)
+    return state.save(run_dir.create(), Position(iteration=updates + 1, updates=updates), PARTS, FACTS)
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""A run cut at any call that changes a file goes on to the bytes of the undisturbed one; a failing disk ends it well.
+
+Here with a stride; benchmarks/reliability.py crashes and disk go through every call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.crash import lab, series
+from tests.crash.lab import ERRORS, EXIT, FAIL_FROM, HALF, VARIANTS, Lab
+from tests.crash.series import Found, Straight
+
+pytestmark = [
+    pytest.mark.skipif(bool(lab.why_not()), reason=lab.why_not() or "it can be done"),
+    pytest.mark.timeout(600),
+]
+PLAIN = next(iter(VARIANTS))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    made = Lab(tmp_path_factory.mktemp("Läufe und Schnitte")).open()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def straight(place: Lab) -> Straight:
+    return series.undisturbed(place, PLAIN)
+
+
+def wrong(found: Iterator[Found]) -> list[Found]:
+    return [one for one in found if one.wrong]
+
+
+def spread(straight: Straight, count: int, seed: int) -> list[int]:
+    """So many calls, at random."""
+    return sorted(random.Random(seed).sample(range(1, len(straight.calls) + 1), count))
+
+
+def test_cuts_anywhere_and_the_same_bytes(place: Lab, straight: Straight) -> None:
+    assert wrong(series.exits(place, PLAIN, straight, EXIT, spread(straight, 2, 1))) == []
+    assert wrong(series.exits(place, PLAIN, straight, HALF, spread(straight, 1, 2))) == []
+    assert wrong(series.power_cuts(place, PLAIN, straight, spread(straight, 1, 3))) == []
+
+
+def test_cut_again_and_again(place: Lab, straight: Straight) -> None:
+    assert wrong(series.chains(place, PLAIN, straight, 1, random.Random(5))) == []
+
+
+def test_what_is_wrong_on_purpose_is_found(place: Lab, straight: Straight) -> None:
+    """Negative control of the tests above."""
+    for fault, found in series.controls(place, PLAIN, straight):
+        assert [one for one in found if one.wrong], fault
+
+
+def test_a_disk_that_is_full_from_some_call_on(place: Lab, straight: Straight) -> None:
+    points = spread(straight, 1, 7)
+    full = series.failures(place, PLAIN, straight, FAIL_FROM, ERRORS["ENOSPC"], series.WORDS["ENOSPC"], points)
+    assert wrong(full) == []
+
+
+def test_a_checkpoint_that_is_taken_for_valid_although_it_is_not_is_found(
+    place: Lab, straight: Straight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of what the test above looks at: one byte of a whole checkpoint is another."""
+    root = place.folder / "spoilt"
+    assert place.train(root, PLAIN).code == 0
+    assert series.not_as_written(root, straight) == []
+    path = root / "run" / "checkpoints" / "step-00000004" / "adapter.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert series.not_as_written(root, straight) == []  # it is seen to be damaged, and not taken
+    monkeypatch.setattr(series.state, "read", lambda path: path)
+    assert series.not_as_written(root, straight) != []
