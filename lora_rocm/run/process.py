@@ -187,8 +187,8 @@ def unkillable(pid: int, again: str = "") -> WorkerHungError:
     """The error for a worker that the system cannot end."""
     return WorkerHungError(
         "worker-unkillable",
-        f"The training process (process {pid}) hangs inside the GPU's driver, and not even the system can end it. "
-        "Everything up to the last checkpoint is kept.",
+        f"The training process (process {pid}) is held by a driver (most likely the GPU's, else that of a disk or a "
+        "network), and not even the system can end it. Everything up to the last checkpoint is kept.",
         fix="Restart the machine; then go on with the same command and --resume latest"
         + (f":\n  {again}" if again else "."),
     )

@@ -99,7 +99,8 @@ class Supervisor:
         run_dir: prepared and locked.
         situation: with the changes in force (``in_force``).
         command: makes the worker's command line.
-        checkpoint: what the first start goes on from; None: from the newest that is valid, as all others.
+        checkpoint: what the first start goes on from (and further ones, until one has made a step); None: from the
+            newest that is valid.
         on_event: called in this thread with each event of the worker and of the supervisor.
         say: shows a sentence to the user.
         again: the command that goes on with the run, for the user.
@@ -144,8 +145,10 @@ class Supervisor:
                 outcome = self._start(asked)
                 if isinstance(outcome, int):
                     return outcome
-                self._settle(*outcome, stop=self._stops(asked))
-                self.checkpoint = None
+                failure, state = outcome
+                self._settle(failure, state, stop=self._stops(asked))
+                if state.steps:  # only then newer checkpoints than the chosen one are gone
+                    self.checkpoint = None
 
     def _stops(self, asked: Asked) -> bool:
         return asked.count > 0 or self.run_dir.stop.exists()
@@ -260,7 +263,7 @@ class Supervisor:
             self._change(change, str(failure.seen))
         planned = plan(self.situation)
         if planned != self._planned:
-            write_json(self.run_dir.environment, environment_json(planned, self.situation.facts))
+            write_json(self.run_dir.environment, environment_json(planned, self.situation.facts), self.run_dir.path)
             self._planned = planned
         history = self._history
         self._tell(

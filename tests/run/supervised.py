@@ -38,6 +38,7 @@ def supervisor(
 
     def command(checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]:
         command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
+        command += ["--checkpoint", checkpoint.name] if checkpoint else []
         return [*command, "--attempt", str(attempt), "--stacks-after", f"{stacks_after_s:g}"]
 
     made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), say)

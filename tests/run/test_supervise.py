@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,17 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
     assert "in the phase start" in str(caught.value) and "timeouts.start=2" in str(caught.value)
     (failure,) = run.written("failure")
     assert failure["stacks"] is None and not run.written("restart")  # it had not come so far
+
+
+def test_the_limits_that_nobody_has_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes nine seconds at each look, which is less than a pause of the machine."""
+    monkeypatch.setattr(process, "POLL_S", 0.01)
+    monkeypatch.setattr(supervise, "MAX_STACKS_S", 0.0)
+    clock = itertools.count(0.0, 9.0)
+    assert run("first:hang", clock=lambda: next(clock)) == 0
+    (failure,) = run.written("failure")
+    assert failure["limit_s"] == 300.0 < failure["silent_s"] < 320.0
+    assert all(start["options"][-1] == "150" for start in run.started())
 
 
 def test_whoever_has_said_the_end_and_stays_is_ended_and_has_finished(
@@ -248,6 +261,15 @@ def test_a_new_run_takes_what_the_machine_remembers_and_keeps_to_it(run: Run) ->
     assert run("done", changes=("sdma-off",), machine=AMD) == 0  # learnt by another run since
     assert run.supervisor.situation.changes == ("workers-0",)
     assert [start["environ"].get("HSA_ENABLE_SDMA") for start in run.started()] == [None, None]
+
+
+def test_a_chosen_checkpoint_is_gone_on_from_until_newer_ones_are_gone(run: Run) -> None:
+    chosen = run.run_dir.checkpoint(3)
+    for mode, options in (("start-die", ["runtime.max_restarts=1"]), ("first:transfer-failed", [])):
+        with suppress(GaveUpError):
+            run(mode, *options, checkpoint=chosen)
+    given = ["--checkpoint" in start["options"] for start in run.started()]
+    assert given == [True, True, True, False]
 
 
 # Ctrl-C
