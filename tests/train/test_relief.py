@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,15 @@ from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprin
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LossTerms
 from lora_rocm.host.memory import GIB
+from lora_rocm.run.layout import RunDir
 from lora_rocm.train import loop, relief
 from lora_rocm.train.loop import Batch, Work
+from lora_rocm.train.optim import GatedAdamW
+from tests.tiny_models import FEW_TARGETS
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
+from tests.train.test_run import bytes_of, make_recipe, material, start
+
+__all__ = ["material"]
 
 STEPS = 5
 FULL = "HIP out of memory. Tried to allocate 2.00 MiB."
@@ -108,7 +115,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
     assert number > 100 * STEPS // 2
     generator = random.Random(f"{accumulation} {scale}")
     untouched = Rig(**how).fit(STEPS)
-    for _ in range(40):
+    for _ in range(20):
         most = 2 // accumulation  # then a part is one sample
         hits = sorted(generator.sample(range(1, number + 1), generator.randint(1, most)))
         hit = Watched(FullAt(*hits), **how)
@@ -354,3 +361,27 @@ def test_the_rig_is_a_linear_layer() -> None:
     """What the tests above rest on: batches of the rig have rows enough to be cut."""
     first = next(batches(1)(0))
     assert len(first["positions"]) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
+
+
+def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out between the weights and their average: the run ends, and goes on from the checkpoint before."""
+    recipe = make_recipe(
+        material,
+        lora={"targets": [FEW_TARGETS]},
+        train={"max_train_steps": 4, "ema_decay": 0.9, "gradient_accumulation_steps": 1},
+    )
+    assert start(recipe, tmp_path / "straight")
+    average = GatedAdamW._average
+
+    def full(self: GatedAdamW, updates: int, held: Tensor) -> None:
+        if updates == 2:
+            raise torch.OutOfMemoryError(FULL)
+        average(self, updates, held)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GatedAdamW, "_average", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            start(recipe, tmp_path / "hit")
+    assert [updates for updates, _ in RunDir(tmp_path / "hit").list_checkpoints()] == [2]
+    assert start(recipe, tmp_path / "hit")
+    assert bytes_of(tmp_path / "hit") == bytes_of(tmp_path / "straight")
