@@ -1,0 +1,112 @@
+"""Entries are written only after a look has found all well; what was made before a look that failed is thrown away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.data import proven
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.fill import Caches
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import CanaryError
+
+CPU = torch.device("cpu")
+WORDS = ["a", "b", "c", "d", "e"]
+
+
+class Watched:
+    """Caches with a look that notes what lies on the disk, and fails where it is told to."""
+
+    def __init__(self, root: Path, family: Any, fails_at: int | None = None) -> None:
+        self.root, self.family, self.fails_at = root, family, fails_at
+        self.seen: list[int] = []
+        self.doors: list[DeviceTransfer] = []
+        self.caches = Caches(
+            LatentCache(root), family.image_encoder, family.text_encoder, CPU, self.report, print, look=self.look
+        )
+        self.stop_after = 99
+
+    def report(self, what: str, done: int, total: int, per_second: float) -> None:
+        if done >= self.stop_after:
+            raise KeyboardInterrupt
+
+    def look(self, door: DeviceTransfer) -> None:
+        self.seen.append(self.on_disk())
+        self.doors.append(door)
+        if len(self.seen) - 1 == self.fails_at:
+            raise CanaryError("canary-kernel", "wrong")
+
+    def on_disk(self) -> int:
+        return len(list(self.root.rglob("*.safetensors")))
+
+
+def test_a_look_before_the_first_and_after_the_last_and_none_for_nothing(tmp_path: Path, family: Any) -> None:
+    watched = Watched(tmp_path, family)
+    watched.caches.fill_texts(WORDS)
+    assert watched.seen == [0, 0] and watched.on_disk() == 5
+    watched.caches.fill_texts(WORDS)
+    watched.caches.fill_images([])
+    assert len(watched.seen) == 2 and family.text_encoder.loads == 1 and family.image_encoder.loads == 0
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST_HELD", 2), ("MOST_HELD_S", 0.0)])
+def test_a_look_now_and_then(
+    tmp_path: Path, family: Any, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    monkeypatch.setattr(proven, limit, value)
+    watched = Watched(tmp_path, family)
+    watched.caches.fill_texts(WORDS)
+    assert watched.seen == ([0, 0, 2, 4] if limit == "MOST_HELD" else [0, 0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(("fails_at", "kept"), [(0, 0), (1, 0), (2, 2), (3, 4)])
+def test_what_was_made_since_the_last_good_look_is_thrown_away(
+    tmp_path: Path, family: Any, monkeypatch: pytest.MonkeyPatch, fails_at: int, kept: int
+) -> None:
+    monkeypatch.setattr(proven, "MOST_HELD", 2)
+    watched = Watched(tmp_path, family, fails_at)
+    with pytest.raises(CanaryError):
+        watched.caches.fill_texts(WORDS)
+    assert watched.on_disk() == kept and len(watched.seen) == fails_at + 1
+    before = len(family.text_encoder.encoded)
+    watched.caches.fill_texts(WORDS)  # the machine is well again
+    assert watched.on_disk() == 5 and family.text_encoder.encoded[before:] == WORDS[kept:]
+
+
+@pytest.mark.parametrize("fails_at", [None, 1])
+def test_what_is_made_when_a_stop_comes_stays_if_a_look_finds_all_well(
+    tmp_path: Path, family: Any, fails_at: int | None
+) -> None:
+    watched = Watched(tmp_path, family, fails_at)
+    watched.stop_after = 1
+    with pytest.raises(CanaryError if fails_at else KeyboardInterrupt):
+        watched.caches.fill_texts(WORDS)
+    assert len(family.text_encoder.encoded) == 1 and watched.on_disk() == (0 if fails_at else 1)
+
+
+def test_a_repair_is_proven_too(tmp_path: Path, family: Any) -> None:
+    watched = Watched(tmp_path, family)
+    watched.caches.fill_texts(["a"])
+    (file,) = tmp_path.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    watched.fails_at = 3  # looks of the filling: 0 and 1; of the repair: 2 and 3
+    with pytest.raises(CanaryError):
+        watched.caches.text_lookup("a")
+    assert watched.on_disk() == 1
+    watched.fails_at = None
+    assert torch.equal(watched.caches.text_lookup("a")["embeds"], family.text_encoder.tensors_of("a")["embeds"])
+    assert watched.on_disk() == 2
+
+
+def test_each_look_is_through_the_door_of_the_weights_in_use(tmp_path: Path, family: Any) -> None:
+    watched = Watched(tmp_path, family)
+    loaded: list[Any] = []
+    load = family.text_encoder.load
+    family.text_encoder.load = lambda door: loaded.append(door) or load(door)
+    watched.caches.fill_texts(["a"])
+    watched.caches.fill_texts(["b"])
+    assert [id(door) for door in watched.doors] == [id(door) for door in loaded for _ in range(2)]

@@ -1,0 +1,164 @@
+"""Caching with wrong kernels, spoilt weights, a faulty bus: the cache holds what a sound machine makes, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
+from lora_rocm.errors import CanaryError, TransferError
+from lora_rocm.families import sdxl_encoders
+from lora_rocm.families.base import family_for
+from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import run
+from lora_rocm.train.guard import ENCODERS, CacheGuard
+from lora_rocm.train.session import Session
+from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
+from tests.train import test_guard
+from tests.train.test_guard import looks, recipe_of
+from tests.train.test_run import CPU
+
+material = test_guard.material
+IMAGES = 2
+
+
+def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:
+    """The caching of a run, into a cache of its own."""
+    recipe = recipe_of(material)
+    recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"dir": str(place / "cache")})})
+    directory = RunDir(place / "run").create()
+    directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    session = Session(directory, watch_parent=False)
+    session.readers.append(
+        lambda event: on_progress(event["what"], event["done"]) if event["type"] == "cache" else None
+    )
+    try:
+        run._prepare_data(run.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
+    finally:
+        session.close()
+
+
+def entries(place: Path, kind: str = "*") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in place.glob(f"cache/{kind}/*/*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sound")
+    fill(material, place)
+    assert len(entries(place, "image")) == IMAGES and entries(place, "text")
+    return place
+
+
+def test_it_looks_before_and_after_and_not_where_nothing_is_missing(material: Path, sound: Path) -> None:
+    assert looks(sound / "run", ENCODERS) == [(0, True)] * 4  # pictures, captions
+    fill(material, sound)
+    assert looks(sound / "run", ENCODERS) == [(0, True)] * 4 and not looks(sound / "run")
+
+
+@pytest.mark.parametrize("kernels", [CONVOLUTIONS, PRODUCTS], ids=["convolution", "products"])
+def test_a_wrong_kernel_makes_no_entry(material: Path, tmp_path: Path, kernels: set[str]) -> None:
+    with Broken(kernels, one_bit), pytest.raises(CanaryError) as caught:
+        fill(material, tmp_path)
+    assert caught.value.code == "canary-kernel" and "Nothing that was encoded since" in caught.value.what
+    assert not entries(tmp_path) and looks(tmp_path / "run", ENCODERS) == [(0, False)]
+
+
+class Later(Broken):
+    """Convolutions that go wrong once the first picture is encoded, until all are."""
+
+    def __init__(self) -> None:
+        self.spoilt = False
+        super().__init__(CONVOLUTIONS, lambda right, before: zeros(right, before) if self.spoilt else right)
+
+    def progress(self, what: str, done: int) -> None:
+        self.spoilt |= what == "images" and done == 1
+
+
+def test_a_kernel_that_goes_wrong_in_the_middle_leaves_nothing_behind(
+    material: Path, tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_rocm.data.fill.REPORT_EVERY_S", 0.0)
+    with Later() as broken, pytest.raises(CanaryError) as caught:
+        fill(material, tmp_path / "watched", broken.progress)
+    assert caught.value.where.startswith("convolution") and not entries(tmp_path / "watched")
+    assert looks(tmp_path / "watched" / "run", ENCODERS) == [(0, True), (0, False)]
+    fill(material, tmp_path / "watched")  # the machine is well again
+    assert entries(tmp_path / "watched") == entries(sound)
+
+    monkeypatch.setattr(CacheGuard, "__call__", lambda self, door: None)  # negative control: nobody looks
+    with Later() as broken:
+        fill(material, tmp_path / "unwatched", broken.progress)
+    poisoned = entries(tmp_path / "unwatched")
+    assert poisoned.keys() == entries(sound).keys() and poisoned != entries(sound)
+
+
+def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[nn.Module] = []
+    load_vae = sdxl_encoders.load_vae
+
+    def kept(*args: Any) -> nn.Module:
+        loaded.append(load_vae(*args))
+        return loaded[-1]
+
+    def flip(what: str, done: int) -> None:
+        if what == "images" and done == 1:
+            next(loaded[-1].parameters()).data.view(torch.int32).view(-1)[0] ^= 1
+
+    monkeypatch.setattr("lora_rocm.data.fill.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(sdxl_encoders, "load_vae", kept)
+    with pytest.raises(CanaryError) as caught:
+        fill(material, tmp_path, flip)
+    assert caught.value.code == "canary-weights" and "vae." in caught.value.where and ENCODERS in caught.value.where
+    assert not entries(tmp_path)
+
+
+class Bus:
+    """Zeroes every third tensor on its way to the device, and every third on its way back."""
+
+    def __init__(self, methods: tuple[str, ...]) -> None:
+        self.methods, self.copies, self.reads = methods, 0, 0
+
+    def copy(self, tensor: Tensor, device: torch.device, method: str) -> Tensor:
+        self.copies += 1
+        hit = method in self.methods and self.copies % 3 == 0 and bool(tensor.any())
+        return torch.zeros_like(tensor) if hit else copy_to_device(tensor, device, method)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        self.reads += 1
+        copied = tensor.detach().clone()
+        return torch.zeros_like(copied) if self.reads % 3 == 0 else copied
+
+
+def test_weights_pictures_and_results_pass_the_checked_door(
+    material: Path, tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus, doors = Bus(("unpinned",)), []
+
+    def door(*args: Any, **how: Any) -> DeviceTransfer:
+        doors.append(DeviceTransfer(*args, **how, copy=bus.copy, read=bus.read))
+        return doors[-1]
+
+    monkeypatch.setattr(run, "DeviceTransfer", door)
+    fill(material, tmp_path)
+    assert sum(each.failures for each in doors) > 20 and bus.reads > 2
+    assert entries(tmp_path) == entries(sound)
+
+
+def test_a_bus_that_never_works_makes_no_entry(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def door(*args: Any, **how: Any) -> DeviceTransfer:
+        return DeviceTransfer(*args, **how, copy=lambda tensor, device, method: torch.zeros_like(tensor))
+
+    monkeypatch.setattr(run, "DeviceTransfer", door)
+    with pytest.raises(TransferError, match=r"by every method"):
+        fill(material, tmp_path)
+    assert not entries(tmp_path)
