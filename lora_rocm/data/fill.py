@@ -88,7 +88,9 @@ class Caches:
     """The image and the text cache of one run, with what is needed to make each of their entries again.
 
     ``tiles``: pictures are encoded in tiles; where memory runs out it becomes true, and ``tiles_needed`` is called.
-    ``look``: see ``proven``; called before the first entry is made and before entries are written, never for none.
+    ``open_door``: for weights and pictures on their way to a device, and what comes back. ``look``: raises where
+    kernels or the encoders' weights are not what they should be; called before the first entry is made and before
+    entries are written (see ``proven``), never for none.
     """
 
     cache: LatentCache

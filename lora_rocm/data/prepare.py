@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,10 +86,10 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles: pictures are encoded in tiles.
-        tiles_needed: called when memory ran out, so that tiles are used from then on.
-        open_door: for weights and pictures on their way to a device, and what comes back.
-        look: raises where kernels or the encoders' weights are not what they should be; nothing is kept then.
+        tiles: see ``Caches``.
+        tiles_needed: see ``Caches``.
+        open_door: see ``Caches``.
+        look: see ``Caches``.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -99,33 +100,25 @@ def prepare(
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
-    how = (emit, say, repaired, tiles, tiles_needed, open_door, look)
-    caches = Caches(cache, encoders["image"], encoders["text"], device, *how)
-    jobs = {
-        sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key])
-        for sample in found.samples
-        if sample.key in hashes
-    }
-    failed = caches.fill_images([job for of_sample in jobs.values() for job in of_sample])
+    both = (encoders["image"], encoders["text"])
+    caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
+    known = [sample for sample in found.samples if sample.key in hashes]
+    jobs = {sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key]) for sample in known}
+    failed = caches.fill_images([*chain.from_iterable(jobs.values())])
     set_aside = (*found.set_aside, *too_small, *gone, *failed.values())
-    usable = [sample for sample in found.samples if sample.key in jobs and sample.key not in failed]
-    if not usable:
+    if not (usable := [sample for sample in known if sample.key not in failed]):
         raise nothing_left(set_aside)
     held_keys = choose_held_out({sample.key: hashes[sample.key] for sample in usable}, data.validation_split)
     training = tuple(sample for sample in usable if sample.key not in held_keys)
     held = [sample for sample in usable if sample.key in held_keys]
     texts = {sample.key: _texts(recipe, sample, sample.key in held_keys) for sample in usable}
-    wanted = [caption for sample in usable for caption in texts[sample.key]]
-    caches.fill_texts([*wanted, "", *_prompts(recipe)])
-    notices = found.notices + _say_truncated(family, {sample.key: texts[sample.key][0] for sample in usable})
-    if data.validation_split:
-        notices += (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",)
+    caches.fill_texts([*chain.from_iterable(texts.values()), "", *_prompts(recipe)])
     return Prepared(
         items=tuple(_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in training),
         held_out=tuple(_held_out_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in held),
         samples=training,
         set_aside=set_aside,
-        notices=notices,
+        notices=found.notices + _say_truncated(family, texts) + _say_held_out(held, usable, data.validation_split),
         facts=_facts(training, cuts),
         text_lookup=caches.text_lookup,
         repair=caches.repair,
@@ -175,16 +168,20 @@ def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
 
 
-def _say_truncated(family: ModelFamily, captions_by_key: dict[str, str]) -> tuple[str, ...]:
+def _say_truncated(family: ModelFamily, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
     lost_of = family.truncated()
-    lost = {key: part for key, caption in captions_by_key.items() if (part := lost_of(caption))}
+    lost = {key: part for key, variants in texts.items() if (part := lost_of(variants[0]))}
     if not lost:
         return ()
     key, part = next(iter(lost.items()))
     many = "1 caption is" if len(lost) == 1 else f"{len(lost)} captions are"
     end = f"{part[:LOST_SHOWN]!r}{'' if len(part) <= LOST_SHOWN else ' ...'}"
     return (f"{many} longer than the text encoders read, for example {key}: lost is {end}.",)
+
+
+def _say_held_out(held: Sequence[Sample], usable: Sequence[Sample], share: float) -> tuple[str, ...]:
+    return (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
