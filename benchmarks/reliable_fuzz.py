@@ -25,6 +25,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.fuzz_runs import SCRATCH
 from benchmarks.fuzz_targets import TARGETS, Target, read
 
@@ -87,14 +89,19 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
     counts: collections.Counter[str] = collections.Counter()
     spent: collections.Counter[str] = collections.Counter()
     number, end, told = start, time.monotonic() + seconds, 0.0
-    with tempfile.TemporaryDirectory() as folder, notes.open("ab", buffering=0) as file, _no_network():
+    place_of_case = notes.with_name(f"{notes.name}.at")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        notes.open("ab", buffering=0) as file,
+        place_of_case.open("wb", buffering=0) as at,
+        _no_network(),
+    ):
         place = os.getcwd()
         os.chdir(folder)
         read_sound(folder)
         for target in targets:  # what takes its time once: libraries, and the sound files
             with contextlib.suppress(Exception):
                 read(target, content_of(target, seed, -1), Path(folder))
-        at = (Path(folder).parent / f"{notes.name}.at").open("wb", buffering=0)
         while time.monotonic() < end:
             for target in targets:
                 at.seek(0)
@@ -119,10 +126,9 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
 
 def limit_memory() -> None:
     """Where the system can: a case that takes more memory fails with MemoryError, which is a finding."""
-    with contextlib.suppress(ImportError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    process = psutil.Process()
+    if hasattr(process, "rlimit"):
+        process.rlimit(psutil.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 @contextlib.contextmanager

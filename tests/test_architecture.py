@@ -47,6 +47,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.train.tools", "main"),
     (f"{PACKAGE}.run.failure", "exit_code_of"),
     (f"{PACKAGE}.data.workers", "_serve"),
+    ("benchmarks/reliable_fuzz.py", "child"),
 }
 # Used by the installer before anything is installed.
 STANDARD_LIBRARY_ONLY = {
