@@ -25,17 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.full_size_sdxl import make_model, make_pictures
+from benchmarks.limited_worker import PRECISE, SPARE
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB, MIB = 2**30, 2**20
-TOY_CAPS_MIB, TOY_SIDE_PX, TOY_BATCH = "200,130", 320, 8
-TOY_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-"""Large blocks go back to the system as soon as they are free, so that the limit counts what is in use."""
-TOLERANCE = 1e-4  # between the LoRA of a capped toy and of a free one, of the largest value of a tensor
+TOY_CAPS_MIB, TOY_SIDE_PX, TOY_BATCH = "250,100", 320, 8
+TOLERANCE = 1e-2
+"""Between the LoRA of a capped toy and of a free one, of the largest value of a tensor: the first updates of Adam
+divide each gradient by itself, so what is rounded otherwise there shows."""
 
 LAUNCH = """
 import sys
 from pathlib import Path
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.host import environ
 from lora_rocm.host.quirks import Rule, When
 from lora_rocm.run import launch, process
@@ -44,7 +46,11 @@ if worker:
     process.WORKER = worker
 if int(cap):
     environ.RULES += (Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False)),)
-sys.exit(launch.train(recipe, run_dir=Path(run_dir)))
+try:
+    sys.exit(launch.train(recipe, run_dir=Path(run_dir)))
+except LoraRocmError as error:
+    sys.stderr.write(f"{error}\n")
+    sys.exit(error.exit_code)
 """
 """The command itself, with one rule more in its table; a toy's worker limits itself."""
 
@@ -73,7 +79,7 @@ def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: i
     shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)  # what one run learns must not help the next
     worker = ""
     if toy:
-        environ |= {**TOY_ENVIRONMENT, "SPARE_BYTES": str(cap_bytes)}
+        environ |= {**PRECISE, SPARE: str(cap_bytes)}
         worker, cap_bytes = "benchmarks.limited_worker", 0
     started = time.perf_counter()
     command = [sys.executable, "-c", LAUNCH, str(recipe), str(run_dir), str(cap_bytes), worker]
