@@ -27,7 +27,9 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
-    path = state.save(RunDir(folder), position, parts, {"threads": 1})
+    run_dir = RunDir(folder).create()
+    run_dir.recipe.write_text("{}", encoding="utf-8")  # without one it is no run
+    path = state.save(run_dir, position, parts, {"threads": 1})
     return json.loads((path / state.STATE_FILE).read_bytes()), {
         file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"
     }
