@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from tests.program import RECIPE, Program, pictures, snapshot
 from tests.tiny_models import tiny_pipeline, write_config_folder, write_single_file, write_tiny_sdxl
@@ -395,3 +396,13 @@ def test_a_damaged_event_log_hides_nothing_else(program: Program, folder: Path, 
     (run / "events.jsonl").write_bytes(b'\xff\n{"type": "step"}\n{"type": "error"}\n' + lines + b'{"type": "data"}\n[]')
     assert "finished" in program("status", run).out and "step 2 of 2" in program("status", run).out
     assert program("report", run).code == 0
+
+
+def test_every_event_of_a_real_run_is_read(folder: Path) -> None:
+    """The kinds that readers expect of fields are those that a run writes."""
+    path = folder / "runs" / "ok" / "events.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert [event["type"] for event in read_events(path)] == [line["type"] for line in lines]
+    assert {"start", "data", "cache", "step", "canary", "checkpoint", "export", "end"} <= {
+        line["type"] for line in lines
+    }
