@@ -59,6 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
             emit("error", **explained.to_event())
         settle()
         return explained.exit_code
+    finally:
+        if session is not None:
+            with contextlib.suppress(OSError):  # what a full disk did not take is tried again, and has been told
+                session.close()
 
 
 def _explained(error: Exception, run_dir: RunDir) -> LoraRocmError:
