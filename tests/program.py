@@ -30,6 +30,7 @@ from lora_rocm.families import weigh
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import process
 from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import session, tools, worker
 
@@ -85,7 +86,8 @@ class Program:
         patch.setattr("lora_rocm.run.tools.run_tool", run_tool)
         patch.setattr("lora_rocm.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
-        patch.setattr(session, "EventWriter", Closable)
+        patch.setattr(session, "EventWriter", ClosableEvents)
+        patch.setattr(session, "HeartbeatWriter", ClosableHeartbeat)
 
     def train(self, run_dir: object, *sets: str, resume: object = None, recipe: object = "r.yaml") -> Said:
         """``lora-rocm train``; ``sets`` are KEY=VALUE."""
@@ -122,19 +124,30 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-class Closable(EventWriter):
-    """An event file that is closed when its worker has ended, as the end of a process does."""
+class Closable:
+    """A file of a worker that is closed when the worker has ended, as the end of a process does."""
 
-    opened: ClassVar[list[EventWriter]] = []
+    opened: ClassVar[list[Closable]] = []
 
-    def __init__(self, path: Path, session: int = 0) -> None:
-        super().__init__(path, session)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.opened.append(self)
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
 
     @classmethod
     def close_all(cls) -> None:
         while cls.opened:
             cls.opened.pop().close()
+
+
+class ClosableEvents(Closable, EventWriter):
+    """Of events."""
+
+
+class ClosableHeartbeat(Closable, HeartbeatWriter):
+    """Of heartbeats."""
 
 
 def run_worker(

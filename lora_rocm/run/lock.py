@@ -71,7 +71,7 @@ def last_worker_pid(run_dir: RunDir) -> int | None:
     return starts[-1]["pid"] if starts else None
 
 
-def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float = LEFTOVER_GRACE_S) -> None:
+def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None) -> None:
     """Wait for the worker of a parent that is gone, and end it where it does not leave by itself (it may hang).
 
     Raises:
@@ -81,7 +81,7 @@ def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float = L
     if not run_dir.worker_lock.exists() or not _is_held(run_dir.worker_lock):
         return
     say("Waiting for the worker of an earlier start to save and leave ...")
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
         if not _is_held(run_dir.worker_lock):

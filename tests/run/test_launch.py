@@ -87,6 +87,19 @@ def test_a_worker_that_fails_is_started_again_unless_that_is_not_wanted(
     assert not RunDir(tmp_path / "alone").events("supervisor").exists()
 
 
+def test_a_worker_of_before_is_waited_for_before_its_files_are_read(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch.train("my recipe.yaml", run_dir=Path("run"))
+    result = tmp_path / "run" / "result.json"
+
+    def finishes(run_dir: RunDir, say: object) -> None:
+        result.write_text('{"updates": 40}', encoding="utf-8")
+
+    fake.setattr(launch.lock, "end_leftover", finishes)
+    use(fake, "killed")
+    assert launch.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
+    assert result.exists()
+
+
 def test_what_the_machine_did_can_be_gone_on_from(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(fake, "error")
     with pytest.raises(MachineError):
