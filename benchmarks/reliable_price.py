@@ -81,7 +81,7 @@ class Look:
     """One look of the canary."""
 
     seconds: float
-    idle_s: float | None = None
+    busy_s: float | None = None  # kernels run
 
 
 @dataclass
@@ -168,15 +168,15 @@ class Measured(loop.Trainer):
         for _ in range(PROFILED_PAIRS if torch.cuda.is_available() else 0):
             figures.profiled += [self._profiled_block(guarded, PROFILED_STEPS) for guarded in (True, False)]
         for number in range(2 * LOOKS):
-            started, idle_s = time.perf_counter(), None
+            started, busy_s = time.perf_counter(), None
             if number < LOOKS:
                 failure = canary.failure()
             else:
                 failures: list[Any] = []
                 found = profiled(lambda: failures.append(canary.failure()))  # noqa: B023
-                failure, idle_s = failures[0], found[0] if found else None
+                failure, busy_s = failures[0], found[1] if found else None
             assert failure is None, failure
-            look = Look(time.perf_counter() - started, idle_s)
+            look = Look(time.perf_counter() - started, busy_s)
             (figures.looks if number < LOOKS else figures.profiled_looks).append(look)
         raise MeasuredError
 
@@ -247,7 +247,8 @@ def summary(figures: Figures) -> dict[str, Any]:
     }
     if figures.profiled:
         idle_ms = added(figures.profiled, "idle_ms")
-        look_idle_s = statistics.median(look.idle_s or 0.0 for look in figures.profiled_looks)
+        # the GPU has nothing else to do while the canary looks: all that is not a kernel of it is idle time
+        look_idle_s = max(0.0, look_s - statistics.median(look.busy_s or 0.0 for look in figures.profiled_looks))
         found |= {
             "idle_ms_off": median(figures.profiled, "idle_ms", False),
             "idle_ms_on": median(figures.profiled, "idle_ms", True),
