@@ -16,7 +16,11 @@ from lora_rocm.data.captions import variants
 from lora_rocm.data.folders import MAX_CAPTION_BYTES, read_caption
 from lora_rocm.data.samples import scan
 from lora_rocm.errors import LoraRocmError, RecipeError
+from lora_rocm.host.facts import MAX_FILE_BYTES, load_facts
 from lora_rocm.host.plain import read_plain
+from lora_rocm.host.printable import legible, one_line
+from lora_rocm.host.settings import VARIABLE, Settings, settings_from
+from lora_rocm.host.verdict import Result, Stack, Verdict, path_of, stored
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import DataSection, SourceOptions
 from lora_rocm.run.events import EventWriter, read_events
@@ -252,3 +256,34 @@ def test_plain_files(tmp_path: Path) -> None:
         read_plain(tmp_path, 2)
     with pytest.raises(FileNotFoundError):
         read_plain(tmp_path / "b", 2)
+
+
+@pytest.mark.parametrize("seconds", ["1" + "0" * 400, "1e999", "[" * 50_000, '"x"'])
+def test_a_verdict_of_somebody_else_counts_for_nothing(tmp_path: Path, seconds: str) -> None:
+    stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
+    sound = json.dumps(Verdict(stack, (Result("gemm.a", "passed", 0.5),)).to_json())
+    path_of(tmp_path, stack).write_text(sound, encoding="utf-8")
+    assert stored(tmp_path, stack) is not None
+    path_of(tmp_path, stack).write_text(sound.replace("0.5", seconds), encoding="utf-8")
+    found = stored(tmp_path, stack)
+    assert found is None or seconds == "1e999"
+
+
+def test_settings_nested_without_end() -> None:
+    with pytest.raises(LoraRocmError, match="no JSON"):
+        settings_from({VARIABLE: "[" * 100_000})
+    assert settings_from({VARIABLE: "{}"}) == Settings()
+
+
+def test_facts_without_end(tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_bytes(b"[" + b"1," * (MAX_FILE_BYTES // 2) + b"1]")
+    with pytest.raises(LoraRocmError, match="larger than 16 MiB"):
+        load_facts(tmp_path / "f.json")
+
+
+def test_letters_that_are_not_seen_but_belong_to_others_stay() -> None:
+    family = "👨\u200d👩\u200d👧\u00a0x"
+    assert legible(family) == family and one_line(family) == family.replace("\u00a0", " ")
+    assert legible(f"{family}\x1b\n\u202e\udcff") == family + r"\x1b\n\u202e\udcff"
+    assert legible("a\nb\x07", keep="\n") == "a\nb" + r"\x07"
+    assert one_line(" a\0\nb\u2029 c ") == "a b c"
