@@ -22,6 +22,7 @@ from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
+CHUNKS_AT_ONCE = 8  # of a weight that is compared: 64 MiB of products
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
 """The ladder: a failed batch is sent again by the next method. On a host without pinning it starts at "unpinned"."""
@@ -49,7 +50,8 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
     if words_N.numel() <= chunk:
         return fingerprint(words_N[None])[0]
     full = words_N.numel() // chunk * chunk
-    parts = [fingerprint(row[None]) for row in words_N[:full].view(-1, chunk)]
+    at_once = CHUNKS_AT_ONCE if words_N.is_cuda else 1  # launches cost time there, and memory's pages here
+    parts = [fingerprint(rows_RN) for rows_RN in words_N[:full].view(-1, chunk).split(at_once)]
     parts.append(fingerprint(words_N[full:][None]))
     return fingerprint(torch.cat(parts)[None])[0]
 
