@@ -95,6 +95,7 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata are texts")
+        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise damaged(path, "its header is not readable", error) from problem
     if any(entry.dtype not in DTYPES for entry in tensors.values()):

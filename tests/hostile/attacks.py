@@ -157,6 +157,7 @@ LYING_WEIGHTS: dict[str, bytes] = {
         b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}}',
         bytes(4),
     ),
+    "half a letter": safetensors({"\ud800": tensor(0, 4)}, bytes(4)),
     "metadata are a list": safetensors({"__metadata__": [1], "a": tensor(0, 4)}, bytes(4)),
     "metadata are numbers": safetensors({"__metadata__": {"x": 1}, "a": tensor(0, 4)}, bytes(4)),
 }

@@ -180,6 +180,7 @@ LINES = (
             {"loss": float("inf")},
             {"step_s": None},
             {"step_s": float("nan")},
+            {"step_s": 1e308},
             {"memory_bytes": [1]},
             {"time": "now"},
             {"session": {}},
