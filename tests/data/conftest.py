@@ -34,7 +34,7 @@ class FakeEncoder:
     def in_tiles(self) -> FakeEncoder | None:
         return self.tiled
 
-    def load(self, device: torch.device) -> Callable[[Tensor | str], Tensors]:
+    def load(self, door: Any) -> Callable[[Tensor | str], Tensors]:
         self.loads += 1
 
         def encode(item: Tensor | str) -> Tensors:
