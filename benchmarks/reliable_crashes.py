@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def _cuts(folder: Path, options: argparse.Namespace) -> int:
-    place = lab.Lab(folder / "lab").open()
+    place = lab.Lab(folder / "lab").started()
     names = list(lab.VARIANTS)
     names = names if options.variant is None else [names[options.variant]]
     generator, different, started, total = random.Random(options.seed), 0, time.perf_counter(), 0

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     name = list(lab.VARIANTS)[options.variant]
     chosen = SERIES if options.series is None else SERIES[options.series : options.series + 1]
     with tempfile.TemporaryDirectory(prefix="disk ") as folder:
-        place = lab.Lab(Path(folder) / "lab").open()
+        place = lab.Lab(Path(folder) / "lab").started()
         try:
             straight = series.undisturbed(place, name)
             print(f"{name}: {len(straight.calls)} calls")

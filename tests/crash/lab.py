@@ -116,7 +116,7 @@ class Lab:
     host: subprocess.Popen[str] = field(init=False)
     rounds: int = field(init=False, default=0)
 
-    def open(self) -> Lab:
+    def started(self) -> Lab:
         self.folder.mkdir(parents=True, exist_ok=True)
         shim = self.folder / "shim.so"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(shim), str(HERE / "shim.c"), "-ldl"], check=True)

@@ -23,7 +23,7 @@ PLAIN = next(iter(VARIANTS))
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    made = Lab(tmp_path_factory.mktemp("Läufe und Schnitte")).open()
+    made = Lab(tmp_path_factory.mktemp("Läufe und Schnitte")).started()
     yield made
     made.close()
 
