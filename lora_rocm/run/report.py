@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError
+from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
@@ -27,6 +28,7 @@ MAX_PROMPTS = 8
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
 MAX_ROWS = 200
+MAX_JSON_BYTES = 1 << 24
 STEP_SHARES = {
     "loading_s": "loading",
     "copy_s": "copying to the device",
@@ -101,10 +103,10 @@ def write_report(run_dir: RunDir) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where the file is missing or torn."""
+    """A JSON object, empty where the file is missing or torn, or nothing that this program has written."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(read_plain(path, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -350,8 +352,10 @@ def _environment(facts: Facts) -> str:
         rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
     packages, variables = found.pop("packages", {}), found.pop("variables", [])
     rows += sorted(found.items())
-    rows += [(name, version or "not installed") for name, version in packages.items()]
-    planned = [(row["variable"], row["value"], row["why"]) for row in variables]
+    if isinstance(packages, dict):
+        rows += [(name, version or "not installed") for name, version in packages.items()]
+    rows_of_plan = [row for row in variables if isinstance(row, dict)] if isinstance(variables, list) else []
+    planned = [(row.get("variable"), row.get("value"), row.get("why")) for row in rows_of_plan]
     return section(
         "Environment",
         table((), rows),

@@ -112,7 +112,7 @@ def read(path: Path) -> Checkpoint | None:
         if named and int(named.group(1)) != position.updates:  # a folder or a state.json that was put elsewhere
             return None
         return Checkpoint(path, position, state["facts"], state["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError):
         return None
 
 
