@@ -1,11 +1,17 @@
 """What the guard and the canary cost: steps with and without them, side by side in one process.
 
-usage: python benchmarks/reliability.py price ROOT [--pairs 5] [--steps 20] [--toy] [--json FILE]
+usage: python benchmarks/reliability.py price ROOT [--pairs 10] [--steps 10] [--toy] [--json FILE]
 
 A random SDXL of full size (made under ROOT, 7 GB, no download), batch 1, 1024 px. Blocks of steps with the transfer
-check and without it take turns. Told are the wall time of a step; from a profiler's trace of further blocks the time in
-which no kernel runs and the kernels' own time; and the canary: the seconds of a look as a share of the steps between
-two looks. The promise: at most 0.5 % of a step is added in which the GPU idles. ``--toy`` rehearses on the CPU.
+check and without it take turns. Told are
+
+- the wall time of a step with and without, and how far the pairs of blocks lie apart: a host that drifts hides a small
+  difference;
+- the host's time in the guard's own code, and its kernels' time (from a profiler's trace). The GPU cannot idle because
+  of the guard for longer than the host is busy with it, so their sum is a bound that does not drift;
+- the canary: the seconds of a look as a share of the steps between two looks.
+
+The promise, judged by that bound: at most 0.5 % of a step is added. ``--toy`` rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +78,7 @@ class Block:
     steps: int
     step_ms: float
     check_ms: float  # of a step, between events on the device: gaps included
+    host_ms: float = 0.0  # of the median step, in sending and fingerprints
     idle_ms: float | None = None  # of a step: no kernel runs
     busy_ms: float | None = None  # of a step: kernels run
 
@@ -182,31 +189,30 @@ class Measured(loop.Trainer):
 
     def _block(self, guarded: bool, steps: int) -> Block:
         checks: list[float] = []
+        spent_s = [0.0]
         emit = self.emit
 
         def noted(event_type: str, **fields: Any) -> None:
             if event_type == "step":
                 checks.append(fields["check_s"])
+                spent_s.append(0.0)
             emit(event_type, **fields)
 
         self.emit = noted
         try:
             synchronize()
             started = time.perf_counter()
-            self._steps(guarded, steps)
+            self._steps(guarded, steps, spent_s)
             synchronize()
             step_ms = 1e3 * (time.perf_counter() - started) / steps
         finally:
             self.emit = emit
-        return Block(guarded, steps, step_ms, 1e3 * statistics.mean(checks))
+        host_ms = 1e3 * statistics.median(spent_s[:-1])
+        return Block(guarded, steps, step_ms, 1e3 * statistics.mean(checks), host_ms)
 
-    def _steps(self, guarded: bool, steps: int) -> None:
-        target = self.position.updates + steps
-        if guarded:
-            super().fit(target)
-            return
-        with without_guard(self):
-            super().fit(target)
+    def _steps(self, guarded: bool, steps: int, spent_s: list[float]) -> None:
+        with nullcontext() if guarded else without_guard(self), watched(self, spent_s):
+            super().fit(self.position.updates + steps)
 
     def _profiled_block(self, guarded: bool, steps: int) -> Block:
         blocks: list[Block] = []
@@ -220,6 +226,37 @@ def synchronize() -> None:
     """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def watched(trainer: loop.Trainer, spent_s: list[float]) -> Iterator[None]:
+    """Adds to the last of ``spent_s`` what the host needs for sending a batch, and for fingerprints of draws."""
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent_s[-1] += time.perf_counter() - started
+
+        return wrapped
+
+    transfer, fingerprint = trainer.transfer, loop.fingerprint
+    transfer.send, loop.fingerprint = timed(transfer.send), timed(fingerprint)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del transfer.send  # type: ignore[attr-defined]
+        loop.fingerprint = fingerprint
+
+
+def spread(blocks: list[Block], name: str) -> tuple[float, float]:
+    """The middle half of the differences of pairs."""
+    differences = sorted(
+        getattr(on, name) - getattr(off, name) for on, off in zip(blocks[::2], blocks[1::2], strict=True)
+    )
+    return differences[len(differences) // 4], differences[-1 - len(differences) // 4]
 
 
 def median(blocks: Iterable[Block], name: str, guarded: bool) -> float:
@@ -236,10 +273,14 @@ def summary(figures: Figures) -> dict[str, Any]:
 
     step_ms = median(figures.blocks, "step_ms", False)
     look_s = statistics.median(look.seconds for look in figures.looks)
+    low, high = spread(figures.blocks, "step_ms")
     found: dict[str, Any] = {
         "step_ms_off": step_ms,
         "step_ms_on": median(figures.blocks, "step_ms", True),
         "guard_added_wall_percent": 100 * added(figures.blocks, "step_ms") / step_ms,
+        "guard_added_wall_from_percent": 100 * low / step_ms,
+        "guard_added_wall_to_percent": 100 * high / step_ms,
+        "guard_host_ms": added(figures.blocks, "host_ms"),
         "check_ms_between_events": median(figures.blocks, "check_ms", True),
         "canary_look_s": look_s,
         "canary_every_n_steps": figures.every,
@@ -257,7 +298,9 @@ def summary(figures: Figures) -> dict[str, Any]:
             "canary_look_idle_s": look_idle_s,
             "canary_added_idle_percent": 1e5 * look_idle_s / (figures.every * step_ms),
         }
-        found["added_idle_percent"] = found["guard_added_idle_percent"] + found["canary_added_idle_percent"]
+        guard_ms = found["guard_host_ms"] + found["guard_kernels_ms"]
+        found["guard_at_most_percent"] = 100 * guard_ms / step_ms
+        found["added_at_most_percent"] = found["guard_at_most_percent"] + found["canary_wall_percent"]
     return found
 
 
@@ -286,8 +329,8 @@ def main(argv: list[str]) -> int:
     """Measure, print, and say whether the promise is kept: 0 where it is, or where there is no GPU to tell."""
     parser = argparse.ArgumentParser(prog="reliability.py price", description=__doc__.splitlines()[0])
     parser.add_argument("root", type=Path)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -319,7 +362,7 @@ def main(argv: list[str]) -> int:
         print(f"  {what:28} {value:10.4f}")
     if options.json:
         options.json.write_text(json.dumps({"device": name, **found}, indent=1), encoding="utf-8")
-    if "added_idle_percent" not in found:
+    if "added_at_most_percent" not in found:
         print("  no GPU: nothing is said of idle time", file=sys.stderr)
         return 0
-    return 0 if found["added_idle_percent"] <= PROMISED_PERCENT else 1
+    return 0 if found["added_at_most_percent"] <= PROMISED_PERCENT else 1

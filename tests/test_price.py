@@ -36,7 +36,7 @@ def test_copies_are_no_kernels() -> None:
 
 def test_the_shares() -> None:
     def blocks(name: str, on: float, off: float) -> list[Block]:
-        both = [Block(True, 20, 101.0, 0.3), Block(False, 20, 100.0, 0.0)]
+        both = [Block(True, 20, 101.0, 0.3, 0.5), Block(False, 20, 100.0, 0.0, 0.4)]
         for block, value in zip(both, (on, off), strict=True):
             setattr(block, name, value)
             block.busy_ms = 90.0
@@ -48,7 +48,8 @@ def test_the_shares() -> None:
     assert found["guard_added_wall_percent"] == pytest.approx(0.4)
     assert found["guard_added_idle_percent"] == pytest.approx(0.2)
     assert found["canary_wall_percent"] == pytest.approx(0.2)  # 0.05 s in 250 steps of 0.1 s
-    assert found["added_idle_percent"] == pytest.approx(0.3)
+    assert found["guard_host_ms"] == pytest.approx(0.1)
+    assert found["added_at_most_percent"] == pytest.approx(0.1 + 0.2)  # no kernels of its own here
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for machines without a GPU")
