@@ -162,7 +162,7 @@ def endure(folder: Path, rounds: list[list[tuple[str, str]]], seed: int) -> list
         found = results(run_dir)
         assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint more
         assert [name for name in expected if found[name] != expected[name]] == []
-        log += [{**kill, "cost_s": cost_s(run_dir, kill.pop("at"))} for kill in kills]
+        log += [{"cost_s": cost_s(run_dir, kill.pop("at")), **kill} for kill in kills]
     return log
 
 
