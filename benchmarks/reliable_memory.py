@@ -75,7 +75,11 @@ def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: i
     """One run of the command under a cap (0: none); what became of it."""
     run_dir = root / f"run-{name}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    environ = {**os.environ, "LORA_ROCM_HOME": str(root / f"home-{name}"), "PYTHONPATH": str(ROOT)}
+    environ = {
+        **os.environ,
+        "LORA_ROCM_HOME": str(root / f"home-{name}"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
     shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)  # what one run learns must not help the next
     worker = ""
     if toy:

@@ -22,6 +22,7 @@ from tests.hangs.faulty_worker import GRANDCHILD
 from tests.test_kill import results, write_recipe
 
 LIMITS_S = {"first_step": 60, "step": 6, "checkpoint": 6}
+GPU_LIMITS_S = {"first_step": 120, "step": 25, "checkpoint": 60}  # the first kernels of each shape take their time
 LEEWAY_S = 6.0  # from the limit to the supervisor's word: it waits for the stacks
 DEADLINE_S = 300
 
@@ -33,11 +34,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("hänge hier"))
 
 
-def train(recipe: Path, run_dir: Path, *more: str, fault: str | None = None) -> subprocess.CompletedProcess[str]:
+def train(
+    recipe: Path, run_dir: Path, *more: str, fault: str | None = None, limits_s: dict[str, int] = LIMITS_S
+) -> subprocess.CompletedProcess[str]:
     run_dir.mkdir()
     if fault:
         (run_dir / "fault").write_text(fault, encoding="utf-8")
-    limits = [f"timeouts.{name}={seconds}" for name, seconds in LIMITS_S.items()]
+    limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
     settings = [f"cache.dir={recipe.parent / 'cache'}", *limits, *more]
     words = [word for setting in settings for word in ("--set", setting)]
     return subprocess.run(
@@ -121,8 +124,8 @@ def test_gpu_kernel_that_does_not_end(recipe: Path, tmp_path: Path) -> None:
     """On deterministic kernels the bytes are those of the undisturbed run on the same GPU."""
     assert torch.cuda.is_available()
     gpu = ("runtime.device=gpu", "runtime.deterministic=true", "train.mixed_precision=bf16", "runtime.max_restarts=3")
-    assert train(recipe, tmp_path / "straight", *gpu).returncode == 0
-    done = train(recipe, tmp_path / "run", *gpu, fault="kernel")
+    assert train(recipe, tmp_path / "straight", *gpu, limits_s=GPU_LIMITS_S).returncode == 0
+    done = train(recipe, tmp_path / "run", *gpu, fault="kernel", limits_s=GPU_LIMITS_S)
     assert done.returncode == 0, done.stdout + done.stderr
     failure, *others = supervised(tmp_path / "run")
     log = (tmp_path / "run" / "worker.log").read_text(encoding="utf-8", errors="replace")[-3000:]
