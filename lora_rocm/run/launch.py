@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +79,9 @@ def _train_in(
         _say(sentence)
     _say(f"Run directory: {run.path}")
 
-    def command(checkpoint: Path | None, attempt: int = 0, stacks_after_s: float | None = None) -> list[str]:
+    def command(
+        checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
+    ) -> list[str]:
         return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
 
     stopped: StoppedError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -51,14 +52,14 @@ def worker_command(
     checkpoint: Path | None = None,
     accept_changes: bool = False,
     attempt: int = 0,
-    stacks_after_s: float | None = None,
+    stacks_after_s: Mapping[str, float] | None = None,
 ) -> list[str]:
     """The training child. Without ``checkpoint`` it goes on from the newest valid one."""
     command = [sys.executable, "-m", WORKER, str(run_dir.path)]
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []
-    return command + (["--stacks-after", f"{stacks_after_s:g}"] if stacks_after_s is not None else [])
+    return command + (["--stacks-after", json.dumps(stacks_after_s)] if stacks_after_s is not None else [])
 
 
 @dataclass

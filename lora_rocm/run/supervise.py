@@ -40,12 +40,10 @@ from lora_rocm.run.judge import (
     hung_error,
     seen_of,
 )
-from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_json
+from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir, write_json
 from lora_rocm.run.process import Asked, Event, OnEvent, Worker, last_checkpoint_text, stop_signals, unkillable
 from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
 
-SUPERVISOR = "supervisor"
-LEAST_STACKS_S = 0.2
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 DIED, UNKILLABLE = "worker-died", "worker-unkillable"
 KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
@@ -57,7 +55,7 @@ Keep = Callable[[Situation, str, str], None]
 class Command(Protocol):
     """Makes the worker's command line."""
 
-    def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]: ...
+    def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]: ...
 
 
 def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
@@ -156,7 +154,7 @@ class Supervisor:
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
         """One start of the worker: its exit code, or how it failed."""
         limits = limits_of(self.recipe, self._planned.settings)
-        stacks_after_s = max(limits.least_s / 2, LEAST_STACKS_S)
+        stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
         run_dir.stacks().unlink(missing_ok=True)
         self._session = 1 + sum(event["type"] == "start" for event in read_events(run_dir.events()))
@@ -173,7 +171,7 @@ class Supervisor:
         with Worker(run_dir, self._planned.applied_to(self.environ), command) as worker:
             hung: list[Hung] = []
             if worker.follow(asked, on_event, self.say, partial(self._is_late, state, hung)):
-                self._keep_stacks(state, stacks_after_s)
+                self._keep_stacks(state, stacks_after_s.get(state.limit, 0.0))
                 if not worker.kill():
                     error = unkillable(worker.pid, self.again)
                     self._tell("failure", **self._failure(error, hung, state, worker, began).to_event())

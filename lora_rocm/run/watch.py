@@ -25,6 +25,7 @@ LOADER_EXTRA_S = 150.0
 ABSENT_S = 10.0
 """A pause between two looks that is longer was one of the whole machine (suspend) or of the one who looks."""
 RECENT = 50
+LEAST_STACKS_S = 0.2
 
 
 @dataclass
@@ -102,14 +103,14 @@ class Limits:
             return given
         return limit.first_s if usual is None else max(limit.floor_s, limit.times * usual)
 
-    @property
-    def least_s(self) -> float:
-        """The smallest limit that can come to be in force."""
-        return min(
-            self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s)
-            for name, limit in LIMITS.items()
-            if name != LEAVING
-        )
+    def stacks_after_s(self) -> dict[str, float]:
+        """By what the worker does: how long it is silent before it writes down where it stands.
+
+        Half of the smallest limit that can come to be in force then, and no less: who writes the stacks of threads that
+        run reads what they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
+        """
+        least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
+        return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}
 
 
 def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) -> Limits:

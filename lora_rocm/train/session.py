@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 
 ORPHAN_GRACE_S = 30.0
+BEGINNINGS = {"cache": "cache_first", "step": "first_step"}
 STACKS_REARM = 4  # arming starts a thread, so it is done this many times in the waiting time at most
 
 
@@ -27,11 +28,14 @@ class Session:
     Args:
         run_dir: held by this process.
         watch_parent: leave when standard input ends.
-        stacks_after_s: write the stacks of all threads down whenever nothing was heard for so long; None: never.
+        stacks_after_s: what is done -> write the stacks of all threads down when nothing was heard for so long
+            (``run.watch.Limits.stacks_after_s``); None: never.
     """
 
-    def __init__(self, run_dir: RunDir, watch_parent: bool, stacks_after_s: float | None = None) -> None:
+    def __init__(self, run_dir: RunDir, watch_parent: bool, stacks_after_s: Mapping[str, float] | None = None) -> None:
         self.run_dir = run_dir
+        self._phases = ["start"]
+        self._under_way = set[str]()  # of the phases whose beginning takes longer: those that are beyond it
         self._heartbeat = HeartbeatWriter(run_dir.heartbeat())
         self._stacks = Stacks(run_dir.stacks(), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
@@ -44,6 +48,10 @@ class Session:
 
     def emit(self, event_type: str, **fields: Any) -> None:
         event = self.events.write(event_type, **fields)
+        if event_type == "step" or (event_type == "cache" and fields["done"] < fields["total"]):
+            self._under_way.add(event_type)
+        elif event_type == "cache":  # another encoder is loaded next
+            self._under_way.discard("cache")
         for reader in self.readers:
             reader(event)
 
@@ -51,7 +59,8 @@ class Session:
         """Say that there is progress, and what is done next. Only the code that does the work calls this."""
         self._heartbeat.beat(activity)
         if self._stacks is not None:
-            self._stacks.put_off()
+            now = self._phases[-1]
+            self._stacks.put_off(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
         """Let go of the files; nothing is said or watched any more."""
@@ -66,9 +75,11 @@ class Session:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self._phases.append(name)
         self.beat(name)
         self.emit("phase", phase=name, state="begin", seconds=0.0)
         yield
+        self._phases.pop()
         self.emit("phase", phase=name, state="end", seconds=round(time.perf_counter() - started, 3))
 
     def stop_requested(self) -> bool:
@@ -76,8 +87,8 @@ class Session:
 
     def cache_progress(self, what: str, done: int, total: int, per_second: float) -> None:
         """Progress of the caches; also where caching is left when a stop was asked for."""
-        self.beat("cache")
         self.emit("cache", what=what, done=done, total=total, per_second=round(per_second, 2))
+        self.beat("cache")
         if self.stop_requested():
             raise StoppedError(
                 "stopped",
@@ -98,24 +109,27 @@ class Session:
 
 
 class Stacks:
-    """Python's watchdog: a thread of its own in C, which writes the stacks even while somebody keeps the GIL."""
+    """Python's watchdog: a thread of its own in C, which writes the stacks even while somebody keeps the GIL.
 
-    def __init__(self, path: Path, after_s: float) -> None:
-        self._after_s, self._armed_at = after_s, float("-inf")
+    Once for each silence: it reads what running threads change, and each time may end the process.
+    """
+
+    def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
+        self._after_s, self._armed_at, self._doing = after_s, float("-inf"), ""
         try:
             self._file = path.open("wb")
         except OSError as error:
             raise storage_error(error, path) from error
 
-    def put_off(self) -> None:
+    def put_off(self, doing: str) -> None:
         """There was progress: begin to wait anew, and forget stacks that were written in the meantime."""
-        now = time.monotonic()
-        if now - self._armed_at < self._after_s / STACKS_REARM:
+        now, after_s = time.monotonic(), self._after_s.get(doing, self._after_s["start"])
+        if doing == self._doing and now - self._armed_at < after_s / STACKS_REARM:
             return
-        self._armed_at = now
+        self._armed_at, self._doing = now, doing
         self._file.seek(0)
         self._file.truncate()
-        faulthandler.dump_traceback_later(self._after_s, repeat=True, file=self._file)
+        faulthandler.dump_traceback_later(after_s, file=self._file)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import traceback
@@ -37,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
     parser.add_argument("--attempt", type=int, default=0, help="draw other noise than attempts with lower numbers")
-    parser.add_argument("--stacks-after", type=float, help="write all stacks down after so many seconds of silence")
+    parser.add_argument(
+        "--stacks-after", type=json.loads, help="JSON: phase -> write all stacks down after so many seconds of silence"
+    )
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None

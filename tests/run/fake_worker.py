@@ -52,7 +52,7 @@ def main() -> int:
     heartbeat = HeartbeatWriter(run_dir.heartbeat())
     heartbeat.beat("start")
     if "--stacks-after" in sys.argv:
-        after_s = float(sys.argv[sys.argv.index("--stacks-after") + 1])
+        after_s = min(json.loads(sys.argv[sys.argv.index("--stacks-after") + 1]).values())
         faulthandler.dump_traceback_later(after_s, repeat=True, file=run_dir.stacks().open("wb"))
     reached = max((updates for updates, _ in run_dir.list_checkpoints()), default=0)
     writer.write("start", **start_fields(pid=os.getpid(), resumed_from=reached or None))

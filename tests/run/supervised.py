@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ def supervisor(
 ) -> Supervisor:
     recipe = recipe_with(run_dir, overrides)
 
-    def command(checkpoint: Path | None, attempt: int, stacks_after_s: float) -> list[str]:
+    def command(checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]:
         command = [sys.executable, "-m", "tests.run.fake_worker", mode, str(run_dir.path)]
         command += ["--checkpoint", checkpoint.name] if checkpoint else []
-        return [*command, "--attempt", str(attempt), "--stacks-after", f"{stacks_after_s:g}"]
+        return [*command, "--attempt", str(attempt), "--stacks-after", json.dumps(stacks_after_s)]
 
     made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), say)
     options = {"read_log": lambda moment: (), "environ": {**os.environ, "PYTHONPATH": str(ROOT)}, **options}

@@ -215,8 +215,11 @@ def test_every_limit_can_be_set(tmp_path: Any) -> None:
     busy = Learned(preview_s=900.0)
     busy.step_s.append(900.0)
     busy.item_s.append(900.0)
-    assert {limits.seconds(name, busy) for name in LIMITS} == {7.0, LEAVING_S} and limits.least_s == 7.0
-    assert Limits().least_s == 300.0 and Limits({"export": 20.0}).least_s == 20.0
+    assert {limits.seconds(name, busy) for name in LIMITS} == {7.0, LEAVING_S}
+    assert set(limits.stacks_after_s().values()) == {3.5}
+    after_s = Limits({"export": 20.0, "cache": 0.1}).stacks_after_s()
+    assert (after_s["start"], after_s["load"], after_s["first_step"], after_s["step"]) == (150.0, 1800.0, 900.0, 150.0)
+    assert (after_s["export"], after_s["cache"], after_s["cache_first"]) == (10.0, 0.2, 0.2) and LEAVING not in after_s
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from lora_rocm.errors import StoppedError
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.session import Session
+from tests.run.fake_run import step_fields
 
 START: dict[str, Any] = {
     "pid": 1,
@@ -79,3 +82,56 @@ def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
     assert child.poll() is None  # negative control: with the pipe open it goes on
     output, _ = child.communicate(timeout=20)  # closes the pipe
     assert json.loads(output) is True and child.returncode == 0
+
+
+STACKS_AFTER_S = {"start": 0.3, "load": 60.0, "cache_first": 60.0, "cache": 0.3, "first_step": 60.0, "step": 0.3}
+
+
+def stacks_of_a_silence(run_dir: RunDir, begin: Callable[[Session, ExitStack], None]) -> str:
+    """What a worker writes down that is silent for longer than some of its limits."""
+    session = Session(run_dir, watch_parent=False, stacks_after_s=STACKS_AFTER_S)
+    try:
+        with ExitStack() as phases:
+            begin(session, phases)
+            time.sleep(0.7)
+            return run_dir.stacks().read_text(encoding="utf-8")
+    finally:
+        session.close()
+
+
+def in_phase(name: str) -> Callable[[Session, ExitStack], None]:
+    return lambda session, phases: phases.enter_context(session.phase(name))
+
+
+def caching(done: int) -> Callable[[Session, ExitStack], None]:
+    def begin(session: Session, phases: ExitStack) -> None:
+        phases.enter_context(session.phase("cache"))
+        for so_far in range(1, done + 1):
+            session.cache_progress("images", so_far, 3, 1.0)
+
+    return begin
+
+
+def after_a_step(session: Session, phases: ExitStack) -> None:
+    phases.enter_context(session.phase("step"))
+    session.emit("step", **step_fields(1))
+    session.beat("loader")
+
+
+@pytest.mark.parametrize(
+    ("begin", "written"),
+    [
+        (lambda session, phases: None, 1),
+        (in_phase("load"), 0),
+        (in_phase("step"), 0),
+        (after_a_step, 1),
+        (caching(0), 0),
+        (caching(1), 1),
+        (caching(3), 0),
+    ],
+    ids=["start", "load", "first-step", "step", "first-picture", "picture", "next-encoder"],
+)
+def test_stacks_are_written_once_and_only_where_the_silence_is_too_long_for_what_is_done(
+    tmp_path: Path, begin: Callable[[Session, ExitStack], None], written: int
+) -> None:
+    assert stacks_of_a_silence(RunDir(tmp_path), begin).count("in stacks_of_a_silence") == written
