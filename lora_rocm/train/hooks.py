@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_rocm.data.batches import split
+from lora_rocm.data.batches import Batch, split
 from lora_rocm.device.transfer import fingerprint
-from lora_rocm.train.loop import Batch, Trainer, seed_for
+from lora_rocm.train.loop import Trainer, seed_for
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,14 +23,13 @@ VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``action(updates)`` after every ``steps`` updates, and after update ``last`` where that is given."""
+    """Calls ``action(updates)`` after every ``steps`` updates; never for 0."""
 
     steps: int
     action: Callable[[int], None]
-    last: int | None = None
 
     def due(self, updates: int) -> bool:
-        return (self.steps > 0 and updates % self.steps == 0) or updates == self.last
+        return self.steps > 0 and updates % self.steps == 0
 
     def act(self, trainer: Trainer) -> None:
         self.action(trainer.position.updates)
@@ -52,13 +51,16 @@ class Validation:
         total, weight = 0.0, 0.0
         for component in trainer.model.components.values():
             component.eval()
+        trainer.beat("loader")
         for batch in self.open_batches():
             for part in split(batch, trainer.relief.parts):  # what is trained in parts does not fit whole here either
                 real = part["tensors"]["weight"] > 0
                 for place in VALIDATION_POSITIONS:
+                    trainer.beat("validation")
                     losses_B = self._losses(trainer, part, place)
                     total += float(losses_B[real].sum())
                     weight += float(real.sum())
+            trainer.beat("loader")
         for component in trainer.model.components.values():
             component.train()
         self.emit("validation", updates=trainer.position.updates, loss=total / weight)

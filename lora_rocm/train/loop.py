@@ -156,6 +156,7 @@ class Trainer:
                     batches = self.open_batches(self.position.iteration)
                 elif outcome is Outcome.DONE:
                     for hook in due:
+                        self.beat("hooks")
                         hook.act(self)
                     self._settled_at = time.perf_counter()
             if stop and pending is None and not self.transfer.resending:

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
+from lora_rocm.data.batches import Batch, BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.canary import Canary
@@ -30,7 +30,7 @@ from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
-from lora_rocm.train.loop import Batch, Hook, Position, Trainer
+from lora_rocm.train.loop import Hook, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief, tell
 from lora_rocm.train.room import CacheRoom, Room

@@ -10,7 +10,7 @@ import pytest
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
+from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Trainer
 from tests.train.test_loop import Corruptor, Rig, batches
 
@@ -31,8 +31,8 @@ def losses(rig: Rig) -> list[float]:
 
 
 def test_call_every() -> None:
-    hook = CallEvery(3, lambda updates: None, last=7)
-    assert [updates for updates in range(1, 10) if hook.due(updates)] == [3, 6, 7, 9]
+    hook = CallEvery(3, lambda updates: None)
+    assert [updates for updates in range(1, 10) if hook.due(updates)] == [3, 6, 9]
     assert not any(CallEvery(0, lambda updates: None).due(updates) for updates in range(1, 10))
 
 
@@ -55,6 +55,14 @@ def test_the_held_out_loss_is_a_function_of_the_weights() -> None:
     rig.fit(3)
     hook.act(rig.trainer)
     assert losses(rig)[2] != losses(rig)[0]  # negative control
+
+
+def test_a_held_out_pass_says_that_it_gets_on_and_when_it_waits_for_the_loader() -> None:
+    rig, activities = Rig(), list[str]()
+    rig.trainer.beat = activities.append
+    held_out(rig).act(rig.trainer)
+    batch = ["loader", *["validation"] * len(VALIDATION_POSITIONS)]
+    assert activities == [*batch * 3, "loader"]
 
 
 def test_a_corrupted_held_out_batch_is_sent_again() -> None:
