@@ -19,7 +19,8 @@ from lora_rocm.host.stack import stack_of
 Seen = Literal[
     "loader-hang", "hang", "corruption", "illegal-access", "out-of-memory", "canary", "nonfinite", "died"
 ]  # fmt: skip
-"""loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent.
+"""loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent,
+or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
 illegal-access: the device reported a fault, or was lost. died: the process ended without a word."""
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
@@ -31,7 +32,7 @@ SEEN_OF_CODE: dict[str, Seen] = {
     "canary-kernel": "canary",
     "canary-weights": "corruption",
     "nonfinite": "nonfinite",
-    "state-nonfinite": "nonfinite",
+    "state-nonfinite": "corruption",
     "device-fault": "illegal-access",
     "out-of-memory": "out-of-memory",
     "worker-died": "died",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,18 @@ from lora_rocm.host.quirks import Situation
 from lora_rocm.run.watch import Hung
 
 MAX_ROLLBACKS = 3
+PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+"""Before one more start, by how many starts in a row came no further: what is being reset has time to come back."""
+LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2}
+"""So many places further in that table: a GPU that was reset is not there at once."""
+GPU_IS_AWAY = ("gpu-not-seen", "no-gpu")
+"""After another failure of the same command time may cure these: a GPU that was reset comes back."""
 REMEMBERED = "remembered"
 """In place of what was seen: a change of an earlier run on this machine."""
 WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
-    "corruption": "data did not arrive as it was sent",
+    "corruption": "data, weights or state had been altered",
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
@@ -93,6 +99,13 @@ class History:
         """Of one more start; the first has none before it that it could be compared with."""
         return 1 if self.progress or len(self.progressed) < 2 else 2
 
+    def pause_s(self, pauses_s: Sequence[float] = PAUSES_S) -> float:
+        """How long to wait before one more start."""
+        further = [number for number, progress in enumerate(self.progressed, 1) if progress]
+        in_vain = len(self.progressed) - max(further, default=0)
+        place = max(in_vain - 1, 0) + LONGER_AFTER.get(self.failures[-1].seen, 0)
+        return pauses_s[min(place, len(pauses_s) - 1)]
+
     def with_failure(self, failure: Failure, progress: bool, checkpoints: int) -> History:
         """After one more start has failed, which wrote so many checkpoints."""
         return replace(
@@ -145,7 +158,7 @@ def after(failure: Failure, history: History, situation: Situation) -> Judgement
         return Raise(failure.error)  # what does not fit will not fit the next time
     if history.spent + history.cost > history.budget:
         return GiveUp(f"The budget of restarts is spent (runtime.max_restarts: {history.budget}).")
-    if failure.seen == "died" and not history.is_stuck:
+    if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):
         change = None  # somebody may have killed it; a cause of its own would end it again
     return Restart((change.id,) if change is not None else (), history.attempt + rollback)
 
@@ -168,12 +181,14 @@ def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
     return {row.variable: row.value for row in planned.variables if not row.from_user}, planned.settings
 
 
-def seen_of(error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int) -> Seen | None:
-    """What a failure was, in the words of the table of changes."""
+def seen_of(
+    error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int, *, first: bool = True
+) -> Seen | None:
+    """What a failure was, in the words of the table of changes. ``first``: of its command."""
     if hung is not None:
         seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"
     else:
-        seen = SEEN_OF_CODE.get(error.code)
+        seen = "illegal-access" if error.code in GPU_IS_AWAY and not first else SEEN_OF_CODE.get(error.code)
     if seen in ("died", "hang"):
         if killed_for_memory(kernel_log, pid):
             return "out-of-memory"

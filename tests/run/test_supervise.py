@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import GaveUpError, MachineError, WorkerHungError
+from lora_rocm.errors import GaveUpError, MachineError, StoppedError, StorageError, WorkerHungError
 from lora_rocm.host.kernel_log import Moment
 from lora_rocm.host.settings import settings_from
 from lora_rocm.run import judge, process, supervise, watch
@@ -198,6 +198,50 @@ def test_an_error_that_a_start_may_cure(run: Run) -> None:
     assert (failure["seen"], failure["code"], failure["silent_s"]) == ("corruption", "transfer-failed", None)
     settings = [settings_from(start["environ"]).copy_method for start in run.started()]
     assert settings == ["auto", "unpinned"]
+
+
+def test_a_gpu_that_is_being_reset_is_waited_for(run: Run) -> None:
+    assert run("2:reset") == 0
+    assert [failure["code"] for failure in run.written("failure")] == ["device-fault", "gpu-not-seen"]
+
+
+def test_a_gpu_that_was_never_there_is_not(run: Run) -> None:
+    with pytest.raises(MachineError) as caught:
+        run("gpu-not-seen")
+    assert (caught.value.code, len(run.started())) == ("gpu-not-seen", 1)
+
+
+def test_between_starts_that_come_no_further_there_is_a_pause(run: Run) -> None:
+    assert run("3:killed", pauses_s=(0.0, 0.5, 1.0)) == 0
+    restarts, starts = run.written("restart"), run.of("start")
+    waited_s = [after["time"] - before["time"] for before, after in zip(restarts, starts[1:], strict=True)]
+    assert waited_s[1] >= 0.5 and waited_s[2] >= 1.0
+    assert [text for text in run.said if "next start" in text] == [
+        "The next start comes in 0.5 s.",
+        "The next start comes in 1 s.",
+    ]
+
+
+def test_a_stop_in_that_pause_is_heard_at_once(run: Run) -> None:
+    began = time.monotonic()
+
+    class Stopping(list[str]):
+        def append(self, text: str) -> None:
+            if "next start" in text:
+                run.run_dir.stop.touch()
+
+    run.said = Stopping()
+    with pytest.raises(StoppedError, match="before one more start"):
+        run("killed", pauses_s=(60.0,))
+    assert time.monotonic() - began < 20 and len(run.started()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk")
+def test_a_failure_that_cannot_be_recorded_is_told_in_words(run: Run) -> None:
+    run.run_dir.events("supervisor").symlink_to("/dev/full")
+    with pytest.raises(StorageError) as caught:
+        run("killed")
+    assert (caught.value.code, caught.value.exit_code) == ("disk-full", 3)
 
 
 @pytest.mark.parametrize(("mode", "code"), [("internal", "internal"), ("error", "disk-full")])

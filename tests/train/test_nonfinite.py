@@ -177,11 +177,14 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
         loss = trainer.family.loss
         trainer.family.loss = lambda *args: type(loss(*args))(loss(*args).loss_B * float("nan"))  # type: ignore[method-assign]
 
-    for at, poison, code, newest in ((4, poison_moments, "state-nonfinite", 0), (5, poison_loss, "nonfinite", 4)):
+    for at, poison, code, newest, seen in (
+        (4, poison_moments, "state-nonfinite", 0, "corruption"),  # the same noise again: the bytes of the sound run
+        (5, poison_loss, "nonfinite", 4, "nonfinite"),
+    ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as caught:
             after_step(patch, at, poison)
             start(recipe, run_dir)
-        assert caught.value.code == code and caught.value.exit_code == 3 and SEEN_OF_CODE[code] == "nonfinite"
+        assert caught.value.code == code and caught.value.exit_code == 3 and SEEN_OF_CODE[code] == seen
         checkpoint, damaged = state.latest_valid(RunDir(run_dir))
         assert (checkpoint.position.updates if checkpoint else 0) == newest and not damaged
     assert checkpoint is not None and checkpoint.position.nonfinite_in_a_row == 0
