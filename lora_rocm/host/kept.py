@@ -95,13 +95,11 @@ def recall(folder: Path, key: str) -> Remembered:
     return _read(path_of(folder, key))
 
 
-def kept(folder: Path, key: str, workload: str | None) -> tuple[str, ...]:
-    """Names for ``Situation.changes``: those for every run, and those for runs of this size (``Workload.id``)."""
-    return in_force(recall(folder, key), workload)
-
-
 def in_force(remembered: Remembered, workload: str | None) -> tuple[str, ...]:
-    """As ``kept``, from what was read. Names that this version does not know are left out."""
+    """Names for ``Situation.changes``: those for every run, and those for runs of this size (``Workload.id``).
+
+    Names that this version does not know are left out.
+    """
     return tuple(
         entry.change
         for entry in remembered.entries

@@ -23,6 +23,8 @@ from lora_rocm.errors import StorageError, storage_error
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 PROBE_BYTES = 65536
+SUPERVISOR = "supervisor"
+"""Name of the parent among the writers of events."""
 PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
 """Written by the light parent; every other file of a run by its worker."""
 
@@ -96,7 +98,7 @@ class RunDir:
         return self.path / "report.html"
 
     def events(self, writer: str = "rank0") -> Path:
-        """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, ``events.supervisor.jsonl``."""
+        """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
         return self.path / ("events.jsonl" if writer == "rank0" else f"events.{writer}.jsonl")
 
     def heartbeat(self, rank: int = 0) -> Path:

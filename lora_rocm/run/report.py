@@ -13,7 +13,7 @@ from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.run.layout import SUPERVISOR, RunDir, write_atomic
 from lora_rocm.run.page import header, page, paragraph, picture, picture_table, preformatted, section, table
 from lora_rocm.run.plot import Point, Series, line_plot
 from lora_rocm.run.slow import spilled
@@ -71,7 +71,7 @@ def write_report(run_dir: RunDir) -> Path:
         StorageError: it cannot be written.
     """
     events = read_events(run_dir.events())
-    trouble = in_time(events, read_events(run_dir.events("supervisor")))
+    trouble = in_time(events, read_events(run_dir.events(SUPERVISOR)))
     try:
         recipe = load_recipe(run_dir.recipe).recipe
     except RecipeError:
@@ -254,7 +254,7 @@ def _canaries(facts: Facts) -> str:
     if not found:
         return ""
     times = "once" if len(found) == 1 else f"{len(found)} times"
-    sentence = f"Kernels with known answers and the base model's weights were looked at {times}"
+    sentence = f"Kernels with known answers and frozen weights were looked at {times}"
     if wrong:
         return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_ROWS])}", "bad")
     return paragraph(f"{sentence}: always right.", "good")

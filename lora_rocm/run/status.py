@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.run.layout import SUPERVISOR, RunDir
 from lora_rocm.run.lock import is_running
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.smoothing import Smoothed
@@ -39,7 +39,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     again; changes: names of what is done otherwise because of failures (``host.changes``), each as often as made.
     """
     events = read_events(run_dir.events())
-    trouble = in_time(events, read_events(run_dir.events("supervisor")))
+    trouble = in_time(events, read_events(run_dir.events(SUPERVISOR)))
     hung = last_word(events, trouble)
     steps = current_steps(events)
     last = {event["type"]: event for event in events}

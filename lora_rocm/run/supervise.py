@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.heartbeat import read_heartbeat
 from lora_rocm.run.judge import (
+    PAUSES_S,
     REMEMBERED,
     Failure,
     GiveUp,
@@ -41,7 +42,7 @@ from lora_rocm.run.judge import (
     seen_of,
 )
 from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir, write_json
-from lora_rocm.run.process import Asked, Event, OnEvent, Worker, last_checkpoint_text, stop_signals, unkillable
+from lora_rocm.run.process import POLL_S, Asked, Event, OnEvent, Worker, last_checkpoint_text, stop_signals, unkillable
 from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
@@ -118,6 +119,7 @@ class Supervisor:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     clock: Callable[[], float] = time.monotonic
     read_log: Callable[[Moment], tuple[str, ...]] = lines_since
+    pauses_s: Sequence[float] = PAUSES_S
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
@@ -145,8 +147,23 @@ class Supervisor:
                     return outcome
                 failure, state = outcome
                 self._settle(failure, state, stop=self._stops(asked))
+                self._pause(self._history.pause_s(self.pauses_s), asked)
                 if state.steps:  # only then newer checkpoints than the chosen one are gone
                     self.checkpoint = None
+
+    def _pause(self, seconds: float, asked: Asked) -> None:
+        """Wait before one more start.
+
+        Raises:
+            StoppedError: the user asked to stop in the meantime: nothing runs that could be asked to save.
+        """
+        if seconds:
+            self.say(f"The next start comes in {seconds:g} s.")
+        until = time.monotonic() + seconds
+        while not self._stops(asked) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if self._stops(asked):
+            raise StoppedError("stopped", f"Stopped before one more start. {last_checkpoint_text(self.run_dir)}")
 
     def _stops(self, asked: Asked) -> bool:
         return asked.count > 0 or self.run_dir.stop.exists()
@@ -156,7 +173,8 @@ class Supervisor:
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
-        run_dir.stacks().unlink(missing_ok=True)
+        with suppress(OSError):  # a folder of that name: the worker says so
+            run_dir.stacks().unlink(missing_ok=True)
         self._session = 1 + sum(event["type"] == "start" for event in read_events(run_dir.events()))
         state = WatchState(
             limits,
@@ -225,7 +243,7 @@ class Supervisor:
         lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
         stacks = self.run_dir.stacks_kept(self._session)
         return Failure(
-            seen=seen_of(error, late, lines, worker.pid),
+            seen=seen_of(error, late, lines, worker.pid, first=not self._history.failures),
             phase=state.phase,
             activity=state.activity,
             updates=state.updates,

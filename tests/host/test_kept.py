@@ -16,7 +16,7 @@ from lora_rocm.host import here, kept
 from lora_rocm.host.changes import BY_ID, CHANGES
 from lora_rocm.host.environ import plan
 from lora_rocm.host.here import situation_here
-from lora_rocm.host.kept import forget, keep, key_of, notices, path_of, recall, workload_of
+from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.schema import Recipe
 from tests.host.situations import facts_of, situation, with_torch
@@ -62,7 +62,7 @@ def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situa
     again = situation_here(of_size())
     assert again.changes == (MACHINE,)
     assert {row.variable: row.value for row in plan(again).variables}["HSA_ENABLE_SDMA"] == "0"
-    assert kept.kept(Path(start.app_dir), key_of(start.facts, start.selection), None) == (MACHINE,)
+    assert in_force(recall(Path(start.app_dir), key_of(start.facts, start.selection)), None) == (MACHINE,)
     (entry,) = json.loads(file_of(start).read_text(encoding="utf-8"))["entries"]
     assert entry == {"change": MACHINE, "seen": "hang", "when": entry["when"], "workload": None}
     assert len(entry["when"]) == 10
@@ -295,11 +295,11 @@ def test_any_history_is_recalled_as_a_counting_model_says(
     for change, batch in made:
         runs[batch] = make(runs[batch], change)
         row = BY_ID[change]
-        in_force = min(runs[batch].changes.count(change), row.most)
-        if (not row.of_workload or batch == asked) and model.count(change) < in_force:
+        times = min(runs[batch].changes.count(change), row.most)
+        if (not row.of_workload or batch == asked) and model.count(change) < times:
             model.append(change)
     key = key_of(own.facts, own.selection)
-    assert kept.kept(Path(own.app_dir), key, workload_of(of_size(batch_size=asked)).id) == tuple(model)
+    assert in_force(recall(Path(own.app_dir), key), workload_of(of_size(batch_size=asked)).id) == tuple(model)
 
 
 def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
