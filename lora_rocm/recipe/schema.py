@@ -261,12 +261,14 @@ class TimeoutsSection(Section):
     Unset: a generous first limit, then a multiple of what the run itself has shown to be usual.
     """
 
-    start: float | None = on_resume(None, "From the start of the process to its first word.", gt=0)
+    start: float | None = on_resume(
+        None, "From the start of the process to its first phase, and between two phases.", gt=0
+    )
     load: float | None = on_resume(None, "Loading the base model.", gt=0)
     cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0)
     first_step: float | None = on_resume(None, "The first step of a start: kernels are compiled.", gt=0)
-    step: float | None = on_resume(None, "Every further step.", gt=0)
-    checkpoint: float | None = on_resume(None, "Writing a checkpoint.", gt=0)
+    step: float | None = on_resume(None, "Every further step, and each batch of a held-out pass.", gt=0)
+    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0)
     preview: float | None = on_resume(None, "One round of previews.", gt=0)
     export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0)
 
