@@ -139,14 +139,17 @@ def rotate(run_dir: RunDir, keep_last: int) -> None:
 
 
 def discard_newer(run_dir: RunDir, updates: int) -> None:
-    """Remove whole checkpoints past ``updates``, and their LoRA files: an older one was chosen to go on from.
+    """Remove what is of steps past ``updates``, which are made again: whole checkpoints, their LoRA files, previews.
 
-    Damaged ones stay: they are passed over, and what they hold is for the user to throw away.
+    Damaged checkpoints stay: they are passed over, and what they hold is for the user to throw away.
     """
     for found, path in run_dir.list_checkpoints():
         if found > updates and read(path) is not None:
             _remove(path)
             run_dir.checkpoint_lora(found).unlink(missing_ok=True)
+    for found, folder in run_dir.list_samples():
+        if found > updates:
+            shutil.rmtree(folder, ignore_errors=True)  # Windows: somebody looks at one; it is drawn over
 
 
 def _sealed(state: Mapping[str, Any]) -> bytes:

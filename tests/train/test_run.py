@@ -176,10 +176,12 @@ def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_pa
         extra.unlink()
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after(
     material: Path, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 9})
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32, "every_n_steps": 2}
+    recipe = make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 9}, sample=sample)
     directory = RunDir(tmp_path / "run")
     assert start(recipe, directory.path)
     whole, older = bytes_of(directory.path), directory.checkpoint(2)
@@ -191,10 +193,12 @@ def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after
     finally:
         extra.unlink()
     assert [updates for updates, _ in directory.list_checkpoints()] == [2, 4, 6]
+    assert [updates for updates, _ in directory.list_samples()] == [0, 2, 4, 6]
     assert not start(recipe, directory.path, chosen=older, stop_at=2)
     assert max(updates for updates, _ in directory.list_checkpoints()) < 6
-    assert not directory.checkpoint_lora(6).exists()
+    assert not directory.checkpoint_lora(6).exists() and not directory.samples_at(6).exists()
     assert start(recipe, directory.path) and bytes_of(directory.path) == whole
+    assert [updates for updates, _ in directory.list_samples()] == [0, 2, 4, 6]
 
 
 def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
