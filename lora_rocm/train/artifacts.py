@@ -68,11 +68,11 @@ class Artifacts:
         if state.read(self.run_dir.checkpoint(updates)) is not None:
             state.rotate(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
             return
-        self.guard.check_all(updates)
-        self.run_dir.require()
-        self.room.look_ahead(updates - 1)
-        self.room.require_checkpoint(updates)
         with self.session.phase("checkpoint"):
+            self.guard.check_all(updates)
+            self.run_dir.require()
+            self.room.look_ahead(updates - 1)
+            self.room.require_checkpoint(updates)
             lora = self.run_dir.checkpoint_lora(updates)
             with self._shown_weights():
                 self._write("kohya", lora, position)

@@ -185,6 +185,8 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
             after_step(patch, at, poison)
             start(recipe, run_dir)
         assert caught.value.code == code and caught.value.exit_code == 3 and SEEN_OF_CODE[code] == seen
+        last = events(run_dir, "phase")[-1]  # a look before a checkpoint has a checkpoint's time
+        assert (last["phase"], last["state"]) == ("checkpoint", "begin" if code == "state-nonfinite" else "end")
         checkpoint, damaged = state.latest_valid(RunDir(run_dir))
         assert (checkpoint.position.updates if checkpoint else 0) == newest and not damaged
     assert checkpoint is not None and checkpoint.position.nonfinite_in_a_row == 0
