@@ -7,6 +7,7 @@ the other fields of each type are listed in EVENT_FIELDS, which a test holds aga
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -145,7 +146,8 @@ class EventWriter:
         return event
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take is tried again, and ``write`` has told
+            self._file.close()
 
 
 def _ends_with_newline(path: Path) -> bool:

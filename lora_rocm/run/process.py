@@ -130,7 +130,11 @@ class Worker:
 
     def _stop_or_kill(self, count: int, say: Callable[[str], None]) -> None:
         if count == 1:
-            self.run_dir.stop.touch()
+            try:
+                self.run_dir.stop.touch()
+            except OSError:  # it saves and leaves too when it believes that this process has ended
+                assert self._child.stdin is not None
+                self._child.stdin.close()
             say("Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept).")
         else:
             say("Ending it now.")

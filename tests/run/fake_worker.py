@@ -181,8 +181,14 @@ def failing(code: str) -> Callable[[RunDir, EventWriter], int]:
     return end
 
 
+def reset(run_dir: RunDir, writer: EventWriter) -> int:
+    """A GPU that faults, and is not there at the next start."""
+    starts = sum(event["type"] == "start" for event in read_events(run_dir.events()))
+    return failing("device-fault" if starts == 1 else "gpu-not-seen")(run_dir, writer)
+
+
 BEFORE_A_WORD: dict[str, Callable[[], None]] = {"start-hang": silence, "start-die": wordless}
-CODES = ("transfer-failed", "canary-kernel", "nonfinite", "out-of-memory", "device-fault", "internal")
+CODES = ("transfer-failed", "canary-kernel", "nonfinite", "out-of-memory", "device-fault", "gpu-not-seen", "internal")
 ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "done": done,
     "until-stopped": until_stopped,
@@ -201,6 +207,7 @@ ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "hang-deaf": hang_deaf,
     "hang-after-end": hang_after_end,
     "change-then-die": change_then_die,
+    "reset": reset,
     **{code: failing(code) for code in CODES},
 }
 

@@ -43,5 +43,6 @@ def supervisor(
         return [*command, "--attempt", str(attempt), "--stacks-after", json.dumps(stacks_after_s)]
 
     made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), say)
-    options = {"read_log": lambda moment: (), "environ": {**os.environ, "PYTHONPATH": str(ROOT)}, **options}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = {"read_log": lambda moment: (), "environ": environ, "pauses_s": (0.0,), **options}
     return Supervisor(run_dir, recipe, made, command, on_event, say, again="lora-rocm train r.yaml", **options)

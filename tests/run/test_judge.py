@@ -95,6 +95,35 @@ def test_what_was_seen(error: MachineError, hung: Hung | None, log: tuple[str, .
     assert seen_of(error, hung, log, 4711) == seen
 
 
+def test_a_gpu_that_is_away_may_come_back_where_it_was_there_before() -> None:
+    error = MachineError("gpu-not-seen", "x")
+    assert seen_of(error, None, (), 1) is None
+    assert seen_of(error, None, (), 1, first=False) == "illegal-access"
+    assert seen_of(StorageError("disk-full", "x"), None, (), 1, first=False) is None
+    met = failure("illegal-access", code="gpu-not-seen")
+    assert after(met, history(), on(AMD)) == Restart((), 0)
+    assert after(failure("illegal-access"), history(), on(AMD)) == Restart(("attention-float32",), 0)  # the control
+
+
+@pytest.mark.parametrize(
+    ("seen", "progressed", "pause_s"),
+    [
+        ("died", (True,), 0.0),
+        ("died", (False,), 0.0),
+        ("died", (False, False), 2.0),
+        ("died", (False, True), 0.0),
+        ("died", (True, False, False, False), 5.0),
+        ("died", (False,) * 20, 30.0),
+        ("illegal-access", (True,), 5.0),
+        ("illegal-access", (False, False), 10.0),
+        ("illegal-access", (False,) * 20, 30.0),
+    ],
+)
+def test_the_pause_grows_while_nothing_gets_further(seen: Seen, progressed: tuple[bool, ...], pause_s: float) -> None:
+    found = History(10, progressed=progressed, failures=(failure(seen),))
+    assert found.pause_s() == pause_s and found.pause_s((0.0,)) == 0.0
+
+
 # what is done
 
 

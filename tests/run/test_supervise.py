@@ -238,7 +238,12 @@ def test_a_stop_in_that_pause_is_heard_at_once(run: Run) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk")
 def test_a_failure_that_cannot_be_recorded_is_told_in_words(run: Run) -> None:
-    run.run_dir.events("supervisor").symlink_to("/dev/full")
+    class Filling(list[dict[str, Any]]):
+        def append(self, event: dict[str, Any]) -> None:
+            if event["type"] == "start":
+                run.run_dir.events("supervisor").symlink_to("/dev/full")
+
+    run.events = Filling()
     with pytest.raises(StorageError) as caught:
         run("killed")
     assert (caught.value.code, caught.value.exit_code) == ("disk-full", 3)
