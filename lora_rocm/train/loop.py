@@ -128,6 +128,7 @@ class Trainer:
     beat: Callable[[str], None] = lambda activity: None
     hooks: Sequence[Hook] = ()
     step_extras: Callable[[Position], dict[str, Any]] = lambda position: {}
+    _settled_at: float = field(default=0.0, init=False)  # when a step's time begins to count, perf_counter
 
     def fit(self, max_train_steps: int) -> bool:
         """Train until ``max_train_steps`` updates are made (True) or a stop was asked for (False).

@@ -155,12 +155,20 @@ def train(start: Start) -> tuple[bool, int]:
 def _prepare_data(start: Start, family: ModelFamily) -> Data:
     session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
-    says = (CacheRoom(cache, session.cache_progress, session.notice), session.notice, session.repaired)
-    tiles = (start.settings.vae_tiling, lambda: tell("vae-tiling", session.emit))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
-    look = CacheGuard(recipe.lora.rank, updates, session.emit)
-    doors = (lambda device: _transfer(replace(start, device=device)), look)
-    prepared = prepare(recipe, family, cache, start.device, *says, *tiles, *doors)
+    prepared = prepare(
+        recipe,
+        family,
+        cache,
+        start.device,
+        CacheRoom(cache, session.cache_progress, session.notice),
+        say=session.notice,
+        repaired=session.repaired,
+        tiles=start.settings.vae_tiling,
+        tiles_needed=lambda: tell("vae-tiling", session.emit),
+        open_door=lambda device: _transfer(replace(start, device=device)),
+        look=CacheGuard(recipe.lora.rank, updates, session.emit),
+    )
     train = recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)

@@ -207,7 +207,12 @@ def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
     used = torch.get_num_threads()
     during_cache: list[int] = []
     prepare = run.prepare
-    monkeypatch.setattr(run, "prepare", lambda *args: during_cache.append(torch.get_num_threads()) or prepare(*args))
+
+    def watched(*args: Any, **how: Any) -> Any:
+        during_cache.append(torch.get_num_threads())
+        return prepare(*args, **how)
+
+    monkeypatch.setattr(run, "prepare", watched)
     try:
         torch.set_num_threads(2)
         assert not start(make_recipe(material), tmp_path / "run", stop_at=1)
