@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -253,6 +253,17 @@ CHANGES: tuple[Change, ...] = (
 )
 
 BY_ID: dict[str, Change] = {change.id: change for change in CHANGES}
+
+
+def known(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of this version, each as often as it can be made: what a file says may be of another one, or damaged."""
+    counts: Counter[str] = Counter()
+    found = []
+    for name in names:
+        counts[name] += 1
+        if name in BY_ID and counts[name] <= BY_ID[name].most:
+            found.append(name)
+    return tuple(found)
 
 
 def made(situation: Situation) -> list[Change]:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.errors import storage_error
-from lora_rocm.host.changes import BY_ID
+from lora_rocm.host.changes import BY_ID, known
 from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import Selection
 from lora_rocm.host.stack import stack_of
@@ -100,11 +101,8 @@ def in_force(remembered: Remembered, workload: str | None) -> tuple[str, ...]:
 
     Names that this version does not know are left out.
     """
-    return tuple(
-        entry.change
-        for entry in remembered.entries
-        if entry.change in BY_ID and (entry.workload is None or entry.workload.id == workload)
-    )
+    entries = remembered.entries
+    return known(entry.change for entry in entries if entry.workload is None or entry.workload.id == workload)
 
 
 def _to_stderr(text: str) -> None:
@@ -171,7 +169,7 @@ def _said(change: str, workload: Workload | None, same: list[Kept]) -> str:
     times = f", {len(same)} times" if len(same) > 1 else ""
     because = ", ".join(dict.fromkeys(entry.seen for entry in same))
     runs = f"; for runs of this size: {workload.text}" if workload is not None else ""
-    return f"{change}{times}: {what} (since {same[0].when}, because of: {because}{runs})"
+    return printable(f"{change}{times}: {what} (since {same[0].when}, because of: {because}{runs})")
 
 
 def notices(situation: Situation) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_rocm.errors import GaveUpError, LoraRocmError, WorkerHungError
-from lora_rocm.host.changes import BY_ID, SEEN_OF_CODE, Change, Seen, candidates
+from lora_rocm.host.changes import BY_ID, SEEN_OF_CODE, Change, Seen, candidates, known
 from lora_rocm.host.environ import plan
 from lora_rocm.host.kernel_log import device_fault, killed_for_memory
 from lora_rocm.host.quirks import Situation
@@ -214,7 +214,7 @@ def _rounded(seconds: float) -> str:
 
 def changes_of(events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     """The changes in force after these events; one that went further is there several times."""
-    return tuple(event["id"] for event in events if event["type"] == "change" and event["id"] in BY_ID)
+    return known(event["id"] for event in events if event["type"] == "change")
 
 
 def attempt_of(events: Iterable[dict[str, Any]]) -> int:

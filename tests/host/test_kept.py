@@ -312,3 +312,15 @@ def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypat
     with pytest.raises(StorageError) as met:
         forget(Path(start.app_dir))
     assert met.value.where == str(file_of(start))
+
+
+def test_a_file_that_says_the_same_ten_thousand_times_is_in_force_as_often_as_it_can_be(start: Situation) -> None:
+    keep(start, MACHINE, "hang", mute)
+    whole = json.loads(file_of(start).read_text(encoding="utf-8"))
+    (entry,) = whole["entries"]
+    many = [{**entry, "seen": "\x1b[2J\nhang"}] * 10_000 + [{**entry, "change": OF_SIZE}] * 20_000
+    file_of(start).write_text(json.dumps({**whole, "entries": many}), encoding="utf-8")
+    again = situation_here(of_size())
+    assert again.changes == (MACHINE, *[OF_SIZE] * 16)
+    assert plan(again).settings.micro_batch_parts == 2**16
+    assert all(text.isprintable() for text in notices(again))

@@ -283,6 +283,10 @@ def test_changes_and_attempts_are_read_from_what_was_told() -> None:
         {"type": "restart", "attempt": 0},
     ]
     assert changes_of(events) == ("micro-batch-halved", "micro-batch-halved")
+    many = [{"type": "change", "id": "micro-batch-halved"}, {"type": "change", "id": "sdma-off"}] * 20_000
+    made = changes_of(many)  # a log that is damaged, or somebody else's
+    assert (made.count("micro-batch-halved"), made.count("sdma-off"), len(made)) == (16, 1, 17)
+    assert plan(changed(on(AMD), *made)).settings.micro_batch_parts == 2**16
     assert attempt_of(events) == 1 and attempt_of([]) == 0
 
 
