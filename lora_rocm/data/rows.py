@@ -253,15 +253,16 @@ def _open(dataset: str, split: str) -> Any:
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
-    except DATASET_ERRORS as error:
+    except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # its own only says that there is a cause
         raise DataError(
             "dataset-unreadable",
-            f"The dataset cannot be read: {shown(error):.400}",
+            f"The dataset cannot be read: {shown(error.__cause__ or error):.400}",
             where=where,
             fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
         ) from error
     if len(opened) == 0:
-        raise DataError("dataset-empty", "The dataset has no rows.", where=where)
+        fix = "Give a split that has rows, or another dataset."
+        raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
     return opened
 
 

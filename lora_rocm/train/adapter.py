@@ -266,7 +266,10 @@ def _targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict
             matching = [path for path in paths if re.fullmatch(pattern, path)]
         except re.error as error:
             raise AdapterError(
-                "targets-invalid", f"This is no regular expression: {error}.", where=f"lora.targets: {pattern}"
+                "targets-invalid",
+                f"This is no regular expression: {error}.",
+                where=f"lora.targets: {pattern}",
+                fix=f"Presets: {', '.join(presets)}. Else a regular expression of Python's for whole module names.",
             ) from error
         if not matching:
             raise AdapterError(
