@@ -18,6 +18,8 @@ from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.run import lock, prepare, process, selftest, supervise
+from lora_rocm.run.events import read_events
+from lora_rocm.run.judge import attempt_of
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
@@ -101,7 +103,8 @@ def _train_in(
                     keep=partial(kept.keep, say=progress.say),
                 ).run()
             else:
-                env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint)
+                attempt = attempt_of(read_events(run.events(supervise.SUPERVISOR)))
+                env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint, attempt)
                 code = process.run_worker(run, env, progress.on_event, line, progress.say)
         except StoppedError as error:
             code, stopped = error.exit_code, error

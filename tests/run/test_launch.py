@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError
-from lora_rocm.run import launch
+from lora_rocm.run import launch, supervise
 from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
 
@@ -135,3 +135,24 @@ def test_the_command_is_quoted_for_windows_too(fake: pytest.MonkeyPatch, tmp_pat
     run_dir = RunDir(tmp_path / "a b")
     fake.setattr(launch.sys, "platform", "win32")
     assert f'--run-dir "{run_dir.path}"' in launch.resume_command("r.yaml", [], run_dir)
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_run_that_was_rolled_back_goes_on_with_its_noise(
+    fake: pytest.MonkeyPatch, tmp_path: Path, supervised: bool
+) -> None:
+    """Also without a supervisor, and where it was ended before its next checkpoint."""
+    seen: list[object] = []
+
+    def command(run_dir: RunDir, checkpoint: object, accept_changes: object, attempt: int, *more: object) -> list[str]:
+        seen.append(attempt)
+        return [sys.executable, "-m", "tests.run.fake_worker", "done", str(run_dir.path)]
+
+    fake.setattr(launch.process, "worker_command", command)
+    run_dir = RunDir(tmp_path / "run").create()
+    fields = {"number": 1, "spent": 1, "budget": 10, "progress": False, "from_updates": 0, "changes": []}
+    for attempt in (0, 2):
+        assert launch.train("my recipe.yaml", run_dir=run_dir.path, resume="latest", supervised=supervised) == 0
+        if not attempt:
+            supervise.record(run_dir, 1, "restart", attempt=2, **fields)
+    assert seen == [0, 2]
