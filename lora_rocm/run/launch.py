@@ -20,7 +20,7 @@ from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.run import lock, prepare, process, selftest, supervise
 from lora_rocm.run.events import read_events
 from lora_rocm.run.judge import attempt_of
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import SUPERVISOR, RunDir, write_json
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
 from lora_rocm.run.slow import spill_bytes
@@ -103,7 +103,7 @@ def _train_in(
                     keep=partial(kept.keep, say=progress.say),
                 ).run()
             else:
-                attempt = attempt_of(read_events(run.events(supervise.SUPERVISOR)))
+                attempt = attempt_of(read_events(run.events(SUPERVISOR)))
                 env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint, attempt)
                 code = process.run_worker(run, env, progress.on_event, line, progress.say)
         except StoppedError as error:
