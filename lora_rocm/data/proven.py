@@ -17,7 +17,8 @@ OpenDoor = Callable[[torch.device], DeviceTransfer]
 Look = Callable[[DeviceTransfer], None]
 """Raises where kernels, or the weights that came through this door, are not what they should be."""
 
-MOST_HELD = 64  # entries: some 40 MB of pictures of 1024x1024
+FIRST_HELD = 1  # entries; then twice as many each time: a start that soon fails has kept some
+MOST_HELD = 64  # some 40 MB of pictures of 1024x1024
 MOST_HELD_S = 60.0  # what a power failure may cost
 
 
@@ -35,6 +36,7 @@ class HeldBack:
 
     def __init__(self, look: Callable[[], None] | None) -> None:
         self._look, self._held, self._since = look, list[Callable[[], None]](), time.monotonic()
+        self._most = FIRST_HELD
         if look is not None:
             look()
 
@@ -44,8 +46,9 @@ class HeldBack:
             keep()
             return
         self._held.append(keep)
-        if len(self._held) >= MOST_HELD or time.monotonic() - self._since >= MOST_HELD_S:
+        if len(self._held) >= self._most or time.monotonic() - self._since >= MOST_HELD_S:
             self.settle()
+            self._most = min(2 * self._most, MOST_HELD)
 
     def settle(self) -> None:
         """Look, then keep what is held.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.data import proven
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families import sdxl_encoders
@@ -27,6 +28,12 @@ from tests.train.test_run import CPU
 
 material = test_guard.material
 IMAGES = 2
+
+
+@pytest.fixture(autouse=True)
+def _all_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first entry on, so that one look decides about everything."""
+    monkeypatch.setattr(proven, "FIRST_HELD", proven.MOST_HELD)
 
 
 def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:
