@@ -22,7 +22,8 @@ def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch:
     name = module(tmp_path, monkeypatch, 'import sys\nprint(\'hello\')\nprint(\'{"type": "notice", "text": "ü"}\')')
     events: list[dict[str, Any]] = []
     assert run_tool(name, ["a"], {**os.environ, "PYTHONUTF8": "1"}, events.append) == 0
-    assert events == [{"type": "notice", "text": "ü"}]
+    (event,) = events
+    assert (event["type"], event["text"]) == ("notice", "ü")
 
 
 ERROR = '{"type": "error", "code": "c", "what": "no such LoRA", "where": "w", "fix": "f", "exit_code": 2}'
