@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     os.environ["LORA_ROCM_HOME"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect() -> None:
+    """The program collects garbage between its phases; beside all that the suite has loaded each time takes a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

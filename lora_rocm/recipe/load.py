@@ -19,7 +19,15 @@ from ruamel.yaml import YAML
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.recipe.yaml_tree import Key, YamlSyntaxError, YamlTree, dotted, is_clean, parse_yaml
+from lora_rocm.recipe.yaml_tree import (
+    MAX_OPEN_BRACKETS,
+    Key,
+    YamlSyntaxError,
+    YamlTree,
+    dotted,
+    is_clean,
+    parse_yaml,
+)
 
 MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
 # Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
@@ -273,6 +281,8 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
     origin = f"--set {shown(override)}"
     if not equals or not all(key) or not is_clean(override):
         return [Problem(origin, "expected section.key=value", "For example --set lora.rank=8")]
+    if text.count("[") + text.count("{") > MAX_OPEN_BRACKETS:  # as text it could not be read back from recipe.yaml
+        return [Problem(f"--set {name}", "too many brackets for a value")]
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError:

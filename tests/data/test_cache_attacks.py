@@ -109,6 +109,7 @@ def test_a_killed_filler_is_gone_on_from(tmp_path: Path) -> None:
     assert entries(root) == undisturbed(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_fills_while_the_cache_is_pruned(tmp_path: Path) -> None:
     """Everything that is pruned is encoded again; the run ends right."""
     root = tmp_path / "cache"

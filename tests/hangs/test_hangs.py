@@ -74,9 +74,9 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("fault", "seen", "phase", "in_the_stacks"),
     [
-        ("loader", "loader-hang", "step", "in sleeps"),
+        pytest.param("loader", "loader-hang", "step", "in sleeps", marks=pytest.mark.slow),
         ("c-call", "hang", "step", "in blocks_in_c"),
-        ("checkpoint", "hang", "checkpoint", "in sleeps"),
+        pytest.param("checkpoint", "hang", "checkpoint", "in sleeps", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_run(
@@ -99,6 +99,7 @@ def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_
         assert is_gone(grandchild) and others[0]["time"] > started
 
 
+@pytest.mark.slow
 def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> None:
     """The control: the same fault, and nobody who watches; the run does not come to its end."""
     run_dir = tmp_path / "run"
