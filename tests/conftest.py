@@ -28,7 +28,7 @@ def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect() -> None:
-    """The program collects garbage between its phases; beside all that the suite has loaded each time takes a second."""
+    """The program collects garbage between its phases; with all that the suite has loaded each time takes a second."""
     gc.freeze()
 
 
