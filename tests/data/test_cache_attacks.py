@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from lora_rocm.data import upkeep
 from tests.program import snapshot
 
