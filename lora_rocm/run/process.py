@@ -82,8 +82,8 @@ class Worker:
 
     def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str]) -> None:
         self.run_dir = run_dir
-        self._reader = EventReader(run_dir.events(), _size(run_dir.events()))
-        self._log_start = _size(run_dir.worker_log)
+        self._reader = EventReader(run_dir.events(), size_of(run_dir.events()))
+        self._log_start = size_of(run_dir.worker_log)
         self._last: dict[str, Event] = {}
         self._killed = False
         with run_dir.worker_log.open("ab") as log:
@@ -252,7 +252,7 @@ def tail_bytes(log: Path, start: int) -> bytes:
     """The end of what was written to ``log`` after ``start``."""
     try:
         with log.open("rb") as file:
-            file.seek(max(start, _size(log) - TAIL_BYTES))
+            file.seek(max(start, size_of(log) - TAIL_BYTES))
             return file.read()
     except OSError:
         return b""
@@ -336,8 +336,9 @@ def own_group() -> dict[str, Any]:
     return {"start_new_session": True}
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none that can be looked at."""
     try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
+        return path.stat().st_size
+    except OSError:
         return 0

@@ -42,7 +42,17 @@ from lora_rocm.run.judge import (
     seen_of,
 )
 from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir, write_json
-from lora_rocm.run.process import POLL_S, Asked, Event, OnEvent, Worker, last_checkpoint_text, stop_signals, unkillable
+from lora_rocm.run.process import (
+    POLL_S,
+    Asked,
+    Event,
+    OnEvent,
+    Worker,
+    last_checkpoint_text,
+    size_of,
+    stop_signals,
+    unkillable,
+)
 from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
@@ -182,7 +192,7 @@ class Supervisor:
             self._learned,
             updates=self._newest,
             beat=read_heartbeat(run_dir.heartbeat()),
-            log_bytes=_size(run_dir.worker_log),
+            log_bytes=size_of(run_dir.worker_log),
         )
         on_event = partial(self._take, state)
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
@@ -218,7 +228,7 @@ class Supervisor:
         now = self.clock()
         state.on_look(now)
         state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat()), now)
-        state.on_log(_size(self.run_dir.worker_log), now)
+        state.on_log(size_of(self.run_dir.worker_log), now)
         decision = decide(state, now)
         if isinstance(decision, Hung):
             hung.append(decision)
@@ -227,9 +237,9 @@ class Supervisor:
     def _keep_stacks(self, state: WatchState, after_s: float) -> None:
         """Copy the stacks of a worker that hangs; they may take a moment, and before its first word there are none."""
         deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
-        while state.left_at is None and not _size(self.run_dir.stacks()) and time.monotonic() < deadline:
+        while state.left_at is None and not size_of(self.run_dir.stacks()) and time.monotonic() < deadline:
             time.sleep(STACKS_POLL_S)
-        if _size(self.run_dir.stacks()):
+        if size_of(self.run_dir.stacks()):
             with suppress(OSError):  # evidence that cannot be kept does not keep the run from going on
                 shutil.copyfile(self.run_dir.stacks(), self.run_dir.stacks_kept(self._session))
 
@@ -318,10 +328,3 @@ def newest_checkpoint(run_dir: RunDir) -> int:
 def _updates_of(checkpoint: Path) -> int:
     found = CHECKPOINT_NAME.match(checkpoint.name)
     return int(found.group(1)) if found else 0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
