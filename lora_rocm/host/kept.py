@@ -7,12 +7,9 @@ the next run learns it again, and where two runs write at once one of them may h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -27,6 +24,7 @@ from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import Selection
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Stack
+from lora_rocm.host.whole import write_whole
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -133,7 +131,7 @@ def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], N
         return
     entries = (*old.entries, Kept(change_id, seen, date.today().isoformat(), workload))
     try:
-        _write(path, {"format": FORMAT, "entries": [asdict(entry) for entry in entries]})
+        write_whole(path, json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1))
     except OSError as error:
         reason = error.strerror or error
         say(f"The next run will have to learn this again, for it cannot be remembered ({reason}): {path}")
@@ -216,19 +214,3 @@ def _entry(value: dict[str, Any]) -> Kept:
         raise TypeError("not text")
     date.fromisoformat(entry.when)
     return entry
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """The whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

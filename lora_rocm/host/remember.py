@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from lora_rocm.host.whole import write_whole
 
 FORMAT = 1
 MEMORY_FILE = "remembered.json"
@@ -27,17 +27,8 @@ def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
     if folder is None:
         return
     text = json.dumps({"format": FORMAT, "tools": {**_entries(folder), tool: entry}})
-    temporary: str | None = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=MEMORY_FILE)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, folder / MEMORY_FILE)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+    with contextlib.suppress(OSError):
+        write_whole(folder / MEMORY_FILE, text)
 
 
 def _entries(folder: Path | None) -> dict[str, Any]:
