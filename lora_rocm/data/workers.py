@@ -205,7 +205,7 @@ class Group:
                 else:
                     result = next(batches, None)
                     self._told.put(("end" if result is None else "read", result))
-            except Exception as error:  # the edge of a process: whatever a worker raised is raised again here
+            except Exception as error:  # the edge of a thread: whatever a worker raised is raised again by who asked
                 self._told.put(("failed", _reason(error)))
 
     def _opened(self, loader: DataLoader[Any]) -> Iterator[Result]:
