@@ -162,7 +162,7 @@ def test_forget_lists_what_was_remembered_and_deletes_it(tmp_path: Path, monkeyp
     folder = tmp_path / "Zoë K"
     monkeypatch.setenv("LORA_ROCM_HOME", str(folder))
     assert run("forget") == (0, "Nothing was remembered about this machine.\n", "")
-    keep(replace(situation("linux-rx7900xtx"), app_dir=str(folder)), "sdma-off", "hang", pytest.fail)
+    keep(replace(situation("linux-rx7900xtx"), app_dir=str(folder)), ["sdma-off"], "hang", pytest.fail)
     (folder / "changes-0.json").write_text("{", encoding="utf-8")
     code, output, _ = run("forget")
     assert code == 0 and "sdma-off: copies are made by shaders" in output and "because of: hang" in output

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -108,8 +108,8 @@ def _to_stderr(text: str) -> None:
     sys.stderr.flush()
 
 
-def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], None] = _to_stderr) -> None:
-    """Remember a change that was made, for the next runs on this machine.
+def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callable[[str], None] = _to_stderr) -> None:
+    """Remember changes that were made, for the next runs on this machine: all of them in one write, or none.
 
     A change that goes further each time is remembered as often as it is in force in ``situation``, which has it
     already, however often this is called. One for runs of a size is remembered only where a recipe tells the size.
@@ -118,18 +118,21 @@ def keep(situation: Situation, change_id: str, seen: str, say: Callable[[str], N
     Raises:
         KeyError: there is no such change.
     """
-    change = BY_ID[change_id]
-    if change.of_workload and situation.recipe is None:
-        return
-    workload = workload_of(situation.recipe) if change.of_workload and situation.recipe is not None else None
     path = path_of(Path(situation.app_dir), key_of(situation.facts, situation.selection))
     old = _read(path)
+    entries = list(old.entries)
+    for change_id in change_ids:
+        change = BY_ID[change_id]
+        if change.of_workload and situation.recipe is None:
+            continue
+        workload = workload_of(situation.recipe) if change.of_workload and situation.recipe is not None else None
+        same = [entry for entry in entries if (entry.change, entry.workload) == (change_id, workload)]
+        if len(same) < max(min(situation.changes.count(change_id), change.most), 1):
+            entries.append(Kept(change_id, seen, date.today().isoformat(), workload))
+    if len(entries) == len(old.entries):
+        return
     if old.damaged:
         say(f"What was remembered about this machine cannot be read, and is begun anew: {path}")
-    same = [entry for entry in old.entries if (entry.change, entry.workload) == (change_id, workload)]
-    if len(same) >= max(min(situation.changes.count(change_id), change.most), 1):
-        return
-    entries = (*old.entries, Kept(change_id, seen, date.today().isoformat(), workload))
     try:
         write_whole(path, json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1))
     except OSError as error:

@@ -60,7 +60,7 @@ DIED, UNKILLABLE = "worker-died", "worker-unkillable"
 KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
 
-Keep = Callable[[Situation, str, str], None]
+Keep = Callable[[Situation, Sequence[str], str], None]
 
 
 class Command(Protocol):
@@ -113,7 +113,7 @@ class Supervisor:
         on_event: called in this thread with each event of the worker and of the supervisor.
         say: shows a sentence to the user.
         again: the command that goes on with the run, for the user.
-        keep: remembers for this machine that a change was made because something was seen.
+        keep: remembers for this machine that changes were made because something was seen.
         read_log: lines of the kernel's log since a moment.
     """
 
@@ -125,7 +125,7 @@ class Supervisor:
     say: Callable[[str], None]
     checkpoint: Path | None = None
     again: str = ""
-    keep: Keep = lambda situation, change, seen: None
+    keep: Keep = lambda situation, changes, seen: None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     clock: Callable[[], float] = time.monotonic
     read_log: Callable[[Moment], tuple[str, ...]] = lines_since
@@ -222,7 +222,7 @@ class Supervisor:
         state.on_event(event, self.clock())
         self.on_event(event)
         if event["type"] == "change":
-            self._change(event["id"], event["seen"])
+            self._change([event["id"]], event["seen"])
 
     def _is_late(self, state: WatchState, hung: list[Hung]) -> bool:
         now = self.clock()
@@ -286,7 +286,7 @@ class Supervisor:
         """Put the changes in force, and tell that there is a further start."""
         for change in restart.changes:
             self._tell("change", **change_fields(change, str(failure.seen)))
-            self._change(change, str(failure.seen))
+        self._change(restart.changes, str(failure.seen))
         planned = plan(self.situation)
         if planned != self._planned:
             write_json(self.run_dir.environment, environment_json(planned, self.situation.facts), self.run_dir.path)
@@ -311,9 +311,12 @@ class Supervisor:
         self._newest, self._items = newest, {**self._items, **items}
         return further
 
-    def _change(self, change: str, seen: str) -> None:
-        self.situation = changed(self.situation, change)
-        self.keep(self.situation, change, seen)
+    def _change(self, changes: Sequence[str], seen: str) -> None:
+        """Put changes in force, and remember all that answer one thing at once: half of an answer may be none."""
+        for change in changes:
+            self.situation = changed(self.situation, change)
+        if changes:
+            self.keep(self.situation, changes, seen)
 
     def _tell(self, event_type: str, **fields: Any) -> None:
         self.on_event(record(self.run_dir, self._session, event_type, **fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def file_of(made: Situation) -> Path:
 def make(made: Situation, change: str, seen: str = "hang") -> Situation:
     """As a run does: the change is put in force, then remembered."""
     after = replace(made, changes=(*made.changes, change))
-    keep(after, change, seen, mute)
+    keep(after, [change], seen, mute)
     return after
 
 
@@ -58,7 +59,7 @@ def mute(text: str) -> None:
 def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situation) -> None:
     assert start.changes == () and start.remembered == kept.Remembered()
     assert "HSA_ENABLE_SDMA" not in {row.variable for row in plan(start).variables}
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     again = situation_here(of_size())
     assert again.changes == (MACHINE,)
     assert {row.variable: row.value for row in plan(again).variables}["HSA_ENABLE_SDMA"] == "0"
@@ -70,7 +71,7 @@ def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situa
 
 
 def test_another_stack_knows_nothing(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     newer = with_torch(XTX, version="2.14.0+rocm7.2")
     monkeypatch.setattr(here, "probe", lambda deep: newer)
     assert situation_here(of_size()).changes == ()
@@ -85,7 +86,7 @@ def test_without_a_gpu_torch_is_the_key() -> None:
 
 
 def test_a_recorded_machine_has_no_memory(start: Situation) -> None:
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     recorded = situation_here(of_size(), facts_of(XTX))
     assert recorded.changes == () and recorded.remembered is None and notices(recorded) == []
 
@@ -101,7 +102,7 @@ def test_what_is_for_a_size_counts_for_that_size_only(start: Situation) -> None:
 
 
 def test_what_is_for_a_size_is_not_kept_where_no_recipe_tells_it(start: Situation) -> None:
-    keep(replace(start, recipe=None), OF_SIZE, "out-of-memory", mute)
+    keep(replace(start, recipe=None), [OF_SIZE], "out-of-memory", mute)
     assert not file_of(start).exists()
 
 
@@ -111,6 +112,33 @@ def test_none_is_kept_more_often_than_it_can_be_made(change: object, start: Situ
     for _ in range(change.most + 2):  # type: ignore[attr-defined]
         run = make(run, change.id)  # type: ignore[attr-defined]
     assert situation_here(of_size()).changes == (change.id,) * change.most  # type: ignore[attr-defined]
+
+
+class Killed(BaseException):
+    """What a kill between two writes is to whoever writes."""
+
+
+@pytest.mark.parametrize(
+    ("calls", "left"), [([[MACHINE, OF_SIZE]], (MACHINE, OF_SIZE)), ([[MACHINE], [OF_SIZE]], (MACHINE,))]
+)
+def test_what_answers_one_thing_is_kept_in_one_write(
+    start: Situation, monkeypatch: pytest.MonkeyPatch, calls: list[list[str]], left: tuple[str, ...]
+) -> None:
+    """A kill comes after the first write: two changes of one answer are there; of two answers one is."""
+    whole, writes = kept.write_whole, list[Path]()
+
+    def write(path: Path, text: str) -> None:
+        if writes:
+            raise Killed
+        writes.append(path)
+        whole(path, text)
+
+    monkeypatch.setattr(kept, "write_whole", write)
+    run = replace(start, changes=(MACHINE, OF_SIZE))
+    with suppress(Killed):
+        for changes in calls:
+            keep(run, changes, "hang", mute)
+    assert situation_here(of_size()).changes == left
 
 
 def test_two_runs_that_go_equally_far_are_remembered_as_one(start: Situation) -> None:
@@ -124,14 +152,14 @@ def test_two_runs_that_go_equally_far_are_remembered_as_one(start: Situation) ->
 
 def test_an_unknown_change_cannot_be_kept_and_one_of_another_version_is_passed_over(start: Situation) -> None:
     with pytest.raises(KeyError):
-        keep(start, "no-such-change", "hang", mute)
-    keep(start, MACHINE, "hang", mute)
+        keep(start, ["no-such-change"], "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     path = file_of(start)
     path.write_text(path.read_text(encoding="utf-8").replace(MACHINE, "of-the-future"), encoding="utf-8")
     made = situation_here(of_size())
     assert made.changes == () and made.remembered is not None and len(made.remembered.entries) == 1
     assert notices(made) == [] and "another version" in kept.said(made.remembered.entries)[0]
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     assert len(recall(path.parent, key_of(start.facts, start.selection)).entries) == 2, "it is left in the file"
 
 
@@ -172,7 +200,7 @@ def test_a_damaged_file_is_forgotten_with_a_word_and_begun_anew(content: bytes, 
     (notice,) = notices(made)
     assert "cannot be read" in notice and kept.FORGET in notice
     said: list[str] = []
-    keep(made, MACHINE, "hang", said.append)
+    keep(made, [MACHINE], "hang", said.append)
     assert len(said) == 1 and str(path) in said[0]
     assert situation_here(of_size()).changes == (MACHINE,) and "cannot be read" not in str(
         notices(situation_here(of_size()))
@@ -191,19 +219,19 @@ def test_a_folder_that_cannot_be_written_is_said_and_is_no_error(start: Situatio
     blocked = tmp_path / "a file"
     blocked.write_text("", encoding="utf-8")
     said: list[str] = []
-    keep(replace(start, app_dir=str(blocked)), MACHINE, "hang", said.append)
+    keep(replace(start, app_dir=str(blocked)), [MACHINE], "hang", said.append)
     assert len(said) == 1 and str(blocked) in said[0] and "learn this again" in said[0]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     before, said = file_of(start).read_bytes(), list[str]()
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    keep(start, "hipblaslt-off", "hang", said.append)
+    keep(start, ["hipblaslt-off"], "hang", said.append)
     assert file_of(start).read_bytes() == before and os.listdir(file_of(start).parent) == [file_of(start).name]
     assert "No space left" in said[0]
 
@@ -213,16 +241,16 @@ def test_without_somebody_to_tell_it_goes_to_standard_error(
 ) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("", encoding="utf-8")
-    keep(replace(start, app_dir=str(blocked)), MACHINE, "hang")
+    keep(replace(start, app_dir=str(blocked)), [MACHINE], "hang")
     assert str(blocked) in capsys.readouterr().err
 
 
 def test_forget_deletes_every_stack_s_and_nothing_else(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(start.app_dir)
-    keep(start, MACHINE, "hang", mute)
-    keep(situation_here(of_size()), OF_SIZE, "out-of-memory", mute)
+    keep(start, [MACHINE], "hang", mute)
+    keep(situation_here(of_size()), [OF_SIZE], "out-of-memory", mute)
     other = replace(start, facts=with_torch(XTX, version="2.14.0"))
-    keep(other, "hipblaslt-off", "canary", mute)
+    keep(other, ["hipblaslt-off"], "canary", mute)
     (folder / "changes-damaged.json").write_text("{", encoding="utf-8")
     (folder / "selftest-0.json").write_text("{}", encoding="utf-8")
     gone = forget(folder)
@@ -303,7 +331,7 @@ def test_any_history_is_recalled_as_a_counting_model_says(
 
 
 def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(13, "Permission denied")
@@ -315,7 +343,7 @@ def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypat
 
 
 def test_a_file_that_says_the_same_ten_thousand_times_is_in_force_as_often_as_it_can_be(start: Situation) -> None:
-    keep(start, MACHINE, "hang", mute)
+    keep(start, [MACHINE], "hang", mute)
     whole = json.loads(file_of(start).read_text(encoding="utf-8"))
     (entry,) = whole["entries"]
     many = [{**entry, "seen": "\x1b[2J\nhang"}] * 10_000 + [{**entry, "change": OF_SIZE}] * 20_000

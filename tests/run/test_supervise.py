@@ -36,10 +36,10 @@ class Run:
         self.run_dir = RunDir(folder / "a run \u2713").create()
         self.events: list[dict[str, Any]] = []
         self.said: list[str] = []
-        self.kept: list[tuple[str, str]] = []
+        self.kept: list[tuple[str, ...]] = []
 
     def __call__(self, mode: str, *overrides: str, **options: Any) -> int:
-        options = {"keep": lambda situation, change, seen: self.kept.append((change, seen)), **options}
+        options = {"keep": lambda situation, changes, seen: self.kept.append((*changes, seen)), **options}
         self.supervisor = supervisor(self.run_dir, mode, overrides, self.events.append, self.said.append, **options)
         return self.supervisor.run()
 
