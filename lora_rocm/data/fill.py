@@ -250,27 +250,26 @@ class Caches:
         """Encode and write; the pictures that cannot be decoded, by key. The weights go when this returns."""
         jobs = [self._jobs[key] for key in faults]
         encode = _Fitting(self)
-        held = encode.held
         progress = Progress("images", len(self._jobs), self.report, done=len(self._jobs) - len(jobs))
         failed: dict[str, Problem] = {}
         try:
-            for _, group in groupby(jobs, key=lambda job: job.sample.key):  # both mirror images from one decoding
-                same_picture = list(group)
-                try:
-                    image = load_image(same_picture[0].sample)
-                except DataError as error:
-                    failed.update({job.key: Problem(error.where, error.what, error.fix) for job in same_picture})
-                    progress.step(len(same_picture))
-                    continue
-                for job in same_picture:
-                    pixels_CHW, place = pixels_of(cut(image, job.geometry, job.flip)), shown(job.sample.location)
-                    tensors = encode(pixels_CHW, place)
-                    if self.tiles and job.tiled_key is not None:
-                        self._entries[job.key] = job.tiled_key
-                    held.add(partial(self._put, "image", self.entry_key(job), tensors, place, faults[job.key]))
-                    progress.step()
-        finally:  # also where a stop was asked for
-            held.settle()
+            with encode.held as held:
+                for _, group in groupby(jobs, key=lambda job: job.sample.key):  # both mirror images from one decoding
+                    same_picture = list(group)
+                    try:
+                        image = load_image(same_picture[0].sample)
+                    except DataError as error:
+                        failed.update({job.key: Problem(error.where, error.what, error.fix) for job in same_picture})
+                        progress.step(len(same_picture))
+                        continue
+                    for job in same_picture:
+                        pixels_CHW, place = pixels_of(cut(image, job.geometry, job.flip)), shown(job.sample.location)
+                        tensors = encode(pixels_CHW, place)
+                        if self.tiles and job.tiled_key is not None:
+                            self._entries[job.key] = job.tiled_key
+                        held.add(partial(self._put, "image", self.entry_key(job), tensors, place, faults[job.key]))
+                        progress.step()
+        finally:
             del encode, held
             empty_pools()
         return failed
@@ -280,12 +279,12 @@ class Caches:
         encode, held = self.text_encoder.load(door), self._held_back(door)
         progress = Progress("captions", len(self._captions), self.report, len(self._captions) - len(faults))
         try:
-            for key, fault in faults.items():
-                caption = self._captions[key]
-                held.add(partial(self._put, "text", key, encode(caption), repr(caption), fault))
-                progress.step()
+            with held:
+                for key, fault in faults.items():
+                    caption = self._captions[key]
+                    held.add(partial(self._put, "text", key, encode(caption), repr(caption), fault))
+                    progress.step()
         finally:
-            held.settle()
             del encode, held, door
             empty_pools()
 

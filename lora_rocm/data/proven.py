@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 
 import torch
 
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import LoraRocmError, StoppedError
 
 OpenDoor = Callable[[torch.device], DeviceTransfer]
 Look = Callable[[DeviceTransfer], None]
@@ -30,6 +33,10 @@ def plain_door(device: torch.device) -> DeviceTransfer:
 class HeldBack:
     """Work whose results are kept once a look has found all well. Without a look they are kept at once.
 
+    At the end of a ``with`` block it settles, also where a stop was asked for, or the work failed: then that error is
+    the one to be told, and what the look or the disk says too (a device that is lost fails at whatever comes next)
+    only costs what is held.
+
     Args:
         look: called before the first result is made, and before results are kept.
     """
@@ -39,6 +46,14 @@ class HeldBack:
         self._most = FIRST_HELD
         if look is not None:
             look()
+
+    def __enter__(self) -> HeldBack:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
+        with suppress(*((LoraRocmError, OSError, RuntimeError, MemoryError) if failed else ())):
+            self.settle()
 
     def add(self, keep: Callable[[], None]) -> None:
         """One result; ``keep`` writes it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError
+from tests.data.test_fill import jobs_for
 
 CPU = torch.device("cpu")
 WORDS = ["a", "b", "c", "d", "e"]
@@ -86,6 +88,56 @@ def test_what_is_made_when_a_stop_comes_stays_if_a_look_finds_all_well(
     with pytest.raises(CanaryError if fails_at else KeyboardInterrupt):
         watched.caches.fill_texts(WORDS)
     assert len(family.text_encoder.encoded) == 1 and watched.on_disk() == (0 if fails_at else 1)
+
+
+FAULT = RuntimeError("HIP error: unspecified launch failure")
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (RuntimeError("HIP error: invalid argument"), FAULT),
+        (CanaryError("canary-kernel", "wrong"), FAULT),
+        (None, FAULT),
+    ],
+    ids=["device lost", "wrong answers", "well"],
+)
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_place(
+    tmp_path: Path, make: SimpleNamespace, family: Any, kind: str, second: Exception | None, told: Exception
+) -> None:
+    watched = Watched(tmp_path / "cache", family)
+    encoder = family.text_encoder if kind == "text" else family.image_encoder
+    whole, look = encoder.tensors_of, watched.caches.look
+    broken: list[bool] = []
+
+    def encode(item: Any) -> Any:
+        if len(encoder.encoded) == 3:  # one is kept, one is held, this one fails
+            broken.append(True)
+            raise FAULT
+        return whole(item)
+
+    def fails_after_the_fault(door: DeviceTransfer) -> None:
+        look(door)
+        if broken and second is not None:
+            raise second
+
+    encoder.tensors_of, watched.caches.look = encode, fails_after_the_fault
+    with pytest.raises((RuntimeError, CanaryError)) as caught:
+        if kind == "text":
+            watched.caches.fill_texts(WORDS)
+        else:
+            for index in range(4):
+                make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+            watched.caches.fill_images(jobs_for(watched.caches, make, tmp_path / "data"))
+    assert caught.value is told and watched.on_disk() == (2 if second is None else 1)
+
+
+def test_without_an_error_of_the_work_the_failing_look_is_told(tmp_path: Path, family: Any) -> None:
+    watched = Watched(tmp_path, family)
+    watched.fails_at = 2
+    with pytest.raises(CanaryError):
+        watched.caches.fill_texts(WORDS[:2])
 
 
 def test_a_repair_is_proven_too(tmp_path: Path, family: Any) -> None:
