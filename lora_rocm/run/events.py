@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import storage_error
+from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.host.printable import legible
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
@@ -127,6 +128,7 @@ class EventWriter:
         self.path, self.session = path, session
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _is_there(path)
             self._file = path.open("ab")
             if self._file.tell() and not _ends_with_newline(path):
                 self._file.write(b"\n")
@@ -150,6 +152,26 @@ class EventWriter:
             self._file.close()
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is a plain file; links are followed.
+
+    Raises:
+        StorageError: what is there would be waited for, or read, without end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise StorageError(
+            "no-file",
+            "The events of a run are in a plain file; here is a folder, a pipe or a device.",
+            where=str(path),
+            fix="Take it away, or use another run directory.",
+        )
+    return True
+
+
 def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
@@ -157,13 +179,19 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 class EventReader:
-    """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones."""
+    """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones.
+
+    Raises:
+        StorageError: ``poll`` found something else than a plain file.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self._offset, self._rest = path, offset, b""
 
     def poll(self) -> list[dict[str, Any]]:
         try:
+            if not _is_there(self.path):
+                return []
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
@@ -233,7 +261,11 @@ def _legible(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole event of a file, in the order written."""
+    """Every whole event of a file, in the order written.
+
+    Raises:
+        StorageError: see ``EventReader``.
+    """
     return EventReader(path).poll()
 
 

@@ -1,7 +1,10 @@
 """The event stream."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,6 +80,38 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):
         EventWriter(tmp_path / "file" / "events.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["endless device", "pipe", "folder", "plain file", "nothing"])
+@pytest.mark.parametrize("use", [read_events, EventWriter], ids=["read", "write"])
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path, kind: str, use: Callable[[Path], Any]) -> None:
+    """A device that never ends would be read until memory is full, and a pipe waited for."""
+    path, target = tmp_path / "events.jsonl", tmp_path / "elsewhere"
+    if kind == "endless device":
+        if not Path("/dev/zero").exists():
+            pytest.skip("this system has no such device")
+        target = Path("/dev/zero")
+    elif kind == "pipe":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("this system has no pipes with names")
+        os.mkfifo(target)
+    elif kind == "folder":
+        target.mkdir()
+    else:
+        target.touch()
+    if kind != "nothing":
+        try:
+            path.symlink_to(target)
+        except OSError:
+            pytest.skip("no links may be made here")
+    if kind in ("plain file", "nothing"):
+        made = use(path)
+        if isinstance(made, EventWriter):
+            made.close()
+        return
+    with pytest.raises(StorageError) as caught:
+        use(path)
+    assert caught.value.code == "no-file" and str(path) in caught.value.where
 
 
 def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
