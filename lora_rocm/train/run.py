@@ -105,23 +105,42 @@ def train(start: Start) -> tuple[bool, int]:
     with session.phase("cache"):
         data = _prepare_data(start, family)
     with session.phase("load"):
-        transfer = _transfer(start)
-        model, adapter = _load_model(start, family, transfer)
-        optimizer = GatedAdamW(
-            adapter.parameters,
-            adapter.groups(recipe.optim),
-            recipe.optim,
-            max_train_steps=data.max_train_steps,
-            ema_decay=recipe.train.ema_decay,
-            use_loss_scale=start.dtype is torch.float16,
-        )
-        position = Position()
-        if checkpoint is not None:
-            position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
-            state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
-        position.attempt = max(position.attempt, start.attempt)
-        guard = Guard(Canary(start.device, start.dtype, recipe.lora.rank, transfer), optimizer, session.emit)
-        guard.check_kernels(position.updates)
+        artifacts, position = load(start, family, data)
+    trainer = new_trainer(start, data, position, artifacts)
+    artifacts.room.look_ahead(position.updates)
+    artifacts.preview_before()
+    artifacts.preview_again(position.updates)
+    watching = first_time(start.device, "The first step", session.notice)
+    with closing(data.workers), session.phase("step"), watching as seen:
+        session.readers.append(lambda event: seen() if event["type"] == "step" else None)
+        finished = trainer.fit(data.max_train_steps)
+    artifacts.checkpoint(position)
+    if finished:
+        with session.phase("export"):
+            artifacts.finish(position)
+    return finished, position.updates
+
+
+def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
+    """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
+    session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
+    transfer = _transfer(start)
+    model, adapter = _load_model(start, family, transfer)
+    optimizer = GatedAdamW(
+        adapter.parameters,
+        adapter.groups(recipe.optim),
+        recipe.optim,
+        max_train_steps=data.max_train_steps,
+        ema_decay=recipe.train.ema_decay,
+        use_loss_scale=start.dtype is torch.float16,
+    )
+    position = Position()
+    if checkpoint is not None:
+        position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
+        state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
+    position.attempt = max(position.attempt, start.attempt)
+    guard = Guard(Canary(start.device, start.dtype, recipe.lora.rank, transfer), optimizer, session.emit)
+    guard.check_kernels(position.updates)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -137,19 +156,7 @@ def train(start: Start) -> tuple[bool, int]:
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
         tiles=start.settings.vae_tiling,
     )
-    trainer = _trainer(start, data, position, artifacts)
-    artifacts.room.look_ahead(position.updates)
-    artifacts.preview_before()
-    artifacts.preview_again(position.updates)
-    watching = first_time(start.device, "The first step", session.notice)
-    with closing(data.workers), session.phase("step"), watching as seen:
-        session.readers.append(lambda event: seen() if event["type"] == "step" else None)
-        finished = trainer.fit(data.max_train_steps)
-    artifacts.checkpoint(position)
-    if finished:
-        with session.phase("export"):
-            artifacts.finish(position)
-    return finished, position.updates
+    return artifacts, position
 
 
 def _prepare_data(start: Start, family: ModelFamily) -> Data:
@@ -169,7 +176,12 @@ def _prepare_data(start: Start, family: ModelFamily) -> Data:
         open_door=lambda device: _transfer(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )
-    train = recipe.train
+    return data_of(start, family, cache, prepared)
+
+
+def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
+    """The plan over what is prepared, the readers of the cache, and the event that tells of both."""
+    session, train = start.session, start.recipe.train
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
     session.emit(
@@ -263,7 +275,8 @@ def _restore(
     return checkpoint.position
 
 
-def _trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
+def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
+    """The loop over all of it, with its hooks."""
     session, recipe, family, model = start.session, start.recipe, artifacts.family, artifacts.model
     train, pins = recipe.train, _pins(start)
 
