@@ -6,7 +6,7 @@ import glob
 import io
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,9 @@ DATASET_ERRORS = (
     RuntimeError,
     ImportError,
 )
+MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
+"""Parquet that says it unpacks to more than both, in bytes and as often as its own size, was not made of pictures:
+these hardly shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
@@ -243,6 +246,7 @@ def _open(dataset: str, split: str) -> Any:
                     where=where,
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
                 )
+            _refuse_swelling([path], where)
             opened = datasets.load_dataset(
                 BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
             )
@@ -278,6 +282,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
     for suffix, builder in BUILDERS.items():
         if any(path.rglob(f"*{suffix}")):
             found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=[suffix])
+            _refuse_swelling((Path(file) for paths in found.values() for file in paths), where)
             files = {str(name): [glob.escape(file) for file in paths] for name, paths in found.items()}
             return datasets.load_dataset(builder, data_files=files, split=split)
     raise DataError(
@@ -286,6 +291,30 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         where=where,
         fix=f"Datasets are {', '.join(BUILDERS)} files or written by save_to_disk. For a folder of pictures use path.",
     )
+
+
+def _refuse_swelling(files: Iterable[Path], where: str) -> None:
+    """Look into the footers of Parquet files before anything is unpacked.
+
+    Raises:
+        DataError: see MAX_UNPACKED_BYTES.
+        OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is no Parquet.
+    """
+    from pyarrow import parquet
+
+    for file in files:
+        if file.suffix.lower() != ".parquet":
+            continue
+        footer = parquet.read_metadata(file)
+        groups = (footer.row_group(index) for index in range(footer.num_row_groups))
+        unpacked_bytes = sum(group.total_byte_size for group in groups)
+        if unpacked_bytes > max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size):
+            raise DataError(
+                "dataset-swells",
+                f"A file of {file.stat().st_size} bytes would unpack to {unpacked_bytes}: it cannot be pictures.",
+                where=f"{where}: {shown(file)}",
+                fix="Make the dataset again, with pictures in their own format (PNG, JPEG, ...) in its cells.",
+            )
 
 
 def _from_hub(dataset: str, split: str, where: str) -> Any:

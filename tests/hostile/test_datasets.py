@@ -105,6 +105,27 @@ def test_a_dataset_of_the_hub_names_no_files_of_this_machine(
     assert "outside the dataset" in found.set_aside[0].what
 
 
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(("codec", "refused"), [("zstd", True), ("none", False)])
+def test_parquet_that_swells_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, refused: bool, as_folder: bool
+) -> None:
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 1 << 20)
+    file = tmp_path / "ds" / "train.parquet"
+    file.parent.mkdir()
+    columns = {"image": [attacks.picture() + bytes(1 << 20), attacks.picture() + bytes(1 << 20)], "text": ["x", "y"]}
+    parquet.write_table(pyarrow.table(columns), file, compression=codec, use_dictionary=False)
+    loads: list[object] = []
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **how: loads.append(args) or load(*args, **how))
+    if not refused:
+        assert len(scanned(file.parent if as_folder else file).samples) == 2 and loads
+        return
+    with pytest.raises(DataError) as caught:
+        scanned(file.parent if as_folder else file)
+    assert caught.value.code == "dataset-swells" and str(file) in caught.value.where and not loads
+
+
 def test_captions_that_are_none(tmp_path: Path) -> None:
     texts = [f"a{attacks.STEERING}\nb", "x" * (MAX_CAPTION_BYTES + 1), "y" * MAX_CAPTION_BYTES, None]
     found = scanned(write(tmp_path / "x.parquet", image=[attacks.picture(side=n + 8) for n in range(4)], text=texts))
