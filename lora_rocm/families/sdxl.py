@@ -18,6 +18,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from lora_rocm.families import diffusion, sdxl_check, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import Layout, Part, Source, resolve
+from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
 from lora_rocm.families.weightfiles import legacy_model_hash
@@ -65,6 +66,8 @@ class Sdxl:
         Raises:
             ModelError: it is missing, damaged, or not SDXL.
         """
+        if self.recipe.model.name_or_path.startswith(PREFIX):
+            return random_source(self.recipe.model.name_or_path, LAYOUT)
         source = resolve(self.recipe.model, LAYOUT)
         sdxl_check.check(source)
         return source
