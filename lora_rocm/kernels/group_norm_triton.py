@@ -1,0 +1,269 @@
+"""GroupNorm with SiLU in channels_last: three kernels forward, three backward. See ``norms``.
+
+Each pass cuts a picture into chunks of pixels and blocks of channels. Forward, every block gives the mean and the
+squared spread of each channel, which a small kernel joins to those of the groups (Chan et al. 1979: no difference of
+large sums), and a second pass normalises. Backward likewise, with the two sums that the gradient needs. Only ``x``, and
+mean and reciprocal deviation of each group, are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+BLOCK = 64
+SMALL_PIXELS, LARGE_PIXELS = 32, 128
+MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
+JOINED = 32
+
+
+@triton.jit
+def _tile(pixels, channels, chunks, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.program_id(0)
+    batch = part // chunks
+    pixel = (part % chunks) * PIXELS + tl.arange(0, PIXELS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]
+    offset = (batch.to(tl.int64) * pixels + pixel)[:, None] * channels + channel[None, :]
+    return part, batch, channel, inside, offset
+
+
+@triton.jit
+def moments(
+    x, shift, means, spreads, pixels, channels, chunks, SHIFT: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
+):  # noqa: D103
+    part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    count = tl.minimum(PIXELS, pixels - (part % chunks) * PIXELS).to(tl.float32)
+    mean = tl.sum(value, axis=0) / count
+    away = tl.where(inside, value - mean[None, :], 0.0)
+    spread = tl.sum(away * away, axis=0)
+    if SHIFT:
+        mean += tl.load(shift + batch * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    tl.store(means + part * channels + channel, mean, mask=channel < channels)
+    tl.store(spreads + part * channels + channel, spread, mask=channel < channels)
+
+
+@triton.jit
+def join_moments(
+    means, spreads, mean_out, rstd_out, pixels, channels, chunks, groups, eps,
+    PIXELS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip  # noqa: D103
+    program = tl.program_id(0)
+    width = channels // groups
+    column = tl.arange(0, WIDTH)
+    first = (program // groups) * chunks
+    start = (program % groups) * width
+    total = tl.zeros([JOINED, WIDTH], tl.float32)
+    for begin in range(0, chunks, JOINED):
+        chunk = begin + tl.arange(0, JOINED)
+        inside = (chunk < chunks)[:, None] & (column < width)[None, :]
+        count = tl.minimum(PIXELS, pixels - chunk * PIXELS).to(tl.float32)
+        offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
+        total += tl.load(means + offset, mask=inside, other=0.0) * count[:, None]
+    number = (pixels * width).to(tl.float32)
+    mean = tl.sum(tl.sum(total, axis=1), axis=0) / number
+    spread = tl.zeros([JOINED, WIDTH], tl.float32)
+    for begin in range(0, chunks, JOINED):
+        chunk = begin + tl.arange(0, JOINED)
+        inside = (chunk < chunks)[:, None] & (column < width)[None, :]
+        count = tl.minimum(PIXELS, pixels - chunk * PIXELS).to(tl.float32)
+        offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
+        away = tl.load(means + offset, mask=inside, other=0.0) - mean
+        inner = tl.load(spreads + offset, mask=inside, other=0.0)
+        spread += tl.where(inside, inner + away * away * count[:, None], 0.0)
+    variance = tl.sum(tl.sum(spread, axis=1), axis=0) / number
+    tl.store(mean_out + program, mean)
+    tl.store(rstd_out + program, 1.0 / tl.sqrt(variance + eps))
+
+
+@triton.jit
+def _normalised(
+    x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT: tl.constexpr
+):
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    is_channel = channel < channels
+    group = batch * groups + channel // (channels // groups)
+    centre = tl.load(mean + group, mask=is_channel, other=0.0)
+    if SHIFT:
+        centre -= tl.load(shift + batch * channels + channel, mask=is_channel, other=0.0).to(tl.float32)
+    scale = tl.load(rstd + group, mask=is_channel, other=0.0)
+    w = tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
+    b = tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    normal = (value - centre[None, :]) * scale[None, :]
+    return normal, normal * w[None, :] + b[None, :], w, scale, group
+
+
+@triton.jit
+def normalise(
+    x, shift, weight, bias, mean, rstd, y, pixels, channels, chunks, groups,
+    SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip  # noqa: D103
+    part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
+    normal, z, w, scale, group = _normalised(
+        x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
+    )
+    if SILU:
+        z = z * tl.sigmoid(z)
+    tl.store(y + offset, z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normal_gradient(dy, z, w, inside, offset, SILU: tl.constexpr):
+    gradient = tl.load(dy + offset, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        s = tl.sigmoid(z)
+        gradient = gradient * (s + z * s * (1.0 - s))
+    return gradient * w[None, :]
+
+
+@triton.jit
+def gradient_sums(
+    dy, x, shift, weight, bias, mean, rstd, plain_sums, normal_sums, pixels, channels, chunks, groups,
+    SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip  # noqa: D103
+    part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
+    normal, z, w, scale, group = _normalised(
+        x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
+    )
+    gradient = _normal_gradient(dy, z, w, inside, offset, SILU)
+    at = part * channels + channel
+    tl.store(plain_sums + at, tl.sum(gradient, axis=0), mask=channel < channels)
+    tl.store(normal_sums + at, tl.sum(gradient * normal, axis=0), mask=channel < channels)
+
+
+@triton.jit
+def join_sums(
+    plain_sums, normal_sums, plain_out, normal_out, pixels, channels, chunks, groups,
+    JOINED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip  # noqa: D103
+    program = tl.program_id(0)
+    width = channels // groups
+    column = tl.arange(0, WIDTH)
+    first = (program // groups) * chunks
+    start = (program % groups) * width
+    plain = tl.zeros([JOINED, WIDTH], tl.float32)
+    normal = tl.zeros([JOINED, WIDTH], tl.float32)
+    for begin in range(0, chunks, JOINED):
+        chunk = begin + tl.arange(0, JOINED)
+        inside = (chunk < chunks)[:, None] & (column < width)[None, :]
+        offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
+        plain += tl.load(plain_sums + offset, mask=inside, other=0.0)
+        normal += tl.load(normal_sums + offset, mask=inside, other=0.0)
+    number = (pixels * width).to(tl.float32)
+    tl.store(plain_out + program, tl.sum(tl.sum(plain, axis=1), axis=0) / number)
+    tl.store(normal_out + program, tl.sum(tl.sum(normal, axis=1), axis=0) / number)
+
+
+@triton.jit
+def input_gradient(
+    dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
+    SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip  # noqa: D103
+    part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
+    normal, z, w, scale, group = _normalised(
+        x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
+    )
+    gradient = _normal_gradient(dy, z, w, inside, offset, SILU)
+    is_channel = channel < channels
+    plain = tl.load(plain_mean + group, mask=is_channel, other=0.0)
+    along = tl.load(normal_mean + group, mask=is_channel, other=0.0)
+    result = (gradient - plain[None, :] - normal * along[None, :]) * scale[None, :]
+    if RESIDUAL:
+        result += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):  # noqa: D103
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    b = tl.load(bias + at % channels, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
+    total += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+class _Shape:
+    """How a picture is cut."""
+
+    def __init__(self, x_BCHW: Tensor, groups: int) -> None:
+        batch, channels, height, width = x_BCHW.shape
+        pixels = height * width
+        blocks = triton.cdiv(channels, BLOCK)
+        many = batch * triton.cdiv(pixels, LARGE_PIXELS) * blocks >= MANY_BLOCKS
+        self.cut = {"PIXELS": LARGE_PIXELS if many else SMALL_PIXELS, "BLOCK": BLOCK}
+        chunks = triton.cdiv(pixels, self.cut["PIXELS"])
+        self.sizes = (pixels, channels, chunks)
+        self.grid, self.joins = (batch * chunks, blocks), (batch * groups,)
+        self.joined = {"JOINED": JOINED, "WIDTH": triton.next_power_of_2(channels // groups)}
+        self.parts, self.groups = (2, batch * chunks, channels), (2, batch * groups)
+
+
+class TritonGroupNorm(Function):
+    """(x, shift_BC, weight, bias, groups, eps, silu) -> (normalised, x). See ``norms.group_norm``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+    ) -> tuple[Tensor, Tensor]:
+        x_nhwc = x.contiguous(memory_format=torch.channels_last)
+        shift = None if shift is None else shift.contiguous()
+        shape = _Shape(x, groups)
+        parts = x.new_empty(shape.parts, dtype=torch.float32)
+        known = x.new_empty(shape.groups, dtype=torch.float32)
+        has = {"SHIFT": shift is not None}
+        y = torch.empty_like(x_nhwc)
+        moments[shape.grid](x_nhwc, shift, parts[0], parts[1], *shape.sizes, **has, **shape.cut)
+        join_moments[shape.joins](
+            parts[0], parts[1], known[0], known[1], *shape.sizes, groups, eps, PIXELS=shape.cut["PIXELS"], **shape.joined
+        )
+        normalise[shape.grid](
+            x_nhwc, shift, weight, bias, known[0], known[1], y, *shape.sizes, groups, SILU=silu, **has, **shape.cut
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_nhwc, shift, weight, bias, known)
+        ctx.shape, ctx.number, ctx.flags = shape, groups, {"SILU": silu, **has}
+        return y, x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return residual, *[None] * 6
+        x, shift, weight, bias, known = ctx.saved_tensors
+        shape, groups = ctx.shape, ctx.number
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        residual = None if residual is None else residual.contiguous(memory_format=torch.channels_last)
+        parts, means = x.new_empty(shape.parts, dtype=torch.float32), torch.empty_like(known)
+        dx = torch.empty_like(x)
+        frozen = (x, shift, weight, bias, known[0], known[1])
+        gradient_sums[shape.grid](dy, *frozen, parts[0], parts[1], *shape.sizes, groups, **ctx.flags, **shape.cut)
+        join_sums[shape.joins](parts[0], parts[1], means[0], means[1], *shape.sizes, groups, **shape.joined)
+        how = {**ctx.flags, "RESIDUAL": residual is not None, **shape.cut}
+        input_gradient[shape.grid](dy, residual, *frozen, means[0], means[1], dx, *shape.sizes, groups, **how)
+        dshift = dx.sum(dim=(2, 3)) if ctx.needs_input_grad[1] else None
+        return dx, dshift, *[None] * 5
+
+
+class TritonResidual(Function):
+    """(x, y, bias_C) -> x + y + bias, in channels_last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+        x, y = (t.contiguous(memory_format=torch.channels_last) for t in (x, y))
+        out = torch.empty_like(x)
+        count = out.numel()
+        add_bias_residual[(triton.cdiv(count, 2048),)](x, y, bias, out, count, x.shape[1], BLOCK=2048)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dout, dout, None

@@ -1,0 +1,48 @@
+"""PEFT's linear LoRA layer, with the plain case computed by ``lora_linear``.
+
+It is put in by PEFT's registration of custom modules (``LoraConfig._register_custom_module``), which is not public: a
+test pins it. Everything else about the layer, names, scaling, switching off, is PEFT's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+from lora_rocm.kernels.lora_linear import lora_linear
+
+
+class LoraLinear(Linear):
+    """A linear layer with LoRA; what ``plain`` does not take goes PEFT's way."""
+
+    def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
+        """(A, B, scale) where the layer is one active plain LoRA on a plain layer in the dtype of ``x``; else None."""
+        if self._disable_adapters or self.merged_adapters or torch.is_autocast_enabled(x.device.type):
+            return None
+        name = self._active_adapter if isinstance(self._active_adapter, str) else self._active_adapter[0]
+        several = not isinstance(self._active_adapter, str) and len(self._active_adapter) != 1
+        if several or name not in self.lora_A or name in self.lora_variant or type(self.base_layer) is not nn.Linear:
+            return None
+        dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
+        if b.bias is not None or a.weight.dtype != x.dtype or self.base_layer.weight.dtype != x.dtype:
+            return None
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
+            return None
+        return a.weight, b.weight, self.scaling[name]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = None if args or kwargs or self.base_layer.weight.requires_grad else self.plain(x)
+        if found is None:
+            output: Tensor = super().forward(x, *args, **kwargs)
+            return output
+        return lora_linear(x, self.base_layer.weight, self.base_layer.bias, *found)
+
+
+def with_lean_layers(config: LoraConfig) -> LoraConfig:
+    """Make PEFT use ``LoraLinear`` for linear layers; to be called before the config is used."""
+    config._register_custom_module({nn.Linear: LoraLinear})
+    return config

@@ -1,0 +1,124 @@
+"""A frozen linear layer with its LoRA as one step of autograd: y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
+
+The update is accumulated into the base product by the matrix product itself, forward and backward: no scaled copy and
+no sum of two large tensors is ever written. Of the input only ``x`` and the small ``h = s x A^T`` are kept.
+
+Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def lora_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """The layer's output, in the dtype of ``x``.
+
+    Args:
+        x: [..., I]; weight, bias, a and b have its dtype (float64, float32, bfloat16 or float16).
+        weight_OI: frozen, as is ``bias_O``: they get no gradient.
+        a_RI: leaf; its gradient comes in its own dtype, as that of ``b_OR``.
+        scale: alpha / rank.
+    """
+    output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale)
+    return output
+
+
+def lora_projections(
+    x: Tensor, weight_OI: Tensor, a_RI: Sequence[Tensor], b_OR: Sequence[Tensor], scale: float, join: bool = False
+) -> tuple[Tensor, ...]:
+    """Several adapted projections of one input, without bias: one base product, one product for all ``A``.
+
+    Args:
+        x: [..., I].
+        weight_OI: the frozen weights of all projections, one below the other.
+        a_RI: one a projection; b_OR: one a projection, in the order of the weights.
+        scale: alpha / rank, of all of them.
+        join: in the backward pass copy the outputs' gradients side by side for one product, instead of one product
+            each that adds to the one before.
+
+    Returns:
+        One view a projection of the same memory: rows are as far apart as all outputs together are wide.
+    """
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, scale, join, *a_RI, *b_OR)
+    return outputs
+
+
+class _LoraLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+        x_MI = x.reshape(-1, x.shape[-1])
+        h_MR = _scaled_product(x_MI, a_RI.t(), scale)
+        y_MO = F.linear(x_MI, weight_OI, bias_O).addmm_(h_MR, b_OR.t())
+        ctx.save_for_backward(x_MI, h_MR, weight_OI, a_RI, b_OR)
+        ctx.scale, ctx.shape = scale, x.shape
+        return y_MO.view(*x.shape[:-1], y_MO.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_MI, h_MR, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        dy_MO = dy.reshape(-1, dy.shape[-1])
+        dh_MR = _scaled_product(dy_MO, b_OR, ctx.scale)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy_MO @ weight_OI).addmm_(dh_MR, a_RI).view(ctx.shape)
+        da_RI = dh_MR.t() @ x_MI if ctx.needs_input_grad[3] else None
+        db_OR = dy_MO.t() @ h_MR if ctx.needs_input_grad[4] else None
+        return dx, None, None, da_RI, db_OR, None
+
+
+class _LoraProjections(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, scale: float, join: bool, *leaves: Tensor) -> tuple[Tensor, ...]:
+        count = len(leaves) // 2
+        all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
+        x_MI = x.reshape(-1, x.shape[-1])
+        y_MO = x_MI @ weight_OI.t()
+        h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
+        outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
+        for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
+            y.addmm_(h, b.t())
+        ctx.save_for_backward(x_MI, h_MR, weight_OI, all_a_RI, *b_OR)
+        ctx.scale, ctx.shape, ctx.join = scale, x.shape, join
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_MI, h_MR, weight_OI, all_a_RI, *b_OR = ctx.saved_tensors
+        ranks = [b.shape[1] for b in b_OR]
+        dy_MO = [d.reshape(-1, d.shape[-1]) for d in dy]
+        dh_MR = torch.empty_like(h_MR)
+        for dh, d, b in zip(dh_MR.split(ranks, dim=1), dy_MO, b_OR, strict=True):
+            dh.addmm_(d, b, beta=0, alpha=ctx.scale)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(dy_MO, weight_OI, ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
+        da_RI = (dh_MR.t() @ x_MI).split(ranks)
+        db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
+        return dx, None, None, None, *da_RI, *db_OR
+
+
+def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tensor:
+    if join:
+        return torch.cat(dy_MO, dim=1) @ weight_OI
+    first, *others = weight_OI.split([d.shape[1] for d in dy_MO])
+    dx_MI = dy_MO[0] @ first
+    for d, weight in zip(dy_MO[1:], others, strict=True):
+        dx_MI.addmm_(d, weight)
+    return dx_MI
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """``scale * left @ right`` as one product (beta 0: what the new memory holds is not read)."""
+    if scale == 1:
+        return left @ right
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
