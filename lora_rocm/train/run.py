@@ -103,7 +103,7 @@ def train(start: Start) -> tuple[bool, int]:
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     with session.phase("cache"):
-        data = _prepare_data(start, family)
+        data = prepare_data(start, family)
     with session.phase("load"):
         artifacts, position = load(start, family, data)
     trainer = new_trainer(start, data, position, artifacts)
@@ -159,7 +159,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     return artifacts, position
 
 
-def _prepare_data(start: Start, family: ModelFamily) -> Data:
+def prepare_data(start: Start, family: ModelFamily) -> Data:
+    """Find the pictures and fill the caches."""
     session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0

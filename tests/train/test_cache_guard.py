@@ -47,7 +47,7 @@ def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = 
         lambda event: on_progress(event["what"], event["done"]) if event["type"] == "cache" else None
     )
     try:
-        run._prepare_data(run.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
+        run.prepare_data(run.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
     finally:
         session.close()
 
