@@ -1,0 +1,317 @@
+"""An SDXL UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
+
+``fuse`` exchanges single modules of one UNet for subclasses that share their contents, so parameters, their names and
+everything that holds them stay. Whatever is not the plain case (masks, dropout, other norms, adapters switched off)
+goes the way of diffusers' own code.
+
+Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_rocm.kernels.choice import Form, form_for
+from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.lora_layer import LoraLinear
+from lora_rocm.kernels.lora_linear import lora_projections
+from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What is fused, and how.
+
+    projections: one product for query, key and value of one input. join: see ``lora_projections``.
+    geglu, norms: the form of each, or None to leave it as it is.
+    channels_last: convolutions' weights, and with them all pictures inside the UNet, in that layout.
+    """
+
+    projections: bool = True
+    join: bool = False
+    geglu: Form | None = "eager"
+    norms: Form | None = "eager"
+    channels_last: bool = False
+
+
+def fusion_for(device: torch.device, triton: bool = True) -> Fusion:
+    """What is best on a device; ``triton=False`` asks for plain PyTorch."""
+    form = form_for(device, triton)
+    return Fusion(geglu=form, norms=form, channels_last=form == "triton")
+
+
+def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
+    """Exchange what ``how`` says; to be called when LoRA is injected and the weights lie where they stay.
+
+    Again with another ``how``: what was exchanged before is set to that. Weights of merged projections stay merged.
+    """
+    if how.channels_last:
+        for module in unet.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+    for parent in list(unet.modules()):
+        for name, child in list(parent.named_children()):
+            swapped = FUSED.get(type(child))
+            if swapped is not None and swapped.fits(child):
+                setattr(parent, name, _adopt(swapped, child))
+    if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
+        unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
+    for module in unet.modules():
+        if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
+            module.how = how
+        if how.projections and type(module) is Attention and type(module.processor) is AttnProcessor2_0:
+            if _is_plain_attention(module):
+                module.set_processor(MergedProjections(module))
+        if isinstance(module, Attention) and isinstance(module.processor, MergedProjections):
+            module.processor.how = how
+
+
+def _adopt(cls: type[M], module: nn.Module) -> M:
+    """A module of another class with the same contents (shared, not copied)."""
+    adopted = cls.__new__(cls)
+    adopted.__dict__.update(module.__dict__)
+    return adopted
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """The last norm with its SiLU."""
+
+    how: Fusion
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        if self.how.norms != "triton":
+            return super().forward(x_BCHW)
+        return group_norm(x_BCHW, self, "triton")[0]
+
+
+class FusedSiLU(nn.SiLU):
+    """Behind ``FusedGroupNorm``, which has done it already in the Triton form."""
+
+    how: Fusion
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.how.norms == "triton" else super().forward(x)
+
+
+class FusedGEGLU(GEGLU):
+    """The gate of the feed-forward layer; its projection may carry a LoRA."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return isinstance(module.proj, nn.Linear | LoraLayer)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        form, proj = self.how.geglu, self.proj
+        if form is None or args or kwargs:
+            output: Tensor = super().forward(x, *args, **kwargs)
+            return output
+        if form == "eager" and type(proj) is nn.Linear and not proj.weight.requires_grad and proj.weight.dtype == x.dtype:
+            return geglu_of(x, proj.weight, proj.bias)
+        return geglu(proj(x), form)
+
+
+class FusedResnet(ResnetBlock2D):
+    """Norms with their SiLU and the sum before; biases of the convolutions join sums that are made anyway."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        plain = module.upsample is None and module.downsample is None and module.time_emb_proj is not None
+        plain = plain and module.time_embedding_norm == "default" and not module.skip_time_act
+        return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
+
+    def forward(self, x_BCHW: Tensor, temb_BD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        form = self.how.norms
+        if form is None or args or kwargs or (self.dropout.p > 0 and self.dropout.training):
+            output: Tensor = super().forward(x_BCHW, temb_BD, *args, **kwargs)
+            return output
+        h, shortcut = group_norm(x_BCHW, self.norm1, form)
+        h, bias = _convolved(self.conv1, h)
+        shift_BC = self.time_emb_proj(F.silu(temb_BD))
+        h, _ = group_norm(h, self.norm2, form, shift_BC if bias is None else shift_BC + bias)
+        h, bias = _convolved(self.conv2, h)
+        if self.conv_shortcut is not None:
+            shortcut, other = _convolved(self.conv_shortcut, shortcut)
+            bias = other if bias is None else bias if other is None else bias + other
+        return residual(shortcut, h, bias, form)
+
+
+def _convolved(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(the convolution without its bias, the bias); of an adapted one the whole, and None."""
+    if type(conv) is nn.Conv2d:
+        return conv._conv_forward(x, conv.weight, None), conv.bias
+    return conv(x), None
+
+
+class FusedTransformer(Transformer2DModel):
+    """Tokens are a view of the picture where that is in channels_last; the residual gradient joins the norm's."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return bool(module.is_input_continuous and module.use_linear_projection)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        timestep: Tensor | None = None,
+        added_cond_kwargs: Any = None,
+        class_labels: Any = None,
+        cross_attention_kwargs: Any = None,
+        attention_mask: Any = None,
+        encoder_attention_mask: Any = None,
+        return_dict: bool = True,
+    ) -> Any:
+        special = (class_labels, cross_attention_kwargs, attention_mask, encoder_attention_mask)
+        form = self.how.norms
+        if form is None or return_dict or any(value is not None for value in special):
+            return super().forward(
+                hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, *special, return_dict
+            )
+        batch, channels, height, width = hidden_states.shape
+        h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
+        h_BSD = self.proj_in(h.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
+        for block in self.transformer_blocks:
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                h_BSD = self._gradient_checkpointing_func(block, h_BSD, None, encoder_hidden_states)
+            else:
+                h_BSD = block(h_BSD, encoder_hidden_states=encoder_hidden_states)
+        h = self.proj_out(h_BSD).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
+        return (shortcut + h,)
+
+
+class FusedBlock(BasicTransformerBlock):
+    """Residual sums together with the norms behind them."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        plain = module.norm_type == "layer_norm" and module.attn2 is not None and module.pos_embed is None
+        norms = (module.norm1, module.norm2, module.norm3)
+        affine = all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms)
+        return plain and affine and not module.only_cross_attention and module._chunk_size is None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Any = None,
+        timestep: Any = None,
+        cross_attention_kwargs: Any = None,
+        class_labels: Any = None,
+        added_cond_kwargs: Any = None,
+    ) -> Tensor:
+        special = (attention_mask, encoder_attention_mask, cross_attention_kwargs, class_labels, added_cond_kwargs)
+        form = self.how.norms
+        if form is None or any(value is not None for value in special):
+            output: Tensor = super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                timestep,
+                cross_attention_kwargs,
+                class_labels,
+                added_cond_kwargs,
+            )
+            return output
+        h, normal = add_layer_norm(hidden_states, None, self.norm1, form)
+        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, form)
+        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, form)
+        return h + self.ff(normal)
+
+
+FUSED: dict[type[nn.Module], Any] = {
+    GEGLU: FusedGEGLU,
+    ResnetBlock2D: FusedResnet,
+    Transformer2DModel: FusedTransformer,
+    BasicTransformerBlock: FusedBlock,
+}
+
+
+class MergedProjections:
+    """An attention processor (diffusers' public way) that makes query, key and value of one input by one product.
+
+    In self-attention those are all three; in cross-attention key and value, of the text. The weights of the merged
+    layers become views of one tensor. A layer that is not the plain case, or whose weight was exchanged since, makes
+    the layers be called one by one.
+    """
+
+    how: Fusion
+
+    def __init__(self, attention: Attention) -> None:
+        self.is_cross = attention.is_cross_attention
+        self.plain = AttnProcessor2_0()
+        layers = [_base(layer) for layer in self._layers(attention)]
+        self.weight_OI = torch.cat([layer.weight.data for layer in layers])
+        for layer, rows in zip(layers, self.weight_OI.split([len(layer.weight) for layer in layers]), strict=True):
+            layer.weight.data = rows
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        if attention_mask is not None or hidden_states.ndim != 3 or self.is_cross != (encoder_hidden_states is not None):
+            output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+            return output
+        if encoder_hidden_states is None:
+            query, key, value = self._project(attn, hidden_states)
+        else:
+            query = attn.to_q(hidden_states)
+            key, value = self._project(attn, encoder_hidden_states)
+        batch, heads = len(query), attn.heads
+        query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        out: Tensor = attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).reshape(batch, -1, heads * query.shape[-1])))
+        return out
+
+    def _layers(self, attention: Attention) -> list[Any]:
+        both = [attention.to_k, attention.to_v]
+        return both if self.is_cross else [attention.to_q, *both]
+
+    def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
+        layers = self._layers(attention)
+        found = [layer.plain(x) if isinstance(layer, LoraLinear) else None for layer in layers]
+        merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
+        if not merged or self.weight_OI.data_ptr() != _base(layers[0]).weight.data_ptr():
+            return tuple(layer(x) for layer in layers)
+        a_RI, b_OR, scales = zip(*found, strict=True)  # type: ignore[arg-type]
+        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join)
+
+
+def _base(layer: Any) -> nn.Linear:
+    base: nn.Linear = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
+    return base
+
+
+def _is_plain_attention(attention: Attention) -> bool:
+    unusual = (attention.spatial_norm, attention.group_norm, attention.norm_q, attention.norm_k, attention.norm_cross)
+    bases = [_base(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+    linear = all(type(base) is nn.Linear and base.bias is None for base in bases)
+    plain = not attention.residual_connection and attention.rescale_output_factor == 1
+    return linear and plain and all(part is None for part in unusual)
