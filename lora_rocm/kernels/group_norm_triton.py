@@ -21,6 +21,7 @@ BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 32
+WARPS = 8  # with 4, wave-32 cards spill registers
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def moments(
 @triton.jit
 def join_moments(
     means, spreads, mean_out, rstd_out, pixels, channels, chunks, groups, eps,
-    PIXELS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
+    PIXELS: tl.constexpr, ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip  # noqa: D103
     program = tl.program_id(0)
     width = channels // groups
@@ -61,8 +62,8 @@ def join_moments(
     first = (program // groups) * chunks
     start = (program % groups) * width
     total = tl.zeros([JOINED, WIDTH], tl.float32)
-    for begin in range(0, chunks, JOINED):
-        chunk = begin + tl.arange(0, JOINED)
+    for turn in range(ROUNDS):
+        chunk = turn * JOINED + tl.arange(0, JOINED)
         inside = (chunk < chunks)[:, None] & (column < width)[None, :]
         count = tl.minimum(PIXELS, pixels - chunk * PIXELS).to(tl.float32)
         offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
@@ -70,8 +71,8 @@ def join_moments(
     number = (pixels * width).to(tl.float32)
     mean = tl.sum(tl.sum(total, axis=1), axis=0) / number
     spread = tl.zeros([JOINED, WIDTH], tl.float32)
-    for begin in range(0, chunks, JOINED):
-        chunk = begin + tl.arange(0, JOINED)
+    for turn in range(ROUNDS):
+        chunk = turn * JOINED + tl.arange(0, JOINED)
         inside = (chunk < chunks)[:, None] & (column < width)[None, :]
         count = tl.minimum(PIXELS, pixels - chunk * PIXELS).to(tl.float32)
         offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
@@ -141,7 +142,7 @@ def gradient_sums(
 @triton.jit
 def join_sums(
     plain_sums, normal_sums, plain_out, normal_out, pixels, channels, chunks, groups,
-    JOINED: tl.constexpr, WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip  # noqa: D103
     program = tl.program_id(0)
     width = channels // groups
@@ -150,8 +151,8 @@ def join_sums(
     start = (program % groups) * width
     plain = tl.zeros([JOINED, WIDTH], tl.float32)
     normal = tl.zeros([JOINED, WIDTH], tl.float32)
-    for begin in range(0, chunks, JOINED):
-        chunk = begin + tl.arange(0, JOINED)
+    for turn in range(ROUNDS):
+        chunk = turn * JOINED + tl.arange(0, JOINED)
         inside = (chunk < chunks)[:, None] & (column < width)[None, :]
         offset = (first + chunk)[:, None] * channels + (start + column)[None, :]
         plain += tl.load(plain_sums + offset, mask=inside, other=0.0)
@@ -198,11 +199,16 @@ class _Shape:
         pixels = height * width
         blocks = triton.cdiv(channels, BLOCK)
         many = batch * triton.cdiv(pixels, LARGE_PIXELS) * blocks >= MANY_BLOCKS
-        self.cut = {"PIXELS": LARGE_PIXELS if many else SMALL_PIXELS, "BLOCK": BLOCK}
+        self.cut = {"PIXELS": LARGE_PIXELS if many else SMALL_PIXELS, "BLOCK": BLOCK, "num_warps": WARPS if many else 4}
         chunks = triton.cdiv(pixels, self.cut["PIXELS"])
         self.sizes = (pixels, channels, chunks)
         self.grid, self.joins = (batch * chunks, blocks), (batch * groups,)
-        self.joined = {"JOINED": JOINED, "WIDTH": triton.next_power_of_2(channels // groups)}
+        self.joined = {
+            "ROUNDS": triton.cdiv(chunks, JOINED),  # a constant: at most a handful of values
+            "JOINED": JOINED,
+            "WIDTH": triton.next_power_of_2(channels // groups),
+            "num_warps": WARPS,
+        }
         self.parts, self.groups = (2, batch * chunks, channels), (2, batch * groups)
 
 
@@ -248,7 +254,9 @@ class TritonGroupNorm(Function):
         join_sums[shape.joins](parts[0], parts[1], means[0], means[1], *shape.sizes, groups, **shape.joined)
         how = {**ctx.flags, "RESIDUAL": residual is not None, **shape.cut}
         input_gradient[shape.grid](dy, residual, *frozen, means[0], means[1], dx, *shape.sizes, groups, **how)
-        dshift = dx.sum(dim=(2, 3)) if ctx.needs_input_grad[1] else None
+        dshift = None
+        if ctx.needs_input_grad[1]:
+            dshift = (dx if residual is None else dx - residual).sum(dim=(2, 3))
         return dx, dshift, *[None] * 5
 
 
