@@ -11,7 +11,7 @@ Silent zeros, stale and garbled copies are real on ROCm: TheRock#8379, legacy-ro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +84,11 @@ def _position_weights(count: int, device: torch.device) -> Tensor:
         mixed_N = (mixed_N ^ (mixed_N >> 27)) * -0x6B2FB644ECCEEE15
         known = _weights[device] = (mixed_N ^ (mixed_N >> 31)) | 1
     return known[:count]
+
+
+def position_table(device: torch.device) -> Tensor:
+    """What a device's fingerprints are made with now: who captures one in a graph has to keep it alive."""
+    return _position_weights(1, device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
@@ -201,13 +206,17 @@ class DeviceTransfer:
         found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
-    def send_parameters(self, module: nn.Module, component: str) -> None:
+    def send_parameters(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
         """Move a whole module, parameter by parameter, each compared with its bytes on the host before it is used.
+
+        Tensors whose ``id`` is in ``staying`` are left where they are.
 
         Raises:
             TransferError: a parameter did not arrive by any method.
         """
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if id(tensor) in staying:
+                continue
             name = f"{component}.{path}"
             tensor.data, expected = self._sent(tensor.data, name)
             if not tensor.requires_grad:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -138,11 +138,18 @@ class ModelFamily(Protocol):
         ...
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
-        """The repeated blocks, in forward order: for checkpointing, compiling and offloading."""
+        """The repeated blocks, in forward order, none inside another: for recomputing, compiling and offloading."""
         ...
 
-    def recompute_activations(self, model: LoadedModel) -> None:
-        """From now on compute activations again in the backward pass instead of keeping them (arXiv 1604.06174)."""
+    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
+        """From now on compute activations again in the backward pass instead of keeping them (arXiv 1604.06174).
+
+        ``run(block, *args)`` calls a block (one of ``blocks``) and decides for it; None: each is computed again.
+        """
+        ...
+
+    def example(self, height: int, width: int, rows: int) -> Tensors:
+        """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
         ...
 
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lora_rocm.families import diffusion, sdxl_check, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import Layout, Part, Source, resolve
 from lora_rocm.families.random_weights import PREFIX, random_source
+from lora_rocm.families.recompute import recomputing
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
 from lora_rocm.families.weightfiles import legacy_model_hash
@@ -121,13 +123,34 @@ class Sdxl:
         return LoadedModel(components, dtype, device)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        """ResNets and transformer blocks of the UNet that diffusers can compute again: all but the middle's first."""
         unet: Any = model.components["unet"]
-        return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+        found: list[nn.Module] = []
+        for part in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+            attentions = [list(attention.transformer_blocks) for attention in getattr(part, "attentions", ())]
+            resnets = [[resnet] for resnet in part.resnets]
+            pairs = (attentions, resnets[1:]) if part is unet.mid_block else (resnets, attentions)
+            for first, second in zip_longest(*pairs, fillvalue=[]):
+                found += [*first, *second]
+        return found
 
-    def recompute_activations(self, model: LoadedModel) -> None:
+    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Of the UNet: the text encoders' activations are small."""
         unet: Any = model.components["unet"]
-        unet.enable_gradient_checkpointing()
+        unet.enable_gradient_checkpointing(run or recomputing(model))
+
+    def example(self, height: int, width: int, rows: int) -> Tensors:
+        vae, unet = self.source.config("vae"), self.source.config("unet")
+        side_px = 2 ** (len(vae["block_out_channels"]) - 1)
+        latents = torch.zeros(rows, int(vae["latent_channels"]), height // side_px, width // side_px)
+        size = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.int64).expand(rows, -1).contiguous()
+        pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
+        batch = {"latent_mean": latents, "latent_std": latents.clone(), "time_ids": size}
+        if self.recipe.lora.train_text_encoder:
+            ids = torch.zeros(rows, text.CLIP_TOKENS, dtype=torch.int64)
+            return batch | {"input_ids_1": ids, "input_ids_2": ids.clone()}
+        prompt = torch.zeros(rows, text.CLIP_TOKENS, int(unet["cross_attention_dim"]))
+        return batch | {"prompt_embeds": prompt, "pooled_embeds": torch.zeros(rows, pooled)}
 
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
         rngs = diffusion.generators(seeds)

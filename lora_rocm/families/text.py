@@ -11,6 +11,7 @@ from transformers import CLIPTokenizer
 
 from lora_rocm.errors import ModelError
 
+CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)
 MAX_TOKENS = 1000  # transformers says 1e30 where a tokenizer does not say how long a text may be; CLIP's is 77
 
 

@@ -180,7 +180,7 @@ def test_blocks_are_in_forward_order(tiny_sdxl: Path) -> None:
     with torch.no_grad():
         family.loss(model, batch, family.draw(batch, SEEDS).tensors)
     assert [id(block) for block in seen] == [id(block) for block in blocks]
-    assert len(blocks) == 7
+    assert len(blocks) == 17 + 16
 
 
 def test_loaded_weights_are_the_file_s(tiny_sdxl: Path) -> None:

@@ -1,0 +1,92 @@
+"""Recomputing blocks: the same bits, fewer tensors kept, and dropout draws the same again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.recompute import Run, recomputing
+
+CPU = torch.device("cpu")
+
+
+class Row(nn.Module):
+    """Blocks one after the other, called by ``run``."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4)) for _ in range(3)
+        )
+        self.run: Run | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.run is None else self.run(block, x)
+        return x
+
+
+def passed(net: Row, run: Run | None) -> tuple[list[Tensor], int]:
+    """Gradients, and how many numbers were kept for the backward pass."""
+    net.run, kept = run, 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    net.zero_grad()
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = net(torch.ones(8, 4)).square().sum()
+    loss.backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None], kept
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_the_same_to_the_bit(dropout: float) -> None:
+    net = Row(dropout)
+    wanted, kept = passed(net, None)
+    found, kept_less = passed(net, recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
+    assert same(wanted, found)
+    assert kept_less < kept / 5
+
+
+def test_dropout_that_is_not_drawn_again_shows() -> None:
+    """Negative control of the one above: where the model is said to have none, other masks come."""
+    net, other = Row(0.5), Row(0.0)
+    wanted, _ = passed(net, None)
+    found, _ = passed(net, recomputing(LoadedModel({"net": other}, torch.float32, CPU)))
+    assert not same(wanted, found)
+
+
+def test_only_the_chosen_blocks_keep_less() -> None:
+    net = Row()
+    model = LoadedModel({"net": net}, torch.float32, CPU)
+    wanted, all_kept = passed(net, None)
+    kept = [passed(net, recomputing(model, chosen))[1] for chosen in ([], net.blocks[:1], net.blocks[:2], net.blocks)]
+    assert kept[0] == all_kept
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+    assert same(wanted, passed(net, recomputing(model, net.blocks[1:2]))[0])
+
+
+def test_the_generator_is_left_alone_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state cannot be read while a graph is captured."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("read the generator's state")
+
+    net, dropping = Row(), Row(0.5)
+    monkeypatch.setattr(torch, "get_rng_state", refuse)
+    passed(net, recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
+    with pytest.raises(AssertionError, match="generator"):
+        passed(dropping, recomputing(LoadedModel({"net": dropping}, torch.float32, CPU)))
