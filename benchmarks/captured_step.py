@@ -57,11 +57,12 @@ class StaticStep:
         self.transfer.compare(self.inputs.values(), self.expected_KB, self.salt)
         loss_B = self.family.loss(self.model, self.inputs, {}).loss_B
         ((loss_B * self.inputs["weight"]).sum() * self.optimizer.loss_scale).backward()
+        self.optimizer.weights.gather()
         self.optimizer.step(0, self.transfer.bad)
 
     def prepare(self) -> None:
         """Make what the first steps make, capture on CUDA, and go back to the start."""
-        parameters = list(self.optimizer.parameters.values())
+        parameters = list(self.optimizer.parameters.values())  # the leaves lie in the same memory
         start = [parameter.detach().clone() for parameter in parameters]
         if self.transfer.device.type == "cuda":
             self._capture()

@@ -23,6 +23,8 @@ from lora_rocm.data.batches import Batch
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
@@ -125,10 +127,9 @@ def make_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Mod
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES * (len(NAMES) - 1), 8), nn.Tanh(), nn.Linear(8, FEATURES)).to(device)
     parameters = dict(net.named_parameters())
-    groups: list[dict[str, object]] = [{"params": list(parameters.values()), "lr": 1e-2}]
-    optim = OptimSection(lr_scheduler="constant")
-    optimizer = GatedAdamW(parameters, groups, optim, max_train_steps=10**9, ema_decay=ema_decay, use_loss_scale=False)
-    return net, optimizer
+    groups = [{"names": list(parameters), "lr": 1e-2}]
+    how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
+    return net, GatedAdamW(FlatWeights(parameters), groups, OptimSection(lr_scheduler="constant"), **how)
 
 
 def state_of(optimizer: GatedAdamW) -> Tensor:
@@ -151,6 +152,7 @@ class Run:
         self.trainer = Trainer(
             family=family,
             model=model,
+            engine=Engine(family, model, self.optimizer.weights, self.optimizer.loss_scale, nullcontext),
             optimizer=self.optimizer,
             transfer=self.transfer,
             open_batches=self._batches,
@@ -158,7 +160,6 @@ class Run:
             seed=seed,
             dropout=False,
             position=Position(),
-            autocast=nullcontext,
             relief=Relief(family, model, 1, 1, True, self._emit),
             emit=self._emit,
             stop_requested=lambda: self.stop,

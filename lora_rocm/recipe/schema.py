@@ -152,6 +152,9 @@ class LoraSection(Section):
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
+    weight_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
+    )
     init_from: PathText | None = Field(None, description="Start from this LoRA file (kohya, diffusers or PEFT).")
 
     @property
@@ -230,6 +233,11 @@ class RuntimeSection(Section):
     workers_on_windows: bool = on_resume(False, "On Windows runtime.workers counts as 0 unless this is true.")
     pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
     deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
+    graphs: Literal["auto", "off"] = on_resume(
+        "auto",
+        "auto: on a GPU each step is captured and replayed as one graph, once that has given the same gradients; not "
+        "with lora.dropout.",
+    )
     canary_every_n_steps: int = on_resume(
         250,
         "Kernels with known answers, and the frozen base, are checked again this often; always at the start and before "

@@ -1,6 +1,6 @@
 """The adapter: PEFT's LoRA layers in a frozen model, their weights by stable names, and LoRA files put into them.
 
-Adapter weights are always float32, whatever the base is, and are made on the CPU from one seed.
+Adapter weights are made on the CPU in float32 from one seed, whatever the base is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import LoraSection, OptimSection
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
 
 PEFT_NAME = "default"
@@ -31,7 +32,8 @@ class Adapter:
     """The LoRA layers of a model.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path inside it, PEFT layer), in a fixed order.
-    parameters: "<module name>.lora_A" (or lora_B, magnitude) -> float32 parameter, in the same order.
+    leaves: "<module name>.lora_A" (or lora_B, magnitude) -> weight in its layer, in the same order.
+    parameters: the same names -> trained weights: the leaves, until ``flatten`` sets masters apart.
     """
 
     def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
@@ -45,17 +47,29 @@ class Adapter:
         self.family = family
         self.text_components = set(family.text_components)
         self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run reads through its checked door
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.leaves: dict[str, nn.Parameter] = {}
         for name, (_, _, layer) in self.modules.items():
-            self.parameters[f"{name}.lora_A"] = layer.lora_A[PEFT_NAME].weight
-            self.parameters[f"{name}.lora_B"] = layer.lora_B[PEFT_NAME].weight
+            self.leaves[f"{name}.lora_A"] = layer.lora_A[PEFT_NAME].weight
+            self.leaves[f"{name}.lora_B"] = layer.lora_B[PEFT_NAME].weight
             if PEFT_NAME in layer.lora_magnitude_vector:
-                self.parameters[f"{name}.magnitude"] = layer.lora_magnitude_vector[PEFT_NAME].weight
+                self.leaves[f"{name}.magnitude"] = layer.lora_magnitude_vector[PEFT_NAME].weight
+        self.parameters: dict[str, Tensor] = dict(self.leaves)
+        self._flat: FlatWeights | None = None
 
     @property
     def components(self) -> list[str]:
         """The adapted components, in a fixed order."""
         return sorted({component for component, _, _ in self.modules.values()})
+
+    def flatten(self, base_dtype: torch.dtype, weight_dtype: torch.dtype) -> FlatWeights:
+        """Lay all weights out for training, where they are now.
+
+        The layers compute in the base's format, without autocast, unless there is a DoRA: its norms need float32.
+        """
+        lean = not any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
+        self._flat = FlatWeights(self.leaves, base_dtype if lean else torch.float32, weight_dtype)
+        self.parameters = self._flat.parameters
+        return self._flat
 
     def state(self) -> dict[str, Tensor]:
         """A copy of every weight, on the CPU."""
@@ -79,6 +93,8 @@ class Adapter:
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])
+        if self._flat is not None:
+            self._flat.publish()
 
     @contextmanager
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -100,14 +116,14 @@ class Adapter:
         finally:
             for _, _, layer in self.modules.values():
                 layer.enable_adapters(True)
-            for parameter in self.parameters.values():
-                parameter.requires_grad_(True)
+            for leaf in self.leaves.values():
+                leaf.requires_grad_(True)
 
     def cast_inputs(self, enabled: bool) -> None:
         """Whether PEFT casts the input of every adapted layer to the adapter's float32.
 
-        Under autocast that is a copy to float32 and one straight back: off, the values are the same and two copies a
-        layer are saved, forward and backward. DoRA keeps it: it takes the base's norm in the format of its input.
+        Off, what computes in the base's format or under autocast is spared copies. DoRA keeps it: it takes the base's
+        norm in the format of its input.
         """
         for _, _, layer in self.modules.values():
             layer.cast_input_dtype_enabled = enabled or bool(layer.lora_magnitude_vector)
@@ -134,8 +150,7 @@ class Adapter:
             rate = optim.learning_rate
             if component in self.text_components and optim.text_encoder_learning_rate is not None:
                 rate = optim.text_encoder_learning_rate
-            parameters = [self.parameters[name] for name in names]
-            groups.append({"params": parameters, "names": names, "component": component, "lr": rate})
+            groups.append({"names": names, "component": component, "lr": rate})
         return groups
 
     def entries(self) -> dict[str, LoraEntry]:

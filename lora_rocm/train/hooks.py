@@ -23,15 +23,17 @@ VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``action(updates)`` after every ``steps`` updates; never for 0."""
+    """Calls ``action(updates)`` after every ``steps`` updates, and ``before`` that; never for 0."""
 
     steps: int
     action: Callable[[int], None]
+    before: Callable[[], None] = lambda: None
 
     def due(self, updates: int) -> bool:
         return self.steps > 0 and updates % self.steps == 0
 
     def act(self, trainer: Trainer) -> None:
+        self.before()
         self.action(trainer.position.updates)
 
 
@@ -77,8 +79,7 @@ class Validation:
             trainer.transfer.failed(f"validation, samples {', '.join(batch['sample_keys'])}")
         trainer.transfer.succeeded()
         sent_draws = {name: tensors.pop(name) for name in draws}
-        with trainer.autocast():
-            return trainer.family.loss(trainer.model, tensors, sent_draws).loss_B.float().cpu()
+        return trainer.engine.losses(tensors, sent_draws).float().cpu()
 
 
 class TensorBoard:

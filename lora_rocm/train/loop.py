@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from lora_rocm.device.memory import usage
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.train.engine import Engine
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
@@ -114,6 +114,7 @@ class Trainer:
 
     family: ModelFamily
     model: LoadedModel
+    engine: Engine
     optimizer: GatedAdamW
     transfer: DeviceTransfer
     open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
@@ -121,7 +122,6 @@ class Trainer:
     seed: int
     dropout: bool
     position: Position
-    autocast: Callable[[], AbstractContextManager[Any]]
     relief: Relief
     emit: Callable[..., Any]
     stop_requested: Callable[[], bool]
@@ -183,6 +183,7 @@ class Trainer:
                 raise
             seen = usage(self.model.device)
         self.optimizer.drop_gradients()  # only here: the error's traceback kept the activations alive
+        self.engine.release()
         action = self.relief.take(full, seen, self.position.updates)
         self._incident("out-of-memory", work, full.where, action)
         return None
@@ -201,12 +202,9 @@ class Trainer:
         )
         work.clocks.append(clock)
         sent_draws = {name: tensors.pop(name) for name in draws}
-        with self.autocast():
-            loss_B = self.family.loss(self.model, tensors, sent_draws).loss_B
-        loss = (loss_B * tensors["weight"]).sum()
-        (loss * self.optimizer.loss_scale).backward()
-        work.losses.append(loss.detach())
-        work.losses_B.append(loss_B.detach().to(torch.float64))
+        passed = self.engine.run(tensors, sent_draws)
+        work.losses.append(passed.loss)
+        work.losses_B.append(passed.loss_B)
 
     def _update(self, work: Work) -> Pending:
         """Queue the gated optimizer step and the verdict's way home.
@@ -221,7 +219,7 @@ class Trainer:
         stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
         values = (stamp, torch.stack(work.losses).sum(), stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
-        on_device = torch.cat([torch.stack([value.to(torch.float64) for value in values]), *work.losses_B])
+        on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), torch.cat(work.losses_B)])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()

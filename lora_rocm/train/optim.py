@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.flat import FlatWeights
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -44,50 +46,60 @@ class UpdateStats:
 
 
 class GatedAdamW:
-    """AdamW with clipping, loss scale (fp16) and EMA; every write is gated by ``blocked`` and made in place.
+    """AdamW with clipping, loss scale (fp16) and EMA over flat weights; every write is gated and made in place.
 
-    A step waits for nothing, so it can be captured in a graph (with ``capturable`` in PyTorch's parameter groups): the
-    learning rate and the EMA's decay are then those of the capture.
+    A step waits for nothing. Gradients are neither unscaled nor clipped in a pass of their own: the fused kernel
+    divides by one number for both.
 
     Args:
-        parameters: name -> float32 parameter.
-        groups: PyTorch parameter groups over the same parameters; "lr" of each is its peak.
+        weights: all trained weights.
+        groups: "names" of neighbours in ``weights`` and "lr", their peak learning rate.
         optim: the recipe's section.
         ema_decay: 0 for none.
         use_loss_scale: fp16 training.
+
+    Attributes:
+        ema: name -> its average, a view of one flat tensor; empty where none is kept.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        groups: list[dict[str, object]],
+        weights: FlatWeights,
+        groups: list[dict[str, Any]],
         optim: OptimSection,
         *,
         max_train_steps: int,
         ema_decay: float,
         use_loss_scale: bool,
     ) -> None:
-        self.parameters, self.optim, self.max_train_steps, self.ema_decay = (
-            parameters,
-            optim,
-            max_train_steps,
-            ema_decay,
-        )
-        self.peak_rates = [float(group["lr"]) for group in groups]  # type: ignore[arg-type]
+        self.weights, self.optim, self.max_train_steps, self.ema_decay = weights, optim, max_train_steps, ema_decay
+        self.peak_rates = [float(group["lr"]) for group in groups]
+        self._slices = [weights.slice_of(group["names"]) for group in groups]
+        self._parts = [nn.Parameter(weights.masters[place]) for place in self._slices]
         self.optimizer = torch.optim.AdamW(
-            groups, betas=optim.betas, eps=optim.epsilon, weight_decay=optim.weight_decay, fused=True
+            [{"params": [part]} for part in self._parts],
+            betas=optim.betas,
+            eps=optim.epsilon,
+            weight_decay=optim.weight_decay,
+            fused=True,
         )
-        for parameter in parameters.values():  # as the first step would: memory must not run out within an update
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        moments = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
+        self._moments = {name: weights.views(moment) for name, moment in moments.items()}
+        for part, place in zip(self._parts, self._slices, strict=True):  # memory must not run out within an update
+            self.optimizer.state[part] = {"step": torch.zeros((), device=part.device)} | {
+                name: moment[place] for name, moment in moments.items()
             }
-        device = next(iter(parameters.values())).device
+        device = weights.masters.device
         self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if use_loss_scale else 1.0, device=device)
         self.growth = torch.zeros((), device=device)
         self.use_loss_scale = use_loss_scale
-        self.ema = {name: p.detach().clone() for name, p in parameters.items()} if ema_decay else {}
+        self._average_N = weights.masters.to(torch.float32, copy=True) if ema_decay else None
+        self.ema = weights.views(self._average_N) if self._average_N is not None else {}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> trained weight (the master)."""
+        return self.weights.parameters
 
     def learning_rate(self, updates: int) -> float:
         """The recipe's learning rate at this point, for the log (the text encoders' own is its multiple)."""
@@ -95,39 +107,42 @@ class GatedAdamW:
 
     @torch.no_grad()
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:
-        """One update from the accumulated gradients; they are dropped afterwards.
+        """One update from the gathered gradients; they are zero afterwards.
 
         Args:
             updates: updates made so far (confirmed); decides the learning rate.
             blocked: float32 0-d, exactly 0 or 1, on the device.
         """
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = self.weights.gradients
         scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
-        torch._foreach_mul_(grads, 1.0 / scale)
-        grad_norm = torch.nn.utils.get_total_norm(grads)
+        grad_norm = torch.linalg.vector_norm(gradients) / scale
         nonfinite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        if self.optim.max_grad_norm:
-            torch._foreach_mul_(grads, (self.optim.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         held = torch.maximum(blocked, nonfinite)
+        divisor = scale
+        if self.optim.max_grad_norm:
+            divisor = scale * ((grad_norm + 1e-6) / self.optim.max_grad_norm).clamp(min=1.0)
         factor = learning_rate_factor(self.optim, updates, self.max_train_steps)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+        places = zip(self.optimizer.param_groups, self.peak_rates, self._parts, self._slices, strict=True)
+        for group, peak, part, place in places:
             group["lr"] = peak * factor
-        self.optimizer.found_inf = held  # type: ignore[attr-defined]  # GradScaler's contract with fused optimizers
+            part.grad = gradients[place].to(part.dtype)
+        # GradScaler's contract with fused optimizers
+        self.optimizer.found_inf, self.optimizer.grad_scale = held, divisor  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.weights.publish()
         self._average(updates, held)
         self._rescale(blocked, nonfinite)
-        self.optimizer.zero_grad(set_to_none=True)
+        for part in self._parts:
+            part.grad = None
+        self.weights.drop_gradients()
         return UpdateStats(grad_norm, nonfinite, scale)
 
     def _average(self, updates: int, held: Tensor) -> None:
         """EMA with a short warm-up of the decay (early weights are mostly initialisation)."""
-        if not self.ema:
+        if self._average_N is None:
             return
         decay = min(self.ema_decay, (1 + updates) / (10 + updates))
-        averages = list(self.ema.values())
-        steps = torch._foreach_sub(list(self.parameters.values()), averages)
-        torch._foreach_mul_(steps, (1.0 - decay) * (1.0 - held))
-        torch._foreach_add_(averages, steps)
+        self._average_N.add_((self.weights.masters - self._average_N).mul_((1.0 - decay) * (1.0 - held)))
 
     def _rescale(self, blocked: Tensor, nonfinite: Tensor) -> None:
         """Dynamic loss scale (arXiv 1710.03740): halved on overflow, doubled after a clean run; held if blocked."""
@@ -142,20 +157,24 @@ class GatedAdamW:
         self.loss_scale.copy_(torch.where(blocked > 0, self.loss_scale, scale))
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.weights.drop_gradients()
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts by parameter name, and the loss scale: the live tensors, on the device."""
+        """Moments by parameter name, step counts by group, and the loss scale: the live tensors, on the device."""
         tensors = {"loss_scale": self.loss_scale, "growth": self.growth}
-        for name, parameter in self.parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}.{key}"] = value
+        for number, part in enumerate(self._parts):
+            tensors[f"group{number}.step"] = self.optimizer.state[part]["step"]
+        for name in self.parameters:
+            tensors |= {f"{name}.{moment}": views[name] for moment, views in self._moments.items()}
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what ``state`` gave; ``tensors`` are on the device already, checked."""
-        self.loss_scale, self.growth = tensors["loss_scale"], tensors["growth"]
-        for name, parameter in self.parameters.items():
-            found = {key: tensors[f"{name}.{key}"] for key in ADAM_STATE if f"{name}.{key}" in tensors}
-            if found:
-                self.optimizer.state[parameter] = found
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None = None) -> None:
+        """Take over what ``state`` gave, and averages; all are on the device already, checked.
+
+        A run that keeps an average for the first time starts it at the weights as they are.
+        """
+        for name, tensor in self.state().items():
+            tensor.copy_(tensors[name])
+        for name, average in self.ema.items():
+            average.copy_(ema[name] if ema else self.parameters[name])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from lora_rocm.recipe.schema import Recipe, RuntimeSection
 from lora_rocm.train import state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Hook, Position, Trainer
@@ -35,6 +37,8 @@ from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief, tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
+
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     transfer = _transfer(start)
     model, adapter = _load_model(start, family, transfer)
     optimizer = GatedAdamW(
-        adapter.parameters,
+        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
         recipe.optim,
         max_train_steps=data.max_train_steps,
@@ -269,10 +273,7 @@ def _restore(
         }
 
     adapter.load(sent("adapter"))
-    if optimizer.ema:  # an average that is new to the run starts at the weights as they are
-        average = sent("ema") or {name: p.detach().clone() for name, p in adapter.parameters.items()}
-        optimizer.ema.update(average)  # in the order of the parameters
-    optimizer.load(sent("optimizer"))
+    optimizer.load(sent("optimizer"), sent("ema") if optimizer.ema else None)
     return checkpoint.position
 
 
@@ -300,11 +301,13 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
             )
         )
     hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
+    engine = _engine(start, artifacts)
     if recipe.sample.prompts:
-        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview))
+        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview, engine.release))
     return Trainer(
         family=family,
         model=model,
+        engine=engine,
         optimizer=artifacts.optimizer,
         transfer=artifacts.transfer,
         open_batches=lambda first: open_batches(data.plan, first, None),
@@ -312,7 +315,6 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         seed=train.seed,
         dropout=recipe.lora.dropout > 0,
         position=position,
-        autocast=autocast_of(model),
         relief=Relief(
             family, model, train.batch_size, start.settings.micro_batch_parts, _recomputes(start), session.emit
         ),
@@ -324,10 +326,21 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
     )
 
 
-def autocast_of(model: LoadedModel) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast to the base's dtype; off for float32."""
-    enabled = model.dtype is not torch.float32
-    return lambda: torch.autocast(model.device.type, model.dtype if enabled else torch.bfloat16, enabled=enabled)
+def _engine(start: Start, artifacts: Artifacts) -> Engine:
+    """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
+    model, weights, recipe = artifacts.model, artifacts.optimizer.weights, start.recipe
+    mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
+    graphs = None
+    if start.device.type == "cuda" and recipe.runtime.graphs == "auto" and not recipe.lora.dropout:
+        graphs = Graphs(weights, recipe.runtime.deterministic, start.session.notice)
+    return Engine(
+        artifacts.family,
+        model,
+        weights,
+        artifacts.optimizer.loss_scale,
+        lambda: torch.autocast(model.device.type, model.dtype if mixed else torch.bfloat16, enabled=mixed),
+        graphs,
+    )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -183,11 +183,15 @@ def some_weight(trainer: run.Trainer) -> Tensor:
     return next(iter(trainer.optimizer.parameters.values()))
 
 
+def moment_of_some_weight(trainer: run.Trainer, moment: str) -> Tensor:
+    return trainer.optimizer.state()[f"{next(iter(trainer.optimizer.parameters))}.{moment}"]
+
+
 POISONS: dict[str, Callable[[run.Trainer], Tensor]] = {
     "weight": lambda trainer: some_weight(trainer).data,
     "average of": lambda trainer: next(iter(trainer.optimizer.ema.values())),
-    "exp_avg": lambda trainer: trainer.optimizer.optimizer.state[some_weight(trainer)]["exp_avg"],
-    "exp_avg_sq": lambda trainer: trainer.optimizer.optimizer.state[some_weight(trainer)]["exp_avg_sq"],
+    "exp_avg": lambda trainer: moment_of_some_weight(trainer, "exp_avg"),
+    "exp_avg_sq": lambda trainer: moment_of_some_weight(trainer, "exp_avg_sq"),
     "loss_scale": lambda trainer: trainer.optimizer.loss_scale,
 }
 

@@ -15,6 +15,8 @@ from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprin
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
@@ -88,14 +90,16 @@ class Rig:
         torch.manual_seed(0)
         net = nn.Linear(WIDTH, WIDTH)
         self.parameters = dict(net.named_parameters())
-        groups: list[dict[str, object]] = [{"params": list(self.parameters.values()), "lr": 1e-2}]
+        groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
+        weights = FlatWeights(self.parameters)
         self.optimizer = GatedAdamW(
-            self.parameters, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+            weights, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(
             family=family,  # type: ignore[arg-type]
             model=model,
+            engine=Engine(family, model, weights, self.optimizer.loss_scale, nullcontext),  # type: ignore[arg-type]
             optimizer=self.optimizer,
             transfer=DeviceTransfer(CPU, pin=False, copy=copy),
             open_batches=batches(accumulation, poison, value),
@@ -103,7 +107,6 @@ class Rig:
             seed=7,
             dropout=False,
             position=Position(),
-            autocast=nullcontext,
             relief=Relief(family, model, EFFECTIVE_BATCH // accumulation, parts, recomputes, self.emit),  # type: ignore[arg-type]
             emit=self.emit,
             stop_requested=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,

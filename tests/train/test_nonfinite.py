@@ -147,7 +147,7 @@ def test_samples_and_gradients_that_are_not_finite_are_named_and_the_file_is_fin
         return grad * float("nan") if len(spoilt) == 1 else grad
 
     def arm(trainer: run.Trainer) -> None:
-        list(trainer.optimizer.parameters.values())[-1].register_hook(spoil)
+        list(trainer.optimizer.weights.leaves.values())[-1].register_hook(spoil)
 
     after_step(monkeypatch, 3, arm)
     assert start(recipe_of(material), tmp_path / "run") and spoilt

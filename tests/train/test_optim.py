@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.optim import LOSS_SCALE_GROWTH_INTERVAL, GatedAdamW, learning_rate_factor
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
@@ -15,18 +16,18 @@ FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
 def make(optim: OptimSection | None = None, *, ema: float = 0.9, scale: bool = False) -> GatedAdamW:
     generator = torch.Generator().manual_seed(3)
     parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
-    groups = [{"params": list(parameters.values()), "lr": 1e-2}]
-    return GatedAdamW(
-        parameters, groups, optim or OptimSection(), max_train_steps=10, ema_decay=ema, use_loss_scale=scale
-    )
+    groups = [{"names": list(parameters), "lr": 1e-2}]
+    how = {"max_train_steps": 10, "ema_decay": ema, "use_loss_scale": scale}
+    return GatedAdamW(FlatWeights(parameters), groups, optim or OptimSection(), **how)
 
 
 def set_gradients(optimizer: GatedAdamW, seed: int, value: float | None = None) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in optimizer.parameters.values():
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * optimizer.loss_scale
+    for leaf in optimizer.weights.leaves.values():
+        leaf.grad = torch.randn(leaf.shape, generator=generator) * optimizer.loss_scale
         if value is not None:
-            parameter.grad[0, 0] = value
+            leaf.grad[0, 0] = value
+    optimizer.weights.gather()
 
 
 def everything(optimizer: GatedAdamW) -> dict[str, torch.Tensor]:
@@ -91,17 +92,19 @@ def test_the_scale_doubles_after_a_clean_run() -> None:
 def test_updates_equal_plain_adamw_with_clipping() -> None:
     optim = OptimSection(max_grad_norm=0.5, weight_decay=0.1)
     ours = make(optim)
-    reference = make(optim)
-    plain = torch.optim.AdamW(reference.parameters.values(), lr=1e-2, weight_decay=0.1)
+    reference = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
+    plain = torch.optim.AdamW(reference.values(), lr=1e-2, weight_decay=0.1)
     for seed in range(5):
         set_gradients(ours, seed)
-        set_gradients(reference, seed)
-        norm = torch.nn.utils.clip_grad_norm_(list(reference.parameters.values()), 0.5)
+        gradients = ours.weights.views(ours.weights.gradients)
+        for name, parameter in reference.items():
+            parameter.grad = gradients[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(list(reference.values()), 0.5)
         plain.step()
         stats = ours.step(seed, FREE)
         torch.testing.assert_close(stats.grad_norm, norm)
     for name, parameter in ours.parameters.items():
-        torch.testing.assert_close(parameter, reference.parameters[name], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(parameter, reference[name].detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_loss_scale_does_not_change_the_update() -> None:
@@ -121,8 +124,7 @@ def test_state_round_trip_continues_with_the_same_bytes() -> None:
             optimizer.step(seed, FREE)
     resumed = make(scale=True)
     copy_weights(stopped, resumed)
-    resumed.ema = {name: average.clone() for name, average in stopped.ema.items()}
-    resumed.load(stopped.state())
+    resumed.load(stopped.state(), stopped.ema)
     forgetful = make(scale=True)  # negative control: without the moments the next update differs
     copy_weights(stopped, forgetful)
     for optimizer in (straight, resumed, forgetful):
@@ -143,7 +145,8 @@ def test_schedules() -> None:
 
 def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    groups: list[dict[str, object]] = [{"params": [parameter], "lr": 1e-6}]
+    groups = [{"names": ["p"], "lr": 1e-6}]
     optim = OptimSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
-    optimizer = GatedAdamW({"p": parameter}, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
+    weights = FlatWeights({"p": parameter})
+    optimizer = GatedAdamW(weights, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
     assert optimizer.learning_rate(0) == 1e-4

@@ -72,6 +72,7 @@ class Watched:
             mode.counting = False
             if done is None:
                 self.gradients_left |= any(p.grad is not None for p in rig.parameters.values())
+                self.gradients_left |= bool(rig.optimizer.weights.gradients.any())
             return done
 
         def update(done: Work) -> Any:
@@ -221,23 +222,30 @@ def test_an_update_that_runs_out_of_memory_leaves_the_loop(at: int) -> None:
 def test_the_first_update_allocates_nothing_that_stays() -> None:
     optimizer = Rig().optimizer
     before = {name: tensor.data_ptr() for name, tensor in optimizer.state().items()}
-    assert len(before) == 2 + 3 * len(optimizer.parameters)
-    for parameter in optimizer.parameters.values():
-        parameter.grad = torch.ones_like(parameter)
+    assert len(before) == 3 + 2 * len(optimizer.parameters)
+    optimizer.weights.gradients.fill_(1.0)
     optimizer.step(0, torch.tensor(0.0))
     assert {name: tensor.data_ptr() for name, tensor in optimizer.state().items()} == before
 
 
-def test_state_that_is_there_from_the_start_changes_no_byte() -> None:
-    early, late = Rig().optimizer, Rig().optimizer
-    late.optimizer.state.clear()  # as PyTorch does it: with the first step
-    for optimizer in (early, late):
-        for number, parameter in enumerate(optimizer.parameters.values()):
-            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-        optimizer.step(0, torch.tensor(0.0))
-    mine, theirs = early.state(), late.state()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert all(mine[name].dtype is theirs[name].dtype for name in mine)
+def test_state_that_is_there_from_the_start_is_that_which_pytorch_makes() -> None:
+    ours = Rig().optimizer
+    theirs = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
+    late = torch.optim.AdamW(
+        theirs.values(), lr=1e-2, weight_decay=ours.optim.weight_decay, fused=True
+    )  # makes it then
+    ours.weights.gradients.copy_(torch.randn(ours.weights.gradients.shape, generator=torch.Generator().manual_seed(1)))
+    gradients = ours.weights.views(ours.weights.gradients)
+    gradients = {name: gradients[name] / max(1.0, float(ours.weights.gradients.norm() + 1e-6)) for name in theirs}
+    for name, parameter in theirs.items():
+        parameter.grad = gradients[name].clone()
+    ours.step(0, torch.tensor(0.0))
+    late.step()
+    state = ours.state()
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours.parameters[name], parameter.detach())
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[f"{name}.{moment}"], late.state[parameter][moment])
 
 
 class Gauge:
@@ -315,7 +323,8 @@ def gradient_of(micro_batches: list[Batch], parts: int) -> tuple[dict[str, Tenso
     rig.trainer.transfer = DeviceTransfer(torch.device("cpu"), pin=False, copy=copy_to_device)
     work = rig.trainer._work(iter(micro_batches))
     assert work is not None and float(rig.trainer.transfer.bad) == 0.0
-    gradient = {name: p.grad.clone() for name, p in rig.parameters.items() if p.grad is not None}
+    weights = rig.optimizer.weights
+    gradient = {name: gradient.clone() for name, gradient in weights.views(weights.gradients).items()}
     return gradient, torch.cat(family.noise), work
 
 

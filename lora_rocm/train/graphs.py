@@ -1,0 +1,158 @@
+"""Passes captured as graphs: one for each shape, all in one memory pool, none believed before it was compared.
+
+A shape's first two passes are eager. The second is then captured with the inputs of the first, replayed with its own,
+and used from then on if that gave the gradients of the eager pass: a graph that has baked in a value, or whose memset
+nodes do nothing (as of some ROCm versions), does not. Where capturing fails, the shape stays eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lora_rocm.device.memory import empty_pools
+from lora_rocm.families.base import Tensors
+from lora_rocm.train.flat import FlatWeights
+
+TOLERANCE = 1e-2
+"""Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some
+1e-4; a wrong kernel by 1."""
+MAX_GRAPHS = 32
+"""Shapes that are captured: each costs some tens of MB for its nodes."""
+
+
+class Passed(NamedTuple):
+    """What a pass says: tensors on the device, float32."""
+
+    loss: Tensor  # 0-d, weighted sum
+    loss_B: Tensor  # [B], unweighted
+
+
+Inputs = tuple[Tensors, Tensors]  # batch, draws
+Pass = Callable[[Tensors, Tensors], Passed]
+Capturing = Callable[[Callable[[], Passed]], tuple[Callable[[], None], Passed]]
+Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+class Capture:
+    """Captures on a GPU, with one pool for all that this one has captured."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
+        """(what replays it, where its results will lie). Nothing is computed yet.
+
+        Raises:
+            RuntimeError: it cannot be captured, or memory ran out.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            passed = run()
+        return graph.replay, passed
+
+
+@dataclass
+class Captured:
+    """One graph over inputs that stay where they are."""
+
+    batch: Tensors
+    draws: Tensors
+    replay: Callable[[], None]
+    passed: Passed
+
+    def run(self, batch: Tensors, draws: Tensors) -> Passed:
+        for static, given in ((self.batch, batch), (self.draws, draws)):
+            for name, tensor in static.items():
+                tensor.copy_(given[name])
+        self.replay()
+        return Passed(*(tensor.clone() for tensor in self.passed))  # the next replay writes over them
+
+
+@dataclass
+class Graphs:
+    """The captured passes of a run.
+
+    Attributes:
+        weights: whose gradients the passes make.
+        exact: a replay must give the bits of the eager pass.
+        say: gets a sentence where there will be no graph.
+        new_capture: makes what captures; one for each life of the pool.
+    """
+
+    weights: FlatWeights
+    exact: bool
+    say: Callable[[str], None]
+    new_capture: Callable[[], Capturing] = Capture
+    captured: dict[Shape, Captured | None] = field(default_factory=dict, init=False)  # None: stays eager
+    _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)
+    _capture: Capturing | None = field(default=None, init=False)
+    _off: bool = field(default=False, init=False)
+
+    def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
+        """The pass: replayed where its shape is captured, else eager."""
+        shape = tuple((name, t.shape, t.dtype) for tensors in (batch, draws) for name, t in tensors.items())
+        known = self.captured.get(shape)
+        if known is not None and not self._off:
+            return known.run(batch, draws)
+        if self._off or shape in self.captured or len(self.captured) >= MAX_GRAPHS:
+            return eager(batch, draws)
+        first = self._seen.pop(shape, None)
+        if first is None:
+            self._seen[shape] = batch, draws
+            return eager(batch, draws)
+        return self._second(shape, eager, first, (batch, draws))
+
+    def release(self) -> None:
+        """Drop all graphs and their pool; shapes that were refused stay so."""
+        self.captured = {shape: None for shape, graph in self.captured.items() if graph is None}
+        self._seen.clear()
+        self._capture = None
+        empty_pools()
+
+    def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
+        """The eager pass; then its graph, and whether that says the same."""
+        before_N = self.weights.gradients.clone()
+        passed = eager(*now)
+        wanted_N = self.weights.gradients.clone()
+        empty_pools()  # what the eager pass took is there for the graph
+        try:
+            graph = self._captured(eager, first)
+        except (RuntimeError, MemoryError) as error:
+            self.weights.drop_leaf_gradients()
+            self.weights.gradients.copy_(wanted_N)
+            self.captured[shape] = None
+            self.say(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
+            return passed
+        self.weights.gradients.copy_(before_N)
+        again = graph.run(*now)
+        if self._agree(passed, again, wanted_N - before_N, self.weights.gradients - before_N):
+            self.captured[shape] = graph
+        elif bool(wanted_N.isfinite().all()):  # else there is nothing to compare with: the next one will tell
+            self._off = True
+            self.release()
+            self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
+        self.weights.gradients.copy_(wanted_N)
+        return passed
+
+    def _captured(self, eager: Pass, example: Inputs) -> Captured:
+        if self._capture is None:
+            self._capture = self.new_capture()
+        batch, draws = ({name: tensor.clone() for name, tensor in part.items()} for part in example)
+        replay, passed = self._capture(lambda: eager(batch, draws))
+        return Captured(batch, draws, replay, passed)
+
+    def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor, found_N: Tensor) -> bool:
+        pairs = ((wanted.loss, found.loss), (wanted.loss_B, found.loss_B), (wanted_N, found_N))
+        if self.exact:
+            return all(torch.equal(one, other) for one, other in pairs)
+        return all(bool((other - one).norm() <= TOLERANCE * one.norm()) for one, other in pairs)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
