@@ -46,6 +46,13 @@ class NumberFormat(StrEnum):
     fp32 = "fp32"
 
 
+class Against(StrEnum):
+    """What to measure beside our own steps."""
+
+    bare = "bare"
+    bare_compiled = "bare-compiled"
+
+
 class Shell(StrEnum):
     """Shells that variables can be written for."""
 
@@ -299,6 +306,34 @@ def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: Jso
     from lora_rocm.run import bench
 
     return bench.loader(recipe, overrides or (), json_file)
+
+
+@bench_app.command("step")
+@explained
+def bench_step(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Random numbers for base model and pictures: nothing is read.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=2, max=100_000, metavar="N", help="Steps to time, after a warm-up.")] = 30,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show kernels, and keep traces beside the JSON file.")
+    ] = False,
+    against: Annotated[
+        Against | None,
+        typer.Option(
+            help="bare: also the same model, LoRA and optimizer with no trainer around, eager and on a GPU captured; "
+            "bare-compiled: and compiled."
+        ),
+    ] = None,
+    json_file: JsonPath = None,
+) -> int:
+    """Measure training steps of a recipe: time, memory, kernels, and what our trainer adds to them."""
+    from lora_rocm.run import bench_step as run_bench
+
+    asked = run_bench.Asked(steps, random_weights, profile, against.value if against else None)
+    return run_bench.step(recipe, overrides or (), asked, json_file)
 
 
 @app.command()

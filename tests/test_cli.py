@@ -55,6 +55,7 @@ COMMANDS: dict[str, set[str]] = {
     "bench transfer": {"--json"},
     "bench compute": {"[RECIPE]", "--set", "--json"},
     "bench loader": {"RECIPE", "--set", "--json"},
+    "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--profile", "--against", "--json"},
 }
 
 

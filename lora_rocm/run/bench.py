@@ -53,14 +53,14 @@ def transfer(json_path: Path | None) -> int:
     """
     found = Measured()
     _measure("transfer", {}, plan_here().applied_to(os.environ), found)
-    _say(_machine_text(found.machine))
+    say(machine_text(found.machine))
     if not found.machine["gpu"]:
-        _say("There is no GPU to measure, or this PyTorch does not see it; these are copies in main memory.")
+        say("There is no GPU to measure, or this PyTorch does not see it; these are copies in main memory.")
         link = None
     else:
         link, text = _bus(found)
-        _say(text)
-    _say("", *bench_tables.transfer_table(found.rows, link))
+        say(text)
+    say("", *bench_tables.transfer_table(found.rows, link))
     return _finish("transfer", found, {"links": found.links}, json_path)
 
 
@@ -77,13 +77,13 @@ def compute(recipe_path: str | None, overrides: Sequence[str], json_path: Path |
     variants = VARIANTS if amd else NO_VARIANTS
     for variant, variables in variants.items():
         _measure("compute", shapes, {**env, **variables}, found, variant=variant)
-    _say(_machine_text(found.machine))
+    say(machine_text(found.machine))
     if not found.machine["gpu"]:
-        _say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small pictures.")
+        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small pictures.")
     if amd:
-        _say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
+        say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
     for group, heading in GROUPS.items():
-        _say("", f"{heading}:", *bench_tables.compute_table(found.rows, group, tuple(variants)))
+        say("", f"{heading}:", *bench_tables.compute_table(found.rows, group, tuple(variants)))
     return _finish("compute", found, {"shapes": shapes}, json_path)
 
 
@@ -96,10 +96,10 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     loaded.require_files()
     recipe = loaded.recipe
-    _say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
+    say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
     _measure("loader", recipe.model_dump(mode="json"), plan_here(recipe).applied_to(os.environ), found, LOADER_MODULE)
-    _say(_machine_text(found.machine), f"{found.machine['pictures']} pictures, batch size {recipe.train.batch_size}")
-    _say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
+    say(machine_text(found.machine), f"{found.machine['pictures']} pictures, batch size {recipe.train.batch_size}")
+    say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 
 
@@ -130,14 +130,14 @@ def _measure(
         nonlocal begun, rows
         match event["type"]:
             case "machine":
-                found.machine = _fields(event)
+                found.machine = fields_of(event)
             case "link":
                 found.links = event["links"]
             case "begin":
                 begun = {**event, "at": time.monotonic()}
             case "row":
                 rows = event["number"] + 1
-                found.rows.append({**_fields(event), "variant": variant})
+                found.rows.append({**fields_of(event), "variant": variant})
 
     deaths = 0
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
@@ -159,21 +159,23 @@ def _measure(
 def _died(begun: Event, error: WorkerDiedError, variant: str) -> Event:
     """The row that ended the child."""
     hung = time.monotonic() - begun["at"] >= begun["limit_s"]
-    how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {_how(error)}"
+    how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
     empty = {"amount": None, "seconds": None, "per_second": None}
     return {**begun["fields"], **empty, "problem": how, "variant": variant}
 
 
-def _how(error: WorkerDiedError) -> str:
+def how_it_died(error: WorkerDiedError) -> str:
     """The reason from the first line of the error: "killed by signal SIGSEGV"."""
     return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
 
 
-def _fields(event: Event) -> Event:
+def fields_of(event: Event) -> Event:
+    """What an event says, without what every one has."""
     return {key: value for key, value in event.items() if key not in ("type", "number")}
 
 
-def _machine_text(machine: Event) -> str:
+def machine_text(machine: Event) -> str:
+    """What was measured, in a line."""
     runtime = f", HIP {machine['hip']}" if machine["hip"] else f", CUDA {machine['cuda']}" if machine["cuda"] else ""
     others = f", {len(machine['gpus'])} GPUs" if len(machine["gpus"]) > 1 else ""
     threads = "" if machine["gpu"] else f", threads: {machine['threads']}"
@@ -197,14 +199,15 @@ def _bus(found: Measured) -> tuple[Event | None, str]:
 def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> int:
     missing = bench_tables.problems(found.rows)
     if missing:
-        _say("", "Not measured (-):", *(f"  {problem}" for problem in missing))
+        say("", "Not measured (-):", *(f"  {problem}" for problem in missing))
     if json_path is not None:
         head = {"bench": what, "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         write_json(json_path, {**head, "machine": found.machine, **more, "rows": found.rows})
-        _say("", f"Wrote {json_path}")
+        say("", f"Wrote {json_path}")
     return 0
 
 
-def _say(*lines: str) -> None:
+def say(*lines: str) -> None:
+    """Show lines at once."""
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -1,0 +1,122 @@
+"""The same model, LoRA and optimizer on inputs that lie on the device, with no trainer around: what a step must cost.
+
+Plain modules of diffusers and PEFT, all of it in the base's number format, no autocast, PyTorch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.bench_setup import Bench
+from lora_rocm.train.loop import seed_for
+
+WARM_UP = 3
+EAGER, CAPTURED, COMPILED = "bare, eager", "bare, captured", "bare, compiled and captured"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch and its noise on the host, and the names of the layers to adapt, by component."""
+
+    batch: Tensors
+    draws: Tensors
+    layers: Mapping[str, Sequence[str]]
+
+
+def inputs_of(bench: Bench) -> Inputs:
+    """The first micro-batch of a run."""
+    trainer = bench.trainer
+    batch = next(trainer.open_batches(0))
+    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch["positions"]]
+    layers: dict[str, list[str]] = {}
+    for component, path, _ in bench.artifacts.adapter.modules.values():
+        layers.setdefault(component, []).append(path)
+    tensors = {name: tensor.clone() for name, tensor in batch["tensors"].items()}
+    return Inputs(tensors, trainer.family.draw(tensors, seeds).tensors, layers)
+
+
+class BareStep:
+    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` says rank, scale and checkpointing."""
+
+    def __init__(
+        self, family: ModelFamily, recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str
+    ) -> None:
+        self.family = family
+        self.model: LoadedModel = family.load(dtype, torch.device("cpu"))
+        self.model.device = device
+        parameters: list[nn.Parameter] = []
+        for name, component in self.model.components.items():
+            parameters += _adapt(component, inputs.layers.get(name, ()), recipe, dtype)
+            component.to(device).train()
+            if recipe.train.gradient_checkpointing and name not in family.text_components:
+                _checkpointed(component)
+            if how == COMPILED:
+                _compiled(component)
+        self.batch = {name: tensor.to(device) for name, tensor in inputs.batch.items()}
+        self.draws = {name: tensor.to(device) for name, tensor in inputs.draws.items()}
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=recipe.optim.learning_rate, fused=True, capturable=device.type == "cuda" and how != EAGER
+        )
+
+    def __call__(self) -> None:
+        loss_B = self.family.loss(self.model, self.batch, self.draws).loss_B
+        self.loss: Tensor = loss_B.mean()
+        self.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """What replays a step as one graph.
+
+    Raises:
+        RuntimeError: it cannot be captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: torch.dtype) -> list[nn.Parameter]:
+    if not paths:
+        return []
+    lora = recipe.lora
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+        lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        target_modules=list(paths),
+        init_lora_weights="gaussian",
+    )
+    inject_adapter_in_model(config, component)
+    found = [parameter for parameter in component.parameters() if parameter.requires_grad]
+    for parameter in found:
+        parameter.data = parameter.data.to(dtype)
+    return found
+
+
+def _checkpointed(component: Any) -> None:
+    component.enable_gradient_checkpointing()
+
+
+def _compiled(component: Any) -> None:
+    """The blocks that diffusers names as repeated; text encoders have none."""
+    if getattr(component, "_repeated_blocks", None):
+        component.compile_repeated_blocks(fullgraph=True, dynamic=False)
