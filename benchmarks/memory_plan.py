@@ -1,0 +1,407 @@
+"""The memory plan's estimates against measured peaks, and what SDXL costs under a limit; with random weights.
+
+usage: python benchmarks/memory_plan.py ROOT [--toy] [--json FILE]
+
+Each configuration (samples, pixels, rank, what is kept) is counted beforehand on a model without weights; then the
+product's own model, adapter, door, passes and optimizer make steps, and the allocator's peak is compared. One of the
+configurations is the probe: its measured peak corrects the estimates of all. Then allocator limits: the plan chosen
+for each, its peak and its time. ``--toy`` rehearses on the CPU with the builtin model, where the peak is what a ledger
+of all tensors says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.memory import empty_pools
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.memory_plan import (
+    Footprint,
+    Job,
+    Mode,
+    Plan,
+    Rates,
+    choose,
+    correction,
+    plans_of,
+    resident_bytes,
+)
+from lora_rocm.train.adapter import inject
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.footprint import Ledger, count, hollow_model
+from lora_rocm.train.graphs import Graphs
+from lora_rocm.train.memory import apply
+from lora_rocm.train.offload import Offload
+from lora_rocm.train.optim import GatedAdamW
+
+GIB = 2**30
+WARM_UP, TIMED = 2, 3
+ACCEPTED = 0.10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. ``share``: of the blocks are recomputed (selective), or offloaded."""
+
+    rows: int
+    side_px: int
+    rank: int
+    mode: Mode
+    share: float = 1.0
+    graphs: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.rows}, {self.side_px} px, rank {self.rank}, {self.mode}"
+            + (f" {self.share:g}" if self.mode in ("selective", "offload") else "")
+            + (", graph" if self.graphs else "")
+        )
+
+
+def cases(toy: bool) -> list[Case]:
+    """The probe comes first."""
+    small, middle, large = (64, 96, 128) if toy else (512, 768, 1024)
+    found = [Case(1, large, 16, "keep")]
+    found += [
+        Case(rows, side, 16, "keep") for rows, side in ((1, small), (1, middle), (2, middle), (2, large), (4, large))
+    ]
+    found += [
+        Case(1, large, 16, "selective", 0.5),
+        Case(4, large, 16, "selective", 0.5),
+        Case(2, middle, 16, "selective", 0.8),
+    ]
+    found += [Case(1, large, 16, "recompute"), Case(4, large, 16, "recompute"), Case(1, small, 16, "recompute")]
+    if not toy:
+        found += [Case(1, large, 16, "keep", graphs=True), Case(4, large, 16, "keep", graphs=True)]
+        found += [Case(1, large, 16, "recompute", graphs=True)]
+    found += [Case(1, large, 16, "offload", 0.3), Case(1, large, 16, "offload"), Case(4, large, 16, "offload")]
+    if not toy:
+        found += [Case(1, large, 16, "offload", graphs=True)]
+    found += [Case(1, large, 64, "keep"), Case(2, middle, 64, "recompute"), Case(1, large, 64, "offload")]
+    return found
+
+
+def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
+    """Of no pictures: nothing here looks at them."""
+    base = "random:builtin:tiny-sdxl" if toy else "random:sdxl"
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": base},
+            "data": {"path": str(root), "resolution": side_px, "bucket_step": 32 if toy else 64},
+            "lora": {"rank": rank, "targets": "attention"},
+            "train": {"max_train_steps": 1, "batch_size": rows},
+        }
+    )
+
+
+@dataclass
+class Setup:
+    """A model of one rank, ready to train; a plan can be put in force again and again."""
+
+    toy: bool
+    root: Path
+    rank: int
+    device: torch.device
+    family: ModelFamily
+    model: LoadedModel
+    transfer: DeviceTransfer
+    optimizer: GatedAdamW
+    hollow: LoadedModel
+    counted: dict[int, Footprint] = field(default_factory=dict)
+    offload: Offload | None = None
+    updates: int = 0
+
+    @classmethod
+    def make(cls, toy: bool, root: Path, rank: int, device: torch.device) -> Setup:
+        recipe = make_recipe(toy, root, 64, rank, 1)
+        dtype = torch.float32 if toy else torch.bfloat16
+        family = family_for(recipe)
+        model = family.load(dtype, torch.device("cpu"))
+        adapter = inject(family, model, recipe.lora, 0)
+        adapter.cast_inputs(False)
+        transfer = DeviceTransfer(device, pin=device.type == "cuda")
+        for name, component in model.components.items():
+            transfer.send_parameters(component, name)
+            component.train()
+        model.device = device
+        weights = adapter.flatten(dtype, torch.float32)
+        how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
+        optimizer = GatedAdamW(weights, adapter.groups(recipe.optim), recipe.optim, **how)
+        return cls(toy, root, rank, device, family, model, transfer, optimizer, hollow_model(family, recipe, dtype))
+
+    def footprint(self, side_px: int) -> Footprint:
+        if side_px not in self.counted:
+            recipe = make_recipe(self.toy, self.root, side_px, self.rank, 1)
+            self.counted[side_px] = count(self.family, self.hollow, recipe, side_px, side_px)
+        return self.counted[side_px]
+
+    def put(self, plan: Plan) -> None:
+        """Put a plan in force."""
+        if self.offload is not None:
+            self.offload.close()
+        self.offload = apply(plan, self.family, self.model, self.transfer, pin=self.device.type == "cuda", anew=True)
+
+    def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        batch = self.family.example(side_px, side_px, rows)
+        draws = self.family.draw(batch, list(range(rows))).tensors
+        batch["weight"] = torch.full((rows,), 1.0 / rows)
+        return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]
+
+    def engine(self, graphs: bool) -> Engine:
+        captured = Graphs(self.optimizer.weights, False, _say) if graphs else None
+        return Engine(self.family, self.model, self.optimizer.weights, self.optimizer.loss_scale, nullcontext, captured)
+
+    def steps(self, plan: Plan, side_px: int, engine: Engine, count_steps: int) -> list[float]:
+        """Seconds of each step: all parts of a micro-batch, and the update."""
+        batch, draws = self.inputs(plan.rows, side_px)
+        seconds = []
+        for _ in range(count_steps):
+            _settle(self.device)
+            started = time.perf_counter()
+            for _ in range(plan.parts):
+                engine.run(batch, draws)
+            self.optimizer.step(self.updates, self.transfer.bad)
+            _settle(self.device)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Gives what reads (peak of tensors, peak of the allocator) in bytes.
+
+    On the CPU what lies there for good counts as the plan counts it: only what comes and goes is measured.
+    """
+    if setup.device.type == "cuda":
+        empty_pools()
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        yield lambda: (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        return
+    gc.collect()
+    known = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
+    with Ledger(iter(known)) as ledger:
+        yield lambda: (resident_bytes + ledger.peak_bytes,) * 2
+
+
+def plan_of(case: Case, footprint: Footprint) -> Plan:
+    """The plan that the case asks for."""
+    job, rates = Job(case.rows, graphs=case.graphs), Rates()
+    variants = list(plans_of(case.mode, 1, footprint, job, rates))
+    return variants[max(0, min(len(variants) - 1, round(case.share * len(variants)) - 1))]
+
+
+def measure(setup: Setup, case: Case) -> dict[str, Any]:
+    """Steps of one configuration; bytes and seconds."""
+    footprint = setup.footprint(case.side_px)
+    plan = plan_of(case, footprint)
+    setup.put(plan)
+    with watching(setup, resident_bytes(footprint, plan.offloaded)) as peak:
+        engine = setup.engine(case.graphs)
+        warm_up = WARM_UP + (1 if case.graphs else 0)
+        seconds = setup.steps(plan, case.side_px, engine, warm_up + TIMED)[warm_up:]
+        allocated, reserved = peak()
+        engine.release()
+    return {
+        "case": str(case),
+        "plan": plan,
+        "estimate_bytes": plan.peak_bytes,
+        "needed_bytes": plan.needed_bytes,
+        "peak_bytes": allocated,
+        "reserved_bytes": reserved,
+        "correction": correction(plan, allocated, footprint),
+        "step_s": statistics.median(seconds),
+        "estimated_s": plan.step_s,
+        "bad": float(setup.transfer.bad),
+    }
+
+
+def corrected(row: dict[str, Any], setup: Setup, case: Case, factor: float) -> int:
+    """The estimate of a configuration once the probe's measured peak is known."""
+    plan, footprint = row["plan"], setup.footprint(case.side_px)
+    resident = resident_bytes(footprint, plan.offloaded)
+    return int(resident + (plan.peak_bytes - resident) * factor)
+
+
+def limits_of(toy: bool, setup: Setup, side_px: int) -> list[int]:
+    """Limits in bytes, falling: a toy's are between what keeping all needs and the least."""
+    if not toy:
+        return [limit * GIB for limit in (24, 16, 12, 8, 6)]
+    footprint, job, rates = setup.footprint(side_px), Job(1), Rates()
+    most, least = (next(iter(plans_of(mode, 1, footprint, job, rates))).needed_bytes for mode in ("keep", "recompute"))
+    return [most, (most + least) // 2, least]
+
+
+def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: int, side_px: int) -> dict[str, Any]:
+    """Steps of SDXL under a limit of the allocator, by the plan that is chosen for it, first captured, then not."""
+    footprint = setup.footprint(side_px)
+    found: dict[str, Any] = {"limit_bytes": limit_bytes, "rows": rows}
+    for graphs in (True, False) if setup.device.type == "cuda" else (False,):
+        plan = choose(limit_bytes, footprint, Job(rows, graphs=graphs, correction=factor), rates)
+        if plan is None:
+            found[f"graphs {graphs}"] = {"plan": "none fits"}
+            continue
+        setup.put(plan)
+        said: dict[str, Any] = {
+            "plan": text_of(plan),
+            "estimate_bytes": plan.peak_bytes,
+            "needed_bytes": plan.needed_bytes,
+        }
+        try:
+            with (
+                watching(setup, resident_bytes(footprint, plan.offloaded)) as peak,
+                allocator_limit(setup, limit_bytes),
+            ):
+                engine = setup.engine(graphs)
+                seconds = setup.steps(plan, side_px, engine, WARM_UP + 1 + TIMED)[WARM_UP + 1 :]
+                allocated, reserved = peak()
+                captured = engine.graphs is not None and any(engine.graphs.captured.values())
+                engine.release()
+            said |= {"step_s": statistics.median(seconds), "peak_bytes": allocated, "reserved_bytes": reserved}
+            said |= {"captured": captured, "estimated_s": plan.step_s}
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+            said["problem"] = str(error).splitlines()[0]
+        setup.optimizer.drop_gradients()
+        empty_pools()
+        found[f"graphs {graphs}"] = said
+    return found
+
+
+@contextmanager
+def allocator_limit(setup: Setup, limit_bytes: int) -> Iterator[None]:
+    """The allocator raises where it would hold more."""
+    if setup.device.type != "cuda":
+        yield
+        return
+    whole = torch.cuda.get_device_properties(setup.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+
+
+def measured_rates(device: torch.device) -> Rates:
+    """Of this machine: bf16 products, copies on the device, copies from pinned memory."""
+    if device.type != "cuda":
+        return Rates()
+    side = 8192
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * side**3 / _seconds(lambda: a @ b, device)
+    here = torch.empty(GIB, dtype=torch.uint8, device=device)
+    moved = 2 * GIB / _seconds(lambda: here.clone(), device)
+    there = torch.empty(GIB // 4, dtype=torch.uint8, pin_memory=True)
+    bus = there.numel() / _seconds(lambda: here[: there.numel()].copy_(there, non_blocking=True), device)
+    return Rates(flops, moved, bus, known=True)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, times: int = 10) -> float:
+    work()
+    _settle(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    _settle(device)
+    return (time.perf_counter() - started) / times
+
+
+def text_of(plan: Plan) -> str:
+    """What a plan does."""
+    return f"{plan.mode}, {plan.parts} parts, {len(plan.recomputed)} recomputed, {len(plan.offloaded)} offloaded"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All configurations rank by rank, then the limits."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.toy else torch.device("cpu")
+    rates, factor = measured_rates(device), 1.0
+    rows: list[dict[str, Any]] = []
+    wanted = cases(options.toy)
+    limits: list[dict[str, Any]] = []
+    side_px = 128 if options.toy else 1024
+    for rank in dict.fromkeys(case.rank for case in wanted):
+        started = time.perf_counter()
+        setup = Setup.make(options.toy, options.root, rank, device)
+        _say(f"rank {rank}: ready after {time.perf_counter() - started:.1f} s")
+        for case in [case for case in wanted if case.rank == rank]:
+            row = measure(setup, case)
+            factor = row["correction"] if not rows else factor
+            row["corrected_bytes"] = corrected(row, setup, case, factor)
+            rows.append(row)
+            _say(line_of(row))
+        if not limits:
+            for limit in limits_of(options.toy, setup, side_px):
+                limits.append(limited(setup, limit, rates, factor, 1, side_px))
+                _say(json.dumps(limits[-1]))
+            limits.append(limited(setup, limits[0]["limit_bytes"], rates, factor, 4, side_px))
+            _say(json.dumps(limits[-1]))
+        del setup
+        empty_pools()
+    errors = [abs(row["corrected_bytes"] / row["peak_bytes"] - 1) for row in rows]
+    _say(f"largest error after one probe: {max(errors):.1%} of {len(rows)} configurations (accepted: {ACCEPTED:.0%})")
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "rates": rates.__dict__,
+        "correction": factor,
+        "largest_error": max(errors),
+        "rows": [{**row, "plan": text_of(row["plan"])} for row in rows],
+        "limits": limits,
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """One configuration, for people."""
+    peak, before, after = (row[name] / GIB for name in ("peak_bytes", "estimate_bytes", "corrected_bytes"))
+    return (
+        f"{row['case']:44} peak {peak:7.3f} GiB, counted {before:7.3f} ({before / peak - 1:+.1%}), after the probe "
+        f"{after:7.3f} ({after / peak - 1:+.1%}), held {row['reserved_bytes'] / GIB:7.3f}, "
+        f"step {1e3 * row['step_s']:.0f} ms, bad {row['bad']:g}"
+    )
+
+
+def main() -> None:
+    """Measure and print; exit code 1 where an estimate is further off than is accepted."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.root.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    found = run(options)
+    found["wall_s"] = time.perf_counter() - started
+    _say(f"{found['wall_s']:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    sys.exit(found["largest_error"] > ACCEPTED)
+
+
+if __name__ == "__main__":
+    main()
