@@ -189,7 +189,9 @@ class TrainSection(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
     )
-    gradient_checkpointing: bool = on_resume(False, "Recompute activations: less memory, slower.")
+    gradient_checkpointing: bool = on_resume(
+        False, "Recompute activations: less memory, slower. false leaves it to runtime.memory."
+    )
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
     )
@@ -237,6 +239,12 @@ class RuntimeSection(Section):
         "auto",
         "auto: on a GPU each step is captured and replayed as one graph, once that has given the same gradients; not "
         "with lora.dropout.",
+    )
+    memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
+        "auto",
+        "What of a step stays in the GPU's memory. keep: everything; selective: the activations of as many blocks as "
+        "must be are computed again; recompute: those of all; offload: the frozen weights of blocks wait in main memory "
+        "besides. auto: the fastest that fits, also cutting micro-batches into parts (lora-rocm plan shows it).",
     )
     canary_every_n_steps: int = on_resume(
         250,
