@@ -101,7 +101,11 @@ class LatentCache:
         return ""
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
-        """Write an entry, whole or not at all; nothing where another run has just written the same.
+        """Write an entry: ``content_of``, then ``write``."""
+        self.write(kind, key, self.content_of(kind, key, tensors, item))
+
+    def content_of(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> bytes:
+        """The bytes of an entry.
 
         Args:
             kind: "image" or "text".
@@ -111,7 +115,6 @@ class LatentCache:
 
         Raises:
             DataError: "encoder-nonfinite".
-            StorageError: disk full, no permission.
         """
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
@@ -124,7 +127,14 @@ class LatentCache:
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
         fingerprints = {name: int(fingerprint(tensor[None])) for name, tensor in stored.items()}
-        content = save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
+        return save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
+
+    def write(self, kind: str, key: str, content: bytes) -> None:
+        """Write an entry, whole or not at all; nothing where another run has just written the same.
+
+        Raises:
+            StorageError: disk full, no permission.
+        """
         names = self._names(kind, key)
         if not names or not _holds(names[-1], content):
             write_atomic(self._path(kind, key, len(names)), content)
@@ -193,16 +203,60 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
     return CachedItem(tensors, header.fingerprints)
 
 
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What a file is known by: as long as these are the same, so are its bytes."""
+
+    path: str
+    num_bytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Of a file now.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        stat = file.stat()
+        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def identity(self) -> list[Any]:
+        return [self.path, self.num_bytes, self.changed_ns]
+
+
 class HashMemory:
     """SHA-256 of files, remembered by (absolute path, size, time of change) in ``hashes.jsonl``, which only grows.
 
     The file is read when it is first asked. Each line carries a digest of itself: one that was torn by a crash or
-    damaged is skipped, and its file is hashed again.
+    damaged is skipped, and its file is hashed again. ``recall`` may be called in any thread once ``begin`` was.
     """
 
     def __init__(self, root: Path) -> None:
         self.path = root / "hashes.jsonl"
         self._known: dict[bytes, str] | None = None
+
+    def begin(self) -> dict[bytes, str]:
+        """Read what is remembered, once."""
+        if self._known is None:
+            self._known = self._read()
+        return self._known
+
+    def recall(self, state: FileState) -> str | None:
+        """The hash (hex) of a file that has been in this state before."""
+        return self.begin().get(_digest(state.identity))
+
+    def remember(self, state: FileState, sha256: str) -> None:
+        """Keep the hash of what was read from a file after it was found in this state.
+
+        Raises:
+            StorageError: the memory cannot be written.
+        """
+        known, digest = self.begin(), _digest(state.identity)
+        if digest not in known and time.time() - state.changed_ns / 1e9 > SETTLED_S:
+            known[digest] = sha256
+            self._append([*state.identity, sha256, _line_digest(state.identity, sha256)])
 
     def sha256(self, file: Path) -> str:
         """The hash of a file's bytes, read only if the file is new or changed.
@@ -211,18 +265,13 @@ class HashMemory:
             OSError: the file cannot be read.
             StorageError: the memory cannot be written.
         """
-        stat = file.stat()
-        identity = [str(file.absolute()), stat.st_size, stat.st_mtime_ns]
-        if self._known is None:
-            self._known = self._read()
-        known = self._known.get(_digest(identity))
+        state = FileState.of(file)
+        known = self.recall(state)
         if known is not None:
             return known
         with file.open("rb") as opened:
             computed = hashlib.file_digest(opened, "sha256").hexdigest()
-        if time.time() - stat.st_mtime > SETTLED_S:
-            self._known[_digest(identity)] = computed
-            self._append([*identity, computed, _line_digest(identity, computed)])
+        self.remember(state, computed)
         return computed
 
     def _read(self) -> dict[bytes, str]:

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import struct
+import threading
 import warnings
 import zlib
 from functools import lru_cache
@@ -61,8 +62,7 @@ def read_size(file: Path | BinaryIO) -> tuple[int, int]:
     Raises:
         UnreadablePicture: not a picture, or a damaged or unreadable one, or one too large to be decoded.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; neither matters here
+    with quiet:
         try:
             if not isinstance(file, Path):
                 return _upright_size(file)
@@ -84,8 +84,7 @@ def decode(content: bytes) -> Image.Image:
     """
     from PIL import Image, ImageOps
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet:
         try:
             with _open(BytesIO(content)) as opened:
                 profile = opened.info.get("icc_profile")
@@ -116,6 +115,34 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return image.crop((left, top, left + geometry.target_hw[1], top + geometry.target_hw[0]))
+
+
+class _Quiet:
+    """Pillow warns of large pictures and odd metadata; neither matters here.
+
+    Python's filters for warnings belong to the process. Where threads read pictures, the one that waits for them holds
+    this all the while: else one would put back what it found while another is still at it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._holders, self._filters = threading.Lock(), 0, warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._filters = warnings.catch_warnings()
+                self._filters.__enter__()
+                warnings.simplefilter("ignore")
+            self._holders += 1
+
+    def __exit__(self, *details: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._filters.__exit__(None, None, None)
+
+
+quiet = _Quiet()
 
 
 class _Frugal:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +13,11 @@ import torch
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
-from lora_rocm.data.fill import Caches, ImageJob, Progress, Repaired, Report
-from lora_rocm.data.folders import shown
+from lora_rocm.data.fill import Caches, Repaired, Report
 from lora_rocm.data.plan import Item
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
-from lora_rocm.data.samples import Sample, geometries, image_bytes, nothing_left, scan
+from lora_rocm.data.ready import Entry, Looked, Picture
+from lora_rocm.data.samples import Sample, geometries, nothing_left, scan
 from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import Problem
 
@@ -99,23 +97,25 @@ def prepare(
     data, found = recipe.data, scan(recipe.data)
     cuts, too_small = geometries(found.samples, data)
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
-    hashes, gone = _hash([sample for sample in found.samples if sample.key in cuts], HashMemory(cache.root), emit)
     both = (encoders["image"], encoders["text"])
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
-    known = [sample for sample in found.samples if sample.key in hashes]
-    jobs = {sample.key: _jobs(caches, sample, hashes[sample.key], cuts[sample.key]) for sample in known}
-    failed = caches.fill_images([*chain.from_iterable(jobs.values())])
-    set_aside = (*found.set_aside, *too_small, *gone, *failed.values())
-    if not (usable := [sample for sample in known if sample.key not in failed]):
+    fitting = [sample for sample in found.samples if sample.key in cuts]
+    pictures = [_picture(sample, cuts[sample.key]) for sample in fitting]
+    looked, failed = _filled(caches, pictures, HashMemory(cache.root))
+    set_aside = (*found.set_aside, *too_small, *failed.values())
+    if not (usable := [sample for sample in fitting if sample.key in looked]):
         raise nothing_left(set_aside)
+    hashes = {key: now.sha256 for key, now in looked.items()}
     held_keys = choose_held_out({sample.key: hashes[sample.key] for sample in usable}, data.validation_split)
     training = tuple(sample for sample in usable if sample.key not in held_keys)
     held = [sample for sample in usable if sample.key in held_keys]
     texts = {sample.key: _texts(recipe, sample, sample.key in held_keys) for sample in usable}
     caches.fill_texts([*chain.from_iterable(texts.values()), "", *_prompts(recipe)])
     return Prepared(
-        items=tuple(_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in training),
-        held_out=tuple(_held_out_item(caches, sample, jobs[sample.key], texts[sample.key]) for sample in held),
+        items=tuple(_item(caches, sample, looked[sample.key].entries, texts[sample.key]) for sample in training),
+        held_out=tuple(
+            _held_out_item(caches, sample, looked[sample.key].entries, texts[sample.key]) for sample in held
+        ),
         samples=training,
         set_aside=set_aside,
         notices=found.notices + _say_truncated(family, texts) + _say_held_out(held, usable, data.validation_split),
@@ -138,28 +138,23 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     return {key for key, place in places.items() if place < cut}
 
 
-def _hash(samples: Sequence[Sample], memory: HashMemory, emit: Report) -> tuple[dict[str, str], list[Problem]]:
-    """SHA-256 of each sample's file by key, and the samples that can no longer be read."""
-    hashes: dict[str, str] = {}
-    gone: list[Problem] = []
-    progress = Progress("hashes", len(samples), emit)
-    for sample in samples:
-        try:
-            if isinstance(sample.location, Path):
-                hashes[sample.key] = memory.sha256(sample.location)
-            else:
-                hashes[sample.key] = hashlib.sha256(image_bytes(sample)).hexdigest()
-        except OSError as error:
-            what = f"The picture cannot be read: {error.strerror}."
-            gone.append(Problem(shown(sample.location), what, "Restore the file or take it away."))
-        progress.step()
-    return hashes, gone
+def _filled(
+    caches: Caches, pictures: list[Picture], memory: HashMemory
+) -> tuple[dict[str, Looked], dict[str, Problem]]:
+    """What is in the cache of each picture, by key, and why others cannot be used; ``pictures`` get their hashes."""
+    looked: dict[str, Looked] = {}
+
+    def found(index: int, now: Looked) -> None:
+        looked[pictures[index].sample.key] = now
+        pictures[index] = replace(pictures[index], sha256=now.sha256)
+
+    failed = caches.fill_images(pictures, memory, found)
+    return looked, failed
 
 
-def _jobs(caches: Caches, sample: Sample, sha256: str, geometry: Geometry) -> tuple[ImageJob, ...]:
-    """The picture as it is, and with flip_aug its mirror image."""
-    flips = (False, True) if sample.options.flip_aug else (False,)
-    return tuple(caches.image_job(sample, sha256, geometry, flip) for flip in flips)
+def _picture(sample: Sample, geometry: Geometry) -> Picture:
+    """As it is, and with flip_aug its mirror image."""
+    return Picture(sample, geometry, (False, True) if sample.options.flip_aug else (False,))
 
 
 def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
@@ -189,21 +184,21 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
     return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
 
 
-def _item(caches: Caches, sample: Sample, jobs: Sequence[ImageJob], texts: Sequence[str]) -> Item:
+def _item(caches: Caches, sample: Sample, entries: Sequence[Entry], texts: Sequence[str]) -> Item:
     return Item(
         key=sample.key,
-        geometry=jobs[0].geometry,
-        image_keys=tuple(caches.entry_key(job) for job in jobs),
+        geometry=entries[0].job.geometry,
+        image_keys=tuple(entry.key for entry in entries),
         text_keys=tuple(caches.text_key(text) for text in texts),
         dropout_key=caches.text_key(""),
         dropout_rate=sample.options.caption_dropout_rate,
         repeats=sample.repeats,
-        picture_keys=tuple(job.key for job in jobs),
+        picture_keys=tuple(entry.job.key for entry in entries),
     )
 
 
-def _held_out_item(caches: Caches, sample: Sample, jobs: Sequence[ImageJob], texts: Sequence[str]) -> Item:
-    item = _item(caches, sample, jobs[:1], texts)
+def _held_out_item(caches: Caches, sample: Sample, entries: Sequence[Entry], texts: Sequence[str]) -> Item:
+    item = _item(caches, sample, entries[:1], texts)
     return replace(item, dropout_rate=0.0, repeats=1)
 
 

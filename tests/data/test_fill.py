@@ -3,6 +3,9 @@ import errno
 import gc
 import os
 import shutil
+import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.data import fill
+from lora_rocm.data import ahead, filling, ready
 from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.fill import Caches, Progress, pixels_of
+from lora_rocm.data.fill import Caches
+from lora_rocm.data.filling import Progress
 from lora_rocm.data.prepare import prepare
+from lora_rocm.data.ready import Picture, pixels_of
 from lora_rocm.data.samples import geometries, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, MachineError, StorageError
@@ -34,12 +39,12 @@ def caches(tmp_path: Path, family: Any) -> Caches:
     return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore, ignore)
 
 
-def jobs_for(caches: Caches, make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Any]:
+def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Picture]:
     data = make.data(path=str(folder))
     found = scan(data).samples
     cuts, _ = geometries(found, data)
     flips = (False, True) if flip else (False,)
-    return [caches.image_job(sample, sample.key, cuts[sample.key], flip) for sample in found for flip in flips]
+    return [Picture(sample, cuts[sample.key], flips, sample.key) for sample in found]
 
 
 def test_pixels() -> None:
@@ -52,8 +57,8 @@ def test_pixels() -> None:
 def test_only_what_is_missing_is_encoded(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
     for index in range(3):
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    jobs = jobs_for(caches, make, tmp_path / "data")
-    assert caches.fill_images(jobs[:1]) == {} and caches.fill_images(jobs) == {}
+    pictures = pictures_for(make, tmp_path / "data")
+    assert caches.fill_images(pictures[:1]) == {} and caches.fill_images(pictures) == {}
     assert len(family.image_encoder.encoded) == 3
     caches.fill_texts(["a", "b"])
     caches.fill_texts(["b", "c", "c"])
@@ -62,9 +67,9 @@ def test_only_what_is_missing_is_encoded(tmp_path: Path, make: SimpleNamespace, 
 
 def test_a_complete_cache_loads_nothing(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
     make.picture(tmp_path / "data" / "a.png", caption="x")
-    jobs = jobs_for(caches, make, tmp_path / "data")
+    pictures = pictures_for(make, tmp_path / "data")
     for _ in range(2):
-        caches.fill_images(jobs)
+        caches.fill_images(pictures)
         caches.fill_texts(["x"])
     assert family.image_encoder.loads == family.text_encoder.loads == 1
 
@@ -73,7 +78,7 @@ def test_a_mirror_image_is_of_the_mirrored_pixels(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
 ) -> None:
     make.picture(tmp_path / "data" / "a.png", 64, 64, caption="x")
-    caches.fill_images(jobs_for(caches, make, tmp_path / "data", flip=True))
+    caches.fill_images(pictures_for(make, tmp_path / "data", flip=True))
     plain, mirrored = family.image_encoder.encoded
     assert torch.equal(mirrored, plain.flip(2)) and not torch.equal(mirrored, plain)
 
@@ -85,7 +90,7 @@ def test_a_picture_that_cannot_be_decoded_is_set_aside(
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     broken = tmp_path / "data" / "1.png"
     broken.write_bytes(broken.read_bytes()[:3000])  # the header is whole
-    aside = caches.fill_images(jobs_for(caches, make, tmp_path / "data", flip=True))
+    aside = caches.fill_images(pictures_for(make, tmp_path / "data", flip=True))
     assert list(aside) == ["1.png"] and aside["1.png"].where == str(broken)
     assert len(family.image_encoder.encoded) == 4
 
@@ -102,7 +107,7 @@ def test_the_weights_leave_memory(
         return lambda item: family.image_encoder.tensors_of(item) if module else {}
 
     monkeypatch.setattr(family.image_encoder, "load", load)
-    caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+    caches.fill_images(pictures_for(make, tmp_path / "data"))
     gc.collect()
     assert [reference() for reference in weights] == [None]
 
@@ -114,19 +119,20 @@ def test_stopping_in_the_middle_loses_nothing(
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
 
     def stop(what: str, done: int, total: int, per_second: float) -> None:
-        raise KeyboardInterrupt
+        if what == "images":
+            raise KeyboardInterrupt
 
     caches.report = stop
     with pytest.raises(KeyboardInterrupt):
-        caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+        caches.fill_images(pictures_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 1
     caches.report = ignore
-    caches.fill_images(jobs_for(caches, make, tmp_path / "data"))
+    caches.fill_images(pictures_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 4
     assert caches.cache.root != (other := LatentCache(tmp_path / "other")).root
     fresh = new_family()
     Caches(other, fresh.image_encoder, fresh.text_encoder, CPU, ignore, ignore).fill_images(
-        jobs_for(caches, make, tmp_path / "data")
+        pictures_for(make, tmp_path / "data")
     )
     files = {path.name: path.read_bytes() for path in caches.cache.root.rglob("*.safetensors")}
     assert files == {path.name: path.read_bytes() for path in other.root.rglob("*.safetensors")} and len(files) == 4
@@ -148,7 +154,8 @@ def test_a_full_disk_in_the_middle(caches: Caches, family: Any, monkeypatch: pyt
     assert caught.value.code == "disk-full" and len(list(caches.cache.root.rglob("*.*"))) == 2
     monkeypatch.undo()
     caches.fill_texts(["a", "b", "c", "d"])
-    assert family.text_encoder.encoded == ["a", "b", "c", "c", "d"]
+    assert family.text_encoder.encoded in (["a", "b", "c", "c", "d"], ["a", "b", "c", "d", "c", "d"])
+    assert len(list(caches.cache.root.rglob("*.*"))) == 4
 
 
 def test_values_that_are_not_finite_stop_the_run(caches: Caches, family: Any) -> None:
@@ -178,15 +185,17 @@ def test_a_damaged_prompt_is_encoded_again(caches: Caches, family: Any) -> None:
 
 def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleNamespace, caches: Caches) -> None:
     path = make.picture(tmp_path / "data" / "a.png", caption="x")
-    jobs = jobs_for(caches, make, tmp_path / "data")
-    caches.fill_images(jobs)
+    pictures = pictures_for(make, tmp_path / "data")
+    caches.fill_images(pictures)
+    (job,) = caches.jobs_of(pictures[0], pictures[0].sha256)
+    key = job.key
     (file,) = caches.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
-    caches.repair("image", jobs[0].key, "damaged")
+    caches.repair("image", key, "damaged")
     assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
     path.unlink()
     with pytest.raises(DataError) as caught:
-        caches.repair("image", jobs[0].key, "damaged")
+        caches.repair("image", key, "damaged")
     assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
 
 
@@ -225,9 +234,9 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
     said: list[str] = []
     caches.say = said.append
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
-    monkeypatch.setattr(fill, "watched", watch)
+    monkeypatch.setattr(filling, "watched", watch)
     monkeypatch.setattr(family.image_encoder, "load", load)
-    assert caches.fill_images(jobs_for(caches, make, tmp_path / "data")) == {}
+    assert caches.fill_images(pictures_for(make, tmp_path / "data")) == {}
     assert ways == [True, True, False, False, False]
     assert len(said) == 1 and "From here on without it" in said[0]
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3
@@ -240,15 +249,15 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     caches.repaired = lambda *facts: told.append(facts)
     for index in range(3):
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    jobs = jobs_for(caches, make, tmp_path / "data")
-    caches.fill_images(jobs)
+    pictures = pictures_for(make, tmp_path / "data")
+    caches.fill_images(pictures)
     caches.fill_texts(["a", "b"])
     assert told == []  # what was missing is no damage
     images, texts = (sorted((caches.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
     images[0].write_bytes(b"")
     texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
     images[1].unlink()
-    caches.fill_images(jobs)
+    caches.fill_images(pictures)
     for caption in ("a", "b"):
         caches.text_lookup(caption)
     assert [kind for kind, _, _ in told] == ["image", "text"]
@@ -410,3 +419,91 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))
     with pytest.raises(MachineError, match="not enough memory"):
         prepared.repair("image", prepared.items[0].image_keys[0], "damaged")
+
+
+def test_neither_order_nor_bytes_depend_on_the_threads(
+    tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(8):
+        make.picture(tmp_path / "data" / f"{index}.png", 64 + 16 * (index % 3), 64, seed=index, caption="x")
+    pictures = pictures_for(make, tmp_path / "data", flip=True)
+    load, seen, files = ready.load_image, [], []
+
+    def slow_now_and_then(sample: Any, content: bytes) -> Any:
+        time.sleep(0.03 if sample.key in ("0.png", "3.png") else 0.0)
+        return load(sample, content)
+
+    for threads, write_s in ((1, 0.0), (6, 0.0), (6, 0.01)):
+        family, root = new_family(), tmp_path / f"{threads}-{write_s}"
+        monkeypatch.setattr(ahead, "MAX_THREADS", threads)
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(ready, "load_image", slow_now_and_then)
+        cache = LatentCache(root)
+        write = cache.write
+        monkeypatch.setattr(cache, "write", lambda *args, s=write_s, w=write: (time.sleep(s), w(*args)))
+        Caches(cache, family.image_encoder, family.text_encoder, CPU, ignore, ignore).fill_images(pictures)
+        seen.append([pixels_CHW.sum().item() for pixels_CHW in family.image_encoder.encoded])
+        files.append({path.name: path.read_bytes() for path in root.rglob("*.safetensors")})
+    assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 16
+    assert files[0] == files[1] == files[2] and len(files[0]) == 16
+
+
+def test_the_next_pictures_are_decoded_while_one_is_encoded(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(4):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    load, second = ready.load_image, threading.Event()
+
+    def noted(sample: Any, content: bytes) -> Any:
+        if sample.key == "1.png":
+            second.set()
+        return load(sample, content)
+
+    def encode(pixels_CHW: torch.Tensor) -> Any:
+        assert second.wait(30), "it waits for this one to end"
+        return latents_of(pixels_CHW)
+
+    monkeypatch.setattr(ready, "load_image", noted)
+    family.image_encoder.tensors_of = encode
+    assert caches.fill_images(pictures_for(make, tmp_path / "data")) == {}
+
+
+def test_an_error_in_a_thread_says_at_which_picture_and_leaves_no_thread(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(4):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+
+    def full(image: Any, geometry: Any, flip: bool) -> Any:
+        raise MemoryError("cannot allocate")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(ready, "cut", full)
+    with pytest.raises(MemoryError) as caught:
+        caches.fill_images(pictures_for(make, tmp_path / "data"))
+    assert "0.png" in caught.value.__notes__[0] and set(threading.enumerate()) <= before
+
+
+def test_copies_are_encoded_once_and_a_picture_whose_hash_is_new_but_not_its_content_not_at_all(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
+) -> None:
+    for name in ("a.png", "b.png"):
+        make.picture(tmp_path / "data" / name, seed=1, caption="x")
+    found: dict[int, Any] = {}
+    unknown = [dataclasses.replace(picture, sha256="") for picture in pictures_for(make, tmp_path / "data")]
+    caches.fill_images(unknown, found=lambda index, looked: found.update({index: looked}))
+    assert len(family.image_encoder.encoded) == 1 and found[0].sha256 == found[1].sha256
+    assert found[0].entries[0].key == found[1].entries[0].key and not found[1].entries[0].fault
+    caches.fill_images(unknown)
+    assert len(family.image_encoder.encoded) == 1
+
+
+def test_warnings_are_as_they_were_after_pictures_were_read_in_threads(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches
+) -> None:
+    for index in range(12):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    before = list(warnings.filters)
+    caches.fill_images(pictures_for(make, tmp_path / "data"))
+    assert warnings.filters == before
