@@ -4,9 +4,9 @@ usage: python -m benchmarks.step_variants [ROOT] --out JSON [--toy] [--only REGE
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
 fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
-captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in float32
-with the same weights: relative norms; the first variant shows what bf16 itself costs. ``ROOT`` is a checkout to import
-from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet; Triton forms then need TRITON_INTERPRET=1.
+captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in
+float32 with the same weights: relative norms; the first variant shows what bf16 itself costs. ``ROOT`` is a checkout to
+import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet, where Triton forms fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOT_KERNELS = ("ProfilerStep", "Optimizer.")
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|bprop_dot|attn",
     "optimizer": r"adam|multi_tensor_apply",
-    "copy, layout": r"memcpy|memset|copy_kernel|direct_copy|CatArray|nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform",
+    "copy, layout": r"memcpy|memset|copy_kernel|direct_copy|CatArray|nchwTo|nhwcTo|nhwcAddPadding|tensorTransform",
     "convolution": r"conv|fprop|dgrad|wgrad|implicit|winograd",
     "product": r"gemm|nvjet|cutlass|xmma|cublas|gemv|splitK|Cijk",
     "norm": r"group_norm|GroupNorm|layer_norm|LayerNorm|RowwiseMoments|InternalGradients|ComputeFused|Compute1dBackward"
@@ -184,6 +184,7 @@ def reference(toy: bool) -> tuple[Tensor, Tensor]:
 
 
 def build(variant: Variant, toy: bool) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
+    """The UNet of a variant, and its adapter."""
     unet, adapter = make_unet(toy, torch.bfloat16, variant.lean)
     if variant.fusion is not None:
         fuse(unet, variant.fusion)
@@ -236,6 +237,7 @@ def timed(run: Callable[[], object]) -> dict[str, float]:
 
 
 def captured(step: Step) -> torch.cuda.CUDAGraph:
+    """The step as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -276,11 +278,13 @@ def profiled(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def wait() -> None:
+    """For the device."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def clean() -> None:
+    """Give memory back."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -310,6 +314,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Run the variants, one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", default=str(HERE))
     parser.add_argument("--out", type=Path, required=True)
@@ -320,6 +325,7 @@ def main() -> None:
     args = parser.parse_args()
     began = time.perf_counter()
     torch._dynamo.config.cache_size_limit = 512
+    torch.backends.cudnn.allow_tf32 = False
     where = torch.cuda.get_device_name() if CUDA else "CPU"
     result: dict[str, Any] = {"device": where, "torch": torch.__version__, "rows": [], "failed": {}}
     print(f"{where}, torch {torch.__version__}, {PACKAGE}", flush=True)

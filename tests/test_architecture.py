@@ -33,9 +33,10 @@ ARROWS: dict[str, set[str]] = {
     "doctor": {"errors", "recipe", "host", "run"},
     "cli": {"errors", "recipe", "host", "run", "data", "check", "doctor"},
     "device": {"errors", "recipe", "host", "run"},
-    "data": {"errors", "recipe", "host", "run", "device"},
-    "families": {"errors", "recipe", "host", "run", "device", "data"},
-    "train": {"errors", "recipe", "host", "run", "device", "data", "families"},
+    "kernels": {"errors", "recipe", "host", "run", "device"},
+    "data": {"errors", "recipe", "host", "run", "device", "kernels"},
+    "families": {"errors", "recipe", "host", "run", "device", "kernels", "data"},
+    "train": {"errors", "recipe", "host", "run", "device", "kernels", "data", "families"},
     "builtin": set(),
     "__main__": {"cli"},
     "": set(),
@@ -48,6 +49,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.run.failure", "exit_code_of"),
     (f"{PACKAGE}.data.workers", "_serve"),
     ("benchmarks/reliable_fuzz.py", "child"),
+    ("benchmarks/step_variants.py", "main"),
 }
 # Used by the installer before anything is installed.
 STANDARD_LIBRARY_ONLY = {

@@ -60,9 +60,7 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
     Again with another ``how``: what was exchanged before is set to that. Weights of merged projections stay merged.
     """
     if how.channels_last:
-        for module in unet.modules():
-            if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        _lay_channels_last(unet)
     for parent in list(unet.modules()):
         for name, child in list(parent.named_children()):
             swapped = FUSED.get(type(child))
@@ -73,11 +71,21 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
     for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             module.how = how
-        if how.projections and type(module) is Attention and type(module.processor) is AttnProcessor2_0:
-            if _is_plain_attention(module):
-                module.set_processor(MergedProjections(module))
-        if isinstance(module, Attention) and isinstance(module.processor, MergedProjections):
-            module.processor.how = how
+        elif isinstance(module, Attention):
+            _set_processor(module, how)
+
+
+def _lay_channels_last(unet: nn.Module) -> None:
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def _set_processor(attention: Attention, how: Fusion) -> None:
+    if how.projections and type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
+        attention.set_processor(MergedProjections(attention))
+    if isinstance(attention.processor, MergedProjections):
+        attention.processor.how = how
 
 
 def _adopt(cls: type[M], module: nn.Module) -> M:
@@ -121,7 +129,12 @@ class FusedGEGLU(GEGLU):
         if form is None or args or kwargs:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
-        if form == "eager" and type(proj) is nn.Linear and not proj.weight.requires_grad and proj.weight.dtype == x.dtype:
+        if (
+            form == "eager"
+            and type(proj) is nn.Linear
+            and not proj.weight.requires_grad
+            and proj.weight.dtype == x.dtype
+        ):
             return geglu_of(x, proj.weight, proj.bias)
         return geglu(proj(x), form)
 
@@ -276,7 +289,11 @@ class MergedProjections:
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
     ) -> Tensor:
-        if attention_mask is not None or hidden_states.ndim != 3 or self.is_cross != (encoder_hidden_states is not None):
+        if (
+            attention_mask is not None
+            or hidden_states.ndim != 3
+            or self.is_cross != (encoder_hidden_states is not None)
+        ):
             output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return output
         if encoder_hidden_states is None:
@@ -290,6 +307,9 @@ class MergedProjections:
         out: Tensor = attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).reshape(batch, -1, heads * query.shape[-1])))
         return out
 
+    def _holds(self, weight: Tensor) -> bool:
+        return self.weight_OI.data_ptr() == weight.data_ptr()
+
     def _layers(self, attention: Attention) -> list[Any]:
         both = [attention.to_k, attention.to_v]
         return both if self.is_cross else [attention.to_q, *both]
@@ -298,7 +318,7 @@ class MergedProjections:
         layers = self._layers(attention)
         found = [layer.plain(x) if isinstance(layer, LoraLinear) else None for layer in layers]
         merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
-        if not merged or self.weight_OI.data_ptr() != _base(layers[0]).weight.data_ptr():
+        if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
             return tuple(layer(x) for layer in layers)
         a_RI, b_OR, scales = zip(*found, strict=True)  # type: ignore[arg-type]
         return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join)

@@ -15,7 +15,8 @@ BLOCK = 1024
 
 
 @triton.jit
-def geglu_forward(ag, out, width, BLOCK: tl.constexpr):  # noqa: D103
+def geglu_forward(ag, out, width, BLOCK: tl.constexpr):
+    """The output, a block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -26,7 +27,8 @@ def geglu_forward(ag, out, width, BLOCK: tl.constexpr):  # noqa: D103
 
 
 @triton.jit
-def geglu_backward(dy, ag, dag, width, BLOCK: tl.constexpr):  # noqa: D103
+def geglu_backward(dy, ag, dag, width, BLOCK: tl.constexpr):
+    """Gradients of a and g, side by side."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

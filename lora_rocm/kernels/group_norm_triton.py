@@ -38,7 +38,8 @@ def _tile(pixels, channels, chunks, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def moments(
     x, shift, means, spreads, pixels, channels, chunks, SHIFT: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
-):  # noqa: D103
+):
+    """Mean and squared spread of each channel over a chunk of pixels."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(PIXELS, pixels - (part % chunks) * PIXELS).to(tl.float32)
@@ -55,7 +56,8 @@ def moments(
 def join_moments(
     means, spreads, mean_out, rstd_out, pixels, channels, chunks, groups, eps,
     PIXELS: tl.constexpr, ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip  # noqa: D103
+):  # fmt: skip
+    """Mean and reciprocal deviation of each group, from those of its channels' chunks."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -105,7 +107,8 @@ def _normalised(
 def normalise(
     x, shift, weight, bias, mean, rstd, y, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: D103
+):  # fmt: skip
+    """The output."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -128,7 +131,8 @@ def _normal_gradient(dy, z, w, inside, offset, SILU: tl.constexpr):
 def gradient_sums(
     dy, x, shift, weight, bias, mean, rstd, plain_sums, normal_sums, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: D103
+):  # fmt: skip
+    """Sums over a chunk, per channel, of the normal's gradient, plain and times the normal."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -143,7 +147,8 @@ def gradient_sums(
 def join_sums(
     plain_sums, normal_sums, plain_out, normal_out, pixels, channels, chunks, groups,
     ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip  # noqa: D103
+):  # fmt: skip
+    """Means of those sums, per group."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -166,7 +171,8 @@ def join_sums(
 def input_gradient(
     dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: D103
+):  # fmt: skip
+    """The gradient of x, with that of a residual path."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -182,7 +188,8 @@ def input_gradient(
 
 
 @triton.jit
-def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):  # noqa: D103
+def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
+    """The sum of x, y and the bias of each channel."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     b = tl.load(bias + at % channels, mask=inside, other=0.0).to(tl.float32)
@@ -228,7 +235,15 @@ class TritonGroupNorm(Function):
         y = torch.empty_like(x_nhwc)
         moments[shape.grid](x_nhwc, shift, parts[0], parts[1], *shape.sizes, **has, **shape.cut)
         join_moments[shape.joins](
-            parts[0], parts[1], known[0], known[1], *shape.sizes, groups, eps, PIXELS=shape.cut["PIXELS"], **shape.joined
+            parts[0],
+            parts[1],
+            known[0],
+            known[1],
+            *shape.sizes,
+            groups,
+            eps,
+            PIXELS=shape.cut["PIXELS"],
+            **shape.joined,
         )
         normalise[shape.grid](
             x_nhwc, shift, weight, bias, known[0], known[1], y, *shape.sizes, groups, SILU=silu, **has, **shape.cut
@@ -274,4 +289,5 @@ class TritonResidual(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+        dout = dout.contiguous(memory_format=torch.channels_last)  # once, and not in each of the two branches
         return dout, dout, None

@@ -24,7 +24,8 @@ def _normal_row(value, inside, width, eps):
 
 
 @triton.jit
-def layer_norm_forward(x, delta, weight, bias, total, y, width, eps, DELTA: tl.constexpr, BLOCK: tl.constexpr):  # noqa: D103
+def layer_norm_forward(x, delta, weight, bias, total, y, width, eps, DELTA: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum and norm, a row a program."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -41,7 +42,8 @@ def layer_norm_forward(x, delta, weight, bias, total, y, width, eps, DELTA: tl.c
 
 
 @triton.jit
-def layer_norm_backward(dy, residual, total, weight, dx, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):  # noqa: D103
+def layer_norm_backward(dy, residual, total, weight, dx, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of the sum, with that of a residual path, a row a program."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

@@ -18,13 +18,17 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-def lora_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+def lora_linear(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+) -> Tensor:
     """The layer's output, in the dtype of ``x``.
 
     Args:
         x: [..., I]; weight, bias, a and b have its dtype (float64, float32, bfloat16 or float16).
-        weight_OI: frozen, as is ``bias_O``: they get no gradient.
-        a_RI: leaf; its gradient comes in its own dtype, as that of ``b_OR``.
+        weight_OI: frozen, it gets no gradient.
+        bias_O: frozen.
+        a_RI: leaf; its gradient comes in its own dtype.
+        b_OR: likewise.
         scale: alpha / rank.
     """
     output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale)
@@ -39,7 +43,8 @@ def lora_projections(
     Args:
         x: [..., I].
         weight_OI: the frozen weights of all projections, one below the other.
-        a_RI: one a projection; b_OR: one a projection, in the order of the weights.
+        a_RI: one a projection, in the order of the weights.
+        b_OR: likewise.
         scale: alpha / rank, of all of them.
         join: in the backward pass copy the outputs' gradients side by side for one product, instead of one product
             each that adds to the one before.
@@ -53,7 +58,9 @@ def lora_projections(
 
 class _LoraLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1])
         h_MR = _scaled_product(x_MI, a_RI.t(), scale)
         y_MO = F.linear(x_MI, weight_OI, bias_O).addmm_(h_MR, b_OR.t())
@@ -77,7 +84,9 @@ class _LoraLinear(Function):
 
 class _LoraProjections(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, scale: float, join: bool, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, scale: float, join: bool, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
