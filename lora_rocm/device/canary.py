@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lora_rocm.device.graph_check import captured_sums
 from lora_rocm.device.selftest_attention import attention
 from lora_rocm.device.selftest_judge import DTYPES, WrongAnswerError, judge, poison, whole_numbers
 from lora_rocm.device.selftest_maths import convolution, products
@@ -25,6 +26,7 @@ SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
 """The problems are scaled by the next one at each look (no precision is lost): the answer of the look before is wrong
 now, also where it goes with the square."""
 SUM_LIMIT = 64  # so that no sum of these whole numbers, in whatever order, leaves what float32 holds exactly
+GRAPH = "captured graph"
 NAMED = 3  # how many changed weights an error names
 STEPS_ARE_LOST = (
     "Steps made since this was last found right cannot be trusted, and nothing was written from them; the last "
@@ -43,6 +45,7 @@ class Canary:
         transfer: the door that the frozen weights came through.
         weights: what those are.
         consequence: what it means for the run if one of them is not right.
+        graphs: the run replays captured graphs.
     """
 
     device: torch.device
@@ -51,6 +54,7 @@ class Canary:
     transfer: DeviceTransfer
     weights: str = "base weights"
     consequence: str = STEPS_ARE_LOST
+    graphs: bool = False
     _looks: int = field(default=0, init=False)
 
     def failure(self) -> CanaryError | None:
@@ -64,6 +68,11 @@ class Canary:
                 except WrongAnswerError as error:
                     what = "A calculation whose answer is known came out wrong"
                     return self._failed("canary-kernel", what, name, error)
+            if self.graphs:
+                try:
+                    captured_sums(self.device, self.dtype, scale)
+                except (WrongAnswerError, RuntimeError) as error:
+                    return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
             changed = self.transfer.changed()
         if not changed:
             return None
@@ -73,14 +82,16 @@ class Canary:
     @property
     def checks(self) -> list[str]:
         """The names of what is looked at."""
-        return [*(name for name, _ in self._kernels(1.0)), self.weights]
+        graph = [GRAPH] if self.graphs else []
+        return [*(name for name, _ in self._kernels(1.0)), *graph, self.weights]
 
     def _failed(self, code: str, what: str, name: str, detail: object) -> CanaryError:
         return CanaryError(
             code,
             f"{what}. {self.consequence}",
             where=f"{name}: {detail}",
-            fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved.",
+            fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
+            + (" Or set runtime.graphs: off." if code == "canary-graph" else ""),
         )
 
     def _kernels(self, scale: float) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -17,11 +17,12 @@ from lora_rocm.host.quirks import Rule, Situation, When
 from lora_rocm.host.stack import stack_of
 
 Seen = Literal[
-    "loader-hang", "hang", "corruption", "illegal-access", "out-of-memory", "canary", "nonfinite", "died"
+    "loader-hang", "hang", "corruption", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite", "died"
 ]  # fmt: skip
 """loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent,
 or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
-illegal-access: the device reported a fault, or was lost. died: the process ended without a word."""
+graph: a captured graph computes wrong. illegal-access: the device reported a fault, or was lost. died: the process
+ended without a word."""
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
 
@@ -30,6 +31,7 @@ SEEN_OF_CODE: dict[str, Seen] = {
     "verdict-lost": "corruption",
     "read-failed": "corruption",
     "canary-kernel": "canary",
+    "canary-graph": "graph",
     "canary-weights": "corruption",
     "nonfinite": "nonfinite",
     "state-nonfinite": "corruption",
@@ -108,6 +110,10 @@ def _pins(situation: Situation) -> bool:
     return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
 
 
+def _captures(situation: Situation) -> bool:
+    return _on_gpu(situation) and (situation.recipe is None or situation.recipe.runtime.graphs == "auto")
+
+
 def _convolves_without_miopen(situation: Situation) -> bool:
     """Only where the self-test saw torch's own convolutions pass: see ``rules_verdict.avoids_miopen``."""
     verdict = situation.verdict
@@ -162,6 +168,16 @@ CHANGES: tuple[Change, ...] = (
         "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
         When(systems=("linux",)),
         applies=_on_gpu,
+    ),
+    Change(
+        "graphs-off",
+        ("graph", "hang", "illegal-access", "died"),
+        "rounding",
+        (Sets("setting:graphs", "false"),),
+        "steps are launched kernel by kernel, not replayed as a graph",
+        "pytorch#197017, #197377 (memset nodes of captured graphs go wrong on ROCm 7.0)",
+        phases=("load", "step"),
+        applies=_captures,
     ),
     Change(
         "hipblaslt-off",

@@ -42,6 +42,8 @@ class Settings:
     """Each micro-batch is computed in so many parts, with the same samples and noise."""
     checkpointing: bool = False
     """Activations are recomputed, whatever ``train.gradient_checkpointing`` says."""
+    graphs: bool = True
+    """Passes may be captured and replayed as graphs."""
     vae_tiling: bool = False
     """The VAE works in tiles on pictures of any size."""
 

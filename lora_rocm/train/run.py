@@ -143,7 +143,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
         state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     position.attempt = max(position.attempt, start.attempt)
-    guard = Guard(Canary(start.device, start.dtype, recipe.lora.rank, transfer), optimizer, session.emit)
+    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, graphs=captures(start))
+    guard = Guard(canary, optimizer, session.emit)
     guard.check_kernels(position.updates)
     artifacts = Artifacts(
         session=session,
@@ -326,12 +327,18 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
     )
 
 
+def captures(start: Start) -> bool:
+    """Whether passes are to be captured as graphs; dropout draws in them, from a generator that is set for each."""
+    allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
+    return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout
+
+
 def _engine(start: Start, artifacts: Artifacts) -> Engine:
     """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
     model, weights, recipe = artifacts.model, artifacts.optimizer.weights, start.recipe
     mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
     graphs = None
-    if start.device.type == "cuda" and recipe.runtime.graphs == "auto" and not recipe.lora.dropout:
+    if captures(start):
         graphs = Graphs(weights, recipe.runtime.deterministic, start.session.notice)
     return Engine(
         artifacts.family,

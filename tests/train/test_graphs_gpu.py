@@ -1,0 +1,91 @@
+"""On a GPU: training with captured steps is training; the graphs are used, and what they take is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train.graphs import Captured, Graphs
+from tests.train.test_run import bytes_of, make_recipe, material, start  # noqa: F401  # a fixture
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda", 0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"train": {"gradient_accumulation_steps": 2}},
+    "ema": {"train": {"ema_decay": 0.9}},
+    "text encoders": {"lora": {"train_text_encoder": True}},
+    "checkpointing": {"train": {"gradient_checkpointing": True}},
+    "dora": {"lora": {"use_dora": True}},
+    "bf16 weights": {"lora": {"weight_dtype": "bf16"}},
+}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    made: list[int] = []
+    run = Captured.run
+
+    def counted(self: Captured, *given: Any) -> Any:
+        made.append(1)
+        return run(self, *given)
+
+    monkeypatch.setattr(Captured, "run", counted)
+    return made
+
+
+def trained(material: Path, run_dir: Path, graphs: str, precision: str, **sections: Any) -> list[str]:
+    sections["train"] = {"mixed_precision": precision, "max_train_steps": 8, **sections.get("train", {})}
+    recipe = make_recipe(material, **sections, runtime={"graphs": graphs, "deterministic": True})
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert start(recipe, run_dir, device=GPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [event["text"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "notice"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=list(VARIANTS))
+def test_replayed_steps_give_the_bytes_of_launched_ones(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: list[int], variant: str, precision: str
+) -> None:
+    if precision != "bf16" and variant != "plain":
+        pytest.skip("one variant is enough for the other formats")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    said = trained(material, tmp_path / "graphs", "auto", precision, **VARIANTS[variant])
+    assert len(replays) >= 4, said
+    made = len(replays)
+    trained(material, tmp_path / "eager", "off", precision, **VARIANTS[variant])
+    assert len(replays) == made
+    assert bytes_of(tmp_path / "graphs") == bytes_of(tmp_path / "eager")
+
+
+def test_a_graph_that_adds_up_is_not_used(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: list[int]
+) -> None:
+    """As memset nodes that do nothing would make it: gradients of the capture's own batch are in each result."""
+    run = Captured.run
+
+    def adds(self: Captured, *given: Any) -> Any:
+        passed = run(self, *given)
+        for graphs in living:
+            graphs.weights.gradients.mul_(1.5)
+        return passed
+
+    living: list[Graphs] = []
+    init = Graphs.__init__
+
+    def watched(self: Graphs, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        living.append(self)
+
+    monkeypatch.setattr(Graphs, "__init__", watched)
+    monkeypatch.setattr(Captured, "run", adds)
+    said = trained(material, tmp_path / "run", "auto", "bf16")
+    assert sum("other gradients" in text for text in said) == 1
