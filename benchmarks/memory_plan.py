@@ -44,8 +44,9 @@ from lora_rocm.run.memory_plan import (
 )
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.footprint import Ledger, count, hollow_model
+from lora_rocm.train.footprint import count, hollow_model
 from lora_rocm.train.graphs import Graphs
+from lora_rocm.train.ledger import Ledger
 from lora_rocm.train.memory import apply
 from lora_rocm.train.offload import Offload
 from lora_rocm.train.optim import GatedAdamW

@@ -66,9 +66,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example lora.rank=8.")
 ]
 FactsPath = Annotated[
-    Path | None,
-    typer.Option("--facts", metavar="FILE", help="Another machine's facts (from env --json) instead of this one's."),
+    Path | None, typer.Option("--facts", metavar="FILE", help="Of another machine (its env --json), not of this one.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")]
 CachePath = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -143,6 +143,20 @@ def check(
 
 @app.command()
 @explained
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    card: Annotated[str | None, typer.Option(metavar="24GB", help="Of a card, not of this machine's GPU.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say what memory and time a step takes, before anything is loaded, and what training would keep in memory."""
+    from lora_rocm.run.plan import plan as show_plan
+
+    return show_plan(recipe, overrides or (), card=card, as_json=as_json)
+
+
+@app.command()
+@explained
 def demo() -> int:
     """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
     from lora_rocm.run import launch
@@ -161,14 +175,12 @@ def sample(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
-    strength: Annotated[
-        float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 draws without it.")
-    ] = 1.0,
+    strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Of the LoRA; 0 draws without it.")] = 1.0,
     num: Annotated[int, typer.Option(min=1, help="How many pictures; the seed counts up.")] = 1,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the pictures.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers for a single-file base model.")
+        Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
     ] = None,
 ) -> int:
     """Draw pictures with a LoRA."""
@@ -207,10 +219,7 @@ def export(
 
 @app.command()
 @explained
-def status(
-    run: RunPath,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
+def status(run: RunPath, as_json: AsJson = False) -> None:
     """Say where a run stands."""
     import json
 
@@ -234,7 +243,7 @@ def report(run: RunPath) -> None:
 @app.command()
 @explained
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
     report_file: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a file for a bug report; nothing private is in it."),

@@ -26,6 +26,7 @@ COMMANDS: dict[str, set[str]] = {
     "": {"--version"},
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
+    "plan": {"RECIPE", "--set", "--card", "--json"},
     "demo": set(),
     "sample": {
         "RUN_OR_LORA",

@@ -139,6 +139,7 @@ class Job:
         min_parts: into so many parts a micro-batch is cut at least.
         graphs: passes are captured.
         correction: measured activations over counted ones.
+        all_offloaded: offloading means every block, not as few as must be.
     """
 
     batch_size: int = 1
@@ -147,6 +148,7 @@ class Job:
     min_parts: int = 1
     graphs: bool = False
     correction: float = 1.0
+    all_offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ def plans_of(mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rate
     elif mode == "recompute":
         variants = iter([(every, ())])
     else:
-        variants = ((every, spread(count, len(every))) for count in range(1, len(every) + 1))
+        fewest = len(every) if job.all_offloaded else 1
+        variants = ((every, spread(count, len(every))) for count in range(fewest, len(every) + 1))
     for recomputed, offloaded in variants:
         yield planned(mode, parts, recomputed, offloaded, footprint, job, rates)
 

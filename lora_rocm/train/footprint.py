@@ -1,8 +1,8 @@
-"""Counts what a step of a recipe takes on a model without weights: ``python -m lora_rocm.train.footprint RECIPE.json``.
+"""Counts what a step of a recipe takes on a model without weights: ``python -m lora_rocm.train.footprint JOB.json``.
 
 The model is built as for training, by the same functions, and moved to PyTorch's meta device, where tensors have shapes
 and no memory. One forward and backward pass of one sample is made there; a ledger sees each tensor come and go.
-Prints one JSON object: the footprint (``run.memory_plan``), or an error event.
+Prints one JSON object: footprint (``run.memory_plan``), precision and GPU; or an error event.
 """
 
 from __future__ import annotations
@@ -10,132 +10,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.data.buckets import bucket_sizes
-from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.device.measure import seconds_of
+from lora_rocm.device.memory import device_budget
+from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import Block, Footprint, Moment, Work
+from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import inject
+from lora_rocm.train.ledger import Ledger, fused_attention
 
 META = torch.device("meta")
-PIECE_BYTES = 512
-"""Allocators hand out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-
-
-@dataclass
-class _Tally:
-    """Work as it adds up."""
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    launches: int = 0
-
-    def minus(self, earlier: Work) -> Work:
-        return Work(
-            self.flops - earlier.flops, self.moved_bytes - earlier.moved_bytes, self.launches - earlier.launches
-        )
-
-    def now(self) -> Work:
-        return Work(self.flops, self.moved_bytes, self.launches)
-
-
-class Ledger(TorchDispatchMode):
-    """Sees every operation while it is entered: bytes that are taken now, and the most since ``mark``.
-
-    Tensors of ``known`` (weights, inputs) are not counted.
-    """
-
-    def __init__(self, known: Iterator[Tensor]) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self.tally = _Tally()
-        self._sizes: dict[int, int] = {}
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        for tensor in known:
-            self._sizes[tensor.untyped_storage()._cdata] = 0
-
-    def mark(self) -> int:
-        """Begin anew: the most since the last time."""
-        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
-        return peak
-
-    def size_of(self, tensor: Tensor) -> int:
-        """Bytes that were counted for a tensor's memory."""
-        return self._sizes.get(tensor.untyped_storage()._cdata, 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        fresh = sum(self._take(tensor) for tensor in tensors)
-        self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
-        return result
-
-    def _take(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes:
-            return 0
-        size = -(-storage.nbytes() // PIECE_BYTES) * PIECE_BYTES
-        self._sizes[key] = size
-        self._alive[key] = weakref.ref(storage, partial(self._gone, key))
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return size
-
-    def _gone(self, key: int, _: object) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
-        self._alive.pop(key, None)
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.tally.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-            self.tally.launches += 1
-        elif writes:  # else it is a view
-            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-            self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self.tally.launches += 1
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention as a GPU computes it: on the meta device PyTorch would take the plain way, which keeps every score."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            return _fused(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _fused(
-    query_BHSD: Tensor,
-    key_BHSD: Tensor,
-    value_BHSD: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor:
-    """A mask costs nothing here: it is small beside the rest."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    output_BHSD: Tensor = flash(query_BHSD, key_BHSD, value_BHSD, dropout_p, is_causal)[0]
-    return output_BHSD
+SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
 
 
 @dataclass
@@ -252,7 +150,7 @@ def count(
     watch = _Watch(family.blocks(model), ledger)
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
-        with _attention(plain_attention), ledger:
+        with fused_attention(not plain_attention), ledger:
             loss = family.loss(model, batch, draws).loss_B.sum()
             watch.forward_is_over()
             loss.backward()
@@ -308,15 +206,6 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@contextmanager
-def _attention(plain: bool) -> Iterator[None]:
-    if plain:
-        yield
-        return
-    with _FusedAttention():
-        yield
-
-
 def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     batch = family.example(height, width, 1)
     draws = family.draw(batch, [0]).tensors
@@ -325,11 +214,10 @@ def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Ten
 
 
 def main() -> int:
-    """Count the recipe in the file that the first argument names."""
+    """Count the recipe in the job file that the first argument names."""
     try:
-        recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        settings = settings_from(os.environ)
-        found: dict[str, Any] = counted_here(recipe, settings).to_json()
+        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        found = _found(Recipe.model_validate(job["recipe"]), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
@@ -337,11 +225,46 @@ def main() -> int:
     return code
 
 
-def counted_here(recipe: Recipe, settings: Settings) -> Footprint:
-    """As this machine would train it."""
-    device = choose_device(recipe.runtime.device)
-    return footprint(
-        recipe, compute_dtype(recipe.train.mixed_precision, device, settings), settings.attention == "math"
+def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]:
+    """As this machine would train it; ``for_card``, or where none is: as a GPU would that computes bf16."""
+    device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
+    wanted = recipe.train.mixed_precision
+    if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
+        wanted = "bf16"
+    dtype = compute_dtype(wanted, device, settings)
+    counted = footprint(recipe, dtype, settings.attention == "math")
+    precision = next(name for name, known in DTYPES.items() if known is dtype)
+    return {"footprint": counted.to_json(), "precision": precision, "gpu": _gpu(device, settings, dtype)}
+
+
+def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Of the GPU that would train: its room, and what it does in a second, measured now."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": describe(device),
+        "integrated": bool(getattr(properties, "is_integrated", 0)),
+        "budget_bytes": room_bytes(device, settings),
+        "rates": asdict(measured_rates(device, dtype)),
+    }
+
+
+def room_bytes(device: torch.device, settings: Settings) -> int:
+    """Bytes that a GPU has for tensors: what was planned for it, else all but what its libraries take."""
+    return settings.memory_limit_bytes or max(0, device_budget(device) - CONTEXT_BYTES)
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """A GPU's matrix products, copies within it, and copies from pinned memory."""
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+    here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return Rates(
+        flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
+        moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
+        bus_bytes=COPIED_BYTES / seconds_of(lambda: here.copy_(there, non_blocking=True), device),
+        known=True,
     )
 
 

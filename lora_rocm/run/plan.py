@@ -1,0 +1,245 @@
+"""``lora-rocm plan``: what a recipe takes in memory and time, by what is kept, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import UserError
+from lora_rocm.host.environ import plan as environment_plan
+from lora_rocm.host.here import situation_here
+from lora_rocm.host.memory import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
+from lora_rocm.host.printable import legible
+from lora_rocm.host.quirks import Situation
+from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.children import run_for_json
+from lora_rocm.run.layout import write_json
+from lora_rocm.run.memory_plan import (
+    CONTEXT_BYTES,
+    MODES,
+    Footprint,
+    Job,
+    Mode,
+    Plan,
+    Rates,
+    choose,
+    smallest,
+    table,
+)
+from lora_rocm.run.wording import size_text, time_text
+
+MODULE = "lora_rocm.train.footprint"
+AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
+SMALLEST_RESOLUTION = 256
+CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
+LARGEST_CARD_GIB = 4096
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much memory there is for tensors. num_bytes: None where there is no limit to compare with."""
+
+    num_bytes: int | None
+    why: str
+    shared: bool = False
+    """It is main memory: nothing is won by letting weights wait there."""
+
+
+def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool) -> int:
+    """Print what each way of computing a step takes, and the one that training would choose.
+
+    Args:
+        recipe_path: its model has to be there; its pictures are not looked at.
+        overrides: ``section.key=value``.
+        card: memory of a card, as "24GB"; None: this machine's GPU.
+        as_json: print one object.
+
+    Raises:
+        LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
+    """
+    loaded = load_recipe(recipe_path, overrides)
+    recipe = loaded.recipe
+    total = None if card is None else card_bytes(card)
+    situation = situation_here(recipe)
+    counted = _counted(recipe, situation, total is not None)
+    footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
+    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
+    rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
+    on_gpu = total is not None or gpu is not None
+    job = job_of(recipe, _settings(situation), on_gpu=on_gpu, can_offload=not room.shared)
+    chosen = choose(room.num_bytes, footprint, job, rates)
+    rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
+    if as_json:
+        found = {"footprint": _facts(footprint), "precision": counted["precision"], "room": asdict(room)}
+        plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
+        _say(json.dumps({**found, **plans, "seconds_are_known": rates.known}, indent=1))
+    else:
+        for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
+            _say(legible(line))
+    if chosen is None and room.num_bytes is not None:
+        raise does_not_fit(recipe, footprint, job, rates, room.num_bytes)
+    return 0
+
+
+def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool) -> Job:
+    """What the recipe, and what past failures made necessary, ask of a step.
+
+    Args:
+        recipe: of the run.
+        settings: what the parent planned for this machine.
+        on_gpu: where passes may be captured.
+        can_offload: main memory is another one than the GPU's; a recipe that asks for it gets it all the same.
+    """
+    wanted = recipe.runtime.memory
+    modes: tuple[Mode, ...] = (wanted,) if wanted != "auto" else MODES if can_offload else MODES[:-1]
+    if recipe.train.gradient_checkpointing or settings.checkpointing:
+        modes = tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
+    train = recipe.train
+    return Job(
+        batch_size=train.batch_size,
+        accumulation=train.gradient_accumulation_steps,
+        modes=modes,
+        min_parts=min(settings.micro_batch_parts, train.batch_size),
+        graphs=on_gpu and recipe.runtime.graphs == "auto" and not recipe.lora.dropout,
+        all_offloaded=wanted == "offload",
+    )
+
+
+def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> UserError:
+    """The error for a recipe that no plan fits, with the nearest that would."""
+    least = smallest(footprint, job, rates)
+    return UserError(
+        "does-not-fit",
+        f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
+        f"({_name(least)}), and there is {size_text(budget_bytes)} for it.",
+        where=f"data.resolution: {recipe.data.resolution}, lora.rank: {recipe.lora.rank}, "
+        f"runtime.memory: {recipe.runtime.memory}",
+        fix=_nearest(recipe, footprint, job, rates, budget_bytes),
+    )
+
+
+def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
+    """What to change, the mildest first."""
+    free = replace(job, modes=MODES, all_offloaded=False)
+    if recipe.runtime.memory not in ("auto", "offload") and choose(budget_bytes, footprint, free, rates) is not None:
+        return "Set runtime.memory to auto."
+    step, resolution = recipe.data.bucket_step, recipe.data.resolution
+    other = "" if recipe.runtime.memory in ("auto", "offload") else " and runtime.memory to auto"
+    for side in range(resolution - step, SMALLEST_RESOLUTION - 1, -step):
+        share = (side / resolution) ** 2
+        smaller = footprint.with_area(int(footprint.height * share), footprint.width)
+        if choose(budget_bytes, smaller, free, rates) is not None:
+            return f"Set data.resolution to {side}{other}: that would fit."
+    for rank in (4096 >> power for power in range(13)):
+        slim = replace(footprint, adapter_bytes=footprint.adapter_bytes * rank // recipe.lora.rank)
+        if rank < recipe.lora.rank and choose(budget_bytes, slim, free, rates) is not None:
+            return f"Set lora.rank to {rank}{other}: that would fit."
+    return "Free memory of the GPU, or take a smaller model: no resolution and rank would fit."
+
+
+def card_bytes(text: str) -> int:
+    """Bytes of "24GB": a card's GB are GiB.
+
+    Raises:
+        UserError: it is no amount of memory.
+    """
+    found = CARD.fullmatch(text.strip())
+    amount = float(found.group(1)) if found is not None else 0.0
+    if not 0 < amount <= LARGEST_CARD_GIB:
+        raise UserError(
+            "card-unclear", "This is no memory of a card.", where=f"--card {text!a:.40}", fix="For example --card 24GB."
+        )
+    return int(amount * GIB)
+
+
+def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
+    env = environment_plan(situation).applied_to(os.environ)
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        job = Path(folder) / "job.json"
+        write_json(job, {"recipe": recipe.model_dump(mode="json"), "for_card": for_card})
+        return run_for_json(MODULE, [str(job)], env)
+
+
+def _settings(situation: Situation) -> Settings:
+    return environment_plan(situation).settings
+
+
+def _room_of_card(total_bytes: int) -> Room:
+    desktop = min(max(int(total_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
+    why = f"a card of {size_text(total_bytes)}, less what a desktop and the GPU's libraries take"
+    return Room(max(0, total_bytes - desktop - CONTEXT_BYTES), why)
+
+
+def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
+    """As the worker would see it; where torch sees no GPU, what the system says of one."""
+    if gpu is not None:
+        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it", gpu["integrated"])
+    known = budget(situation.facts, situation.gpu) if situation.gpu is not None else None
+    if known is None or situation.gpu is None:
+        return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
+    return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why, bool(situation.gpu.integrated))
+
+
+def _facts(footprint: Footprint) -> dict[str, Any]:
+    """What is worth printing of a footprint."""
+    whole = footprint.to_json()
+    return {**{key: whole[key] for key in ("height", "width", "weight_bytes", "adapter_bytes", "work")}} | {
+        "blocks": len(footprint.blocks)
+    }
+
+
+def _lines(
+    name: str,
+    recipe: Recipe,
+    precision: str,
+    footprint: Footprint,
+    room: Room,
+    rows: Sequence[Plan],
+    chosen: Plan | None,
+    rates: Rates,
+) -> Iterator[str]:
+    train = recipe.train
+    yield (
+        f"{name}: {footprint.width} x {footprint.height} pixels, batch {train.batch_size} x "
+        f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
+    )
+    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {size_text(footprint.adapter_bytes)}"
+    yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
+    yield ""
+    yield f"{'memory':<11}{'recomputed':>11}{'offloaded':>11}{'at once':>9}{'peak':>11}{'a step':>11}  fits"
+    fastest = min(row.step_s for row in rows)
+    for row in rows:
+        seconds = f"{row.step_s:.3f} s" if rates.known else f"{row.step_s / fastest:.2f} x"
+        fits = "" if room.num_bytes is None else "yes" if row.needed_bytes <= room.num_bytes else "no"
+        mark = "  <- chosen" if row == chosen else ""
+        yield (
+            f"{row.mode:<11}{len(row.recomputed):>11}{len(row.offloaded):>11}{row.rows:>9}"
+            f"{size_text(row.peak_bytes):>11}{seconds:>11}  {fits}{mark}".rstrip()
+        )
+    yield ""
+    if chosen is not None:
+        yield f"runtime.memory: {recipe.runtime.memory} would choose: {_name(chosen)}, {chosen.rows} at once"
+        if rates.known and train.max_train_steps:
+            yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
+    if not rates.known:
+        yield "times are relative to the fastest: no GPU was measured"
+
+
+def _name(chosen: Plan) -> str:
+    count = len(chosen.recomputed)
+    more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
+    return chosen.mode + (f" ({count} blocks recomputed{more})" if count else "")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,132 @@
+"""A ledger of tensors and work: every operation is seen, every tensor when it comes and when it goes.
+
+It works on any device; on PyTorch's meta device, where nothing is computed, it tells what would be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lora_rocm.run.memory_plan import Work
+
+PIECE_BYTES = 512
+"""Allocators hand out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+
+@dataclass
+class Tally:
+    """Work as it adds up."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    launches: int = 0
+
+    def minus(self, earlier: Work) -> Work:
+        return Work(
+            self.flops - earlier.flops, self.moved_bytes - earlier.moved_bytes, self.launches - earlier.launches
+        )
+
+    def now(self) -> Work:
+        return Work(self.flops, self.moved_bytes, self.launches)
+
+
+class Ledger(TorchDispatchMode):
+    """Sees every operation while it is entered: bytes that are taken now, and the most since ``mark``.
+
+    Tensors of ``known`` (weights, inputs) are not counted.
+    """
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.tally = Tally()
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def mark(self) -> int:
+        """Begin anew: the most since the last time."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Bytes that were counted for a tensor's memory."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = sum(self._take(tensor) for tensor in tensors)
+        self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
+        return result
+
+    def _take(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return 0
+        size = -(-storage.nbytes() // PIECE_BYTES) * PIECE_BYTES
+        self._sizes[key] = size
+        self._alive[key] = weakref.ref(storage, partial(self._gone, key))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return size
+
+    def _gone(self, key: int, _: object) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+        self._alive.pop(key, None)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.tally.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            self.tally.launches += 1
+        elif writes:  # else it is a view
+            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.tally.launches += 1
+
+
+class _FusedAttention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return _fused(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused(
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    """A mask costs nothing here: it is small beside the rest."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    output_BHSD: Tensor = flash(query_BHSD, key_BHSD, value_BHSD, dropout_p, is_causal)[0]
+    return output_BHSD
+
+
+@contextmanager
+def fused_attention(fused: bool = True) -> Iterator[None]:
+    """Attention as a GPU computes it; on the meta device PyTorch would take the plain way, which keeps every score."""
+    if not fused:
+        yield
+        return
+    with _FusedAttention():
+        yield
