@@ -175,6 +175,8 @@ def _text(recipe: Recipe, asked: Asked, machine: Row, rows: Sequence[Row], price
         lines += ["", "Kernels by kind, ms (number) a step:", *bench_tables.kinds_table(whole)]
         lines += ["", f"What takes longest in a step of {OURS}:", *bench_tables.top_table(ours)]
         lines += ["", "Traces, for a browser's tracing page:", *(f"  {row['profile']['trace']}" for row in whole)]
+    if machine["gpu"] and not ours["profile"]["device_seen"]:
+        lines += ["", "PyTorch's profiler sees nothing of this GPU: operators were counted in the place of kernels."]
     if ours["incidents"]:
         lines += ["", "This happened meanwhile:", *(f"  {text}" for text in dict.fromkeys(ours["incidents"]))]
     missing = [f"  {row['name']}: {row['problem']}" for row in rows if row["problem"]]

@@ -5,7 +5,8 @@ Plain modules of diffusers and PEFT, all of it in the base's number format, no a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from lora_rocm.train.bench_setup import Bench
 from lora_rocm.train.loop import seed_for
 
 WARM_UP = 3
+COMPILED_LIMIT = 256  # forms of one block's code: widths, and what PEFT makes of each
 EAGER, CAPTURED, COMPILED = "bare, eager", "bare, captured", "bare, compiled and captured"
 
 
@@ -90,6 +92,21 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+@contextmanager
+def compiling(wanted: bool) -> Iterator[None]:
+    """Where blocks are compiled: each shape by itself, and what was compiled is forgotten at the end."""
+    if not wanted:
+        yield
+        return
+    import torch._dynamo  # takes seconds
+
+    try:
+        with torch._dynamo.config.patch(cache_size_limit=COMPILED_LIMIT, automatic_dynamic_shapes=False):
+            yield
+    finally:
+        torch._dynamo.reset()
 
 
 def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: torch.dtype) -> list[nn.Parameter]:

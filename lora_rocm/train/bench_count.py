@@ -167,12 +167,8 @@ class Door:
 def first_flops(bench: Bench) -> int:
     """Make the first step, launch by launch, and count its floating point operations as they are carried out."""
     operators = Operators(OnDevice(bench.start.device))
-    torch.compiler.set_stance("force_eager")
-    try:
-        with operators:
-            bench.make_steps(1)
-    finally:
-        torch.compiler.set_stance("default")
+    with torch.compiler.set_stance("force_eager"), operators:
+        bench.make_steps(1)
     return operators.flops
 
 

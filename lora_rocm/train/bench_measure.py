@@ -17,7 +17,7 @@ import torch
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.bench_bare import CAPTURED, COMPILED, EAGER, BareStep, Inputs, captured
+from lora_rocm.train.bench_bare import CAPTURED, COMPILED, EAGER, BareStep, Inputs, captured, compiling
 from lora_rocm.train.bench_count import count_step, first_flops
 from lora_rocm.train.bench_marks import LOSS, SEND, STEP, Marks
 from lora_rocm.train.bench_profile import summary, traced
@@ -126,17 +126,18 @@ def measure_bare(
         RuntimeError: it cannot be captured or compiled here, or memory ran out.
     """
     free()
-    step = BareStep(family_for(recipe), recipe, inputs, dtype, device, how)
-    free()
-    held = _held(device)
-    run = step if how == EAGER else captured(step)
-    seconds = stepped(run, wanted.steps, device, MIN_WARM_UP)
-    return {
-        **times(seconds, recipe.train.batch_size),
-        **_peaks(device, held),
-        "warm_up_steps": MIN_WARM_UP,
-        "profile": _profiled(lambda: _times(run, TRACED_STEPS), TRACED_STEPS, device, wanted, how),
-    }
+    with compiling(how == COMPILED):
+        step = BareStep(family_for(recipe), recipe, inputs, dtype, device, how)
+        free()
+        held = _held(device)
+        run = captured(step) if how in (CAPTURED, COMPILED) else step
+        seconds = stepped(run, wanted.steps, device, MIN_WARM_UP)
+        return {
+            **times(seconds, recipe.train.batch_size),
+            **_peaks(device, held),
+            "warm_up_steps": MIN_WARM_UP,
+            "profile": _profiled(lambda: _times(run, TRACED_STEPS), TRACED_STEPS, device, wanted, how),
+        }
 
 
 def variants(against: str | None, device: torch.device) -> Sequence[str]:

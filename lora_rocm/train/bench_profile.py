@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 WINDOW = "bench step: measured"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-RUNTIME = ("cuda_runtime", "cuda_driver")  # also HIP's calls
-WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event|Ctx)Synchronize$|(cuda|hip)Memcpy(WithStream|DtoH|HtoD)?$")
+RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime")
+WAITS = re.compile(r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize$|(cuda|hip)Memcpy(WithStream|DtoH|HtoD)?$")
 LAUNCHES = re.compile(r"(cuda|cu|hip|hipExt)(Module)?(Cooperative)?Launch")
 GRAPH_LAUNCHES = re.compile(r"GraphLaunch")
 ALLOCATIONS = re.compile(r"(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|HostFree)(Async|Host)?$")
@@ -48,7 +48,7 @@ KINDS = (
 """Kind of a kernel by its name, of NVIDIA, AMD and Triton; the first that fits."""
 OTHER = "other"
 NO_WORK = re.compile(
-    r"aten::(_?(unsafe_)?view|as_strided_?|empty.*|resolve_.*|_reshape_alias|resize_(as_)?|reshape|flatten|contiguous|_nnpack_available|to|t|transpose|permute|expand|"
+    r"aten::(_?(unsafe_)?view|as_strided_?|empty.*|resolve_.*|_reshape_alias|resize_(as_)?|reshape|flatten|contiguous|_nnpack_available|dropout|to|t|transpose|permute|expand|"
     r"slice|select|detach|unsqueeze|squeeze|narrow|split.*|chunk|unbind|alias|result_type|lift_fresh|item|is_pinned)$"
 )
 """Operators of a CPU's trace that compute nothing; what is no ``aten::`` is autograd's book-keeping."""
@@ -88,10 +88,12 @@ def summary(events: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Figures of one step, from the trace of several.
 
     Returns:
-        kernels, copies (of these, copies and fills), launches, graph_launches, waits, allocations: numbers a step.
+        device_seen: whether there was anything of a GPU in the trace.
+        kernels, copies (of these, copies and fills), launches (of single kernels), graph_launches, waits, allocations:
+        numbers a step.
         busy_s: time in which the device did something; window_s: all time, under the profiler.
         waits_by_name: host calls that wait. by_kind: kind -> [seconds, number]. top: [name, seconds, number] of those
-        that take longest. Without a GPU the kernels are the operators that call no others, and copies 0.
+        that take longest. Where no GPU was seen the kernels are the operators that call no others, and copies 0.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     window = next(event for event in whole if event["name"] == WINDOW and event.get("cat") == "user_annotation")
@@ -105,6 +107,7 @@ def summary(events: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     waits = {name: number / steps for name, number in calls.items() if WAITS.search(name)}
     return {
         "steps": steps,
+        "device_seen": on_gpu,
         "kernels": len(work) / steps,
         "copies": sum(event["cat"] != "kernel" for event in device) / steps,
         "launches": _number(calls, LAUNCHES) / steps,

@@ -33,7 +33,6 @@ from lora_rocm.train.session import Session
 NEVER = 10**9
 MIN_ITEMS = 16
 ROUNDS_OF_ITEMS = 4  # effective batches until the same made-up picture comes again
-STACKS_AFTER_S = {"start": 3600.0}
 
 
 def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
@@ -116,7 +115,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     with ExitStack() as stack:
         run_dir = RunDir(folder / f"run-{len(os.listdir(folder))}").create()
-        session = stack.enter_context(closing(Session(run_dir, watch_parent, STACKS_AFTER_S)))
+        session = stack.enter_context(closing(Session(run_dir, watch_parent)))
         session.readers.append(TensorBoard(run_dir.tensorboard, session.notice))
         start, family = run.Start(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
