@@ -1,0 +1,50 @@
+"""What a training step costs in counts that no machine changes: no more than is recorded."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks.counts import CASES, COMMAND, RECORDED, compared, counted, versions
+
+HOW = f"If that is meant, record it, in the same commit: {COMMAND}"
+
+
+@pytest.mark.filterwarnings("default:A step costs less")
+def test_a_step_costs_no_more_than_recorded(tmp_path: Path) -> None:
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    if recorded["versions"] != versions():
+        pytest.skip(f"counted with {recorded['versions']}; other versions have other operators: {versions()}")
+    worse, better = compared(recorded["counts"], counted(tmp_path))
+    if better:
+        warnings.warn("\n  ".join(["A step costs less than recorded:", *better, HOW]), stacklevel=1)
+    assert not worse, "\n  ".join(["A training step has become dearer:", *worse, HOW])
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "verdict"),
+    [
+        ("waits", 1, (0, 0)),
+        ("waits", 2, (1, 0)),
+        ("waits", 0, (0, 1)),
+        ("peak_bytes", 2, (1, 0)),
+        ("flops", 2, (1, 0)),
+        ("flops", 0, (1, 0)),  # fewer is another computation
+        ("door_bytes", 0, (1, 0)),  # something is no longer checked
+    ],
+)
+def test_more_is_worse_and_what_should_be_the_same_is(name: str, now: int, verdict: tuple[int, int]) -> None:
+    worse, better = compared({"a case": {name: 1}}, {"a case": {name: now}})
+    assert (len(worse), len(better)) == verdict
+    assert all(f"a case: {name} 1 -> {now}" == line for line in (*worse, *better))
+
+
+def test_what_is_counted_and_not_recorded_or_the_other_way_is_told() -> None:
+    assert compared({"a": {"waits": 1}}, {"b": {"waits": 1}})[0] == [
+        "a: waits 1 -> not there",
+        "b: waits not there -> 1",
+    ]
+    assert json.loads(RECORDED.read_text(encoding="utf-8"))["counts"].keys() == CASES.keys()
