@@ -171,6 +171,14 @@ VISIBILITY_RULES: tuple[Rule, ...] = (
         shown=("", "number of the chosen GPU"),
     ),
     Rule(
+        "no-graphs",
+        "setting:graphs",
+        "false",
+        "memset nodes of captured graphs go wrong on this ROCm",
+        "pytorch#197017, #197377",
+        When(hip_from="7.0", hip_below="7.1"),
+    ),
+    Rule(
         "no-p2p",
         "NCCL_P2P_DISABLE",
         "1",

@@ -82,6 +82,7 @@ ORACLE: dict[str, Callable[[Machine], bool]] = {
         and [6, 18] <= numbers(m.linux["kernel"])[:2] < [7, 1]
     ),
     "wsl-dxg": lambda m: bool(m.linux.get("wsl")) and [0] < m.hip < [7, 13],
+    "no-graphs": lambda m: bool(m.amd) and [7, 0] <= m.hip < [7, 1],
     "no-compile": lambda m: m.system == "windows" and bool(m.amd),
 }
 VARIATIONS: dict[str, Situation] = {
@@ -98,6 +99,7 @@ VARIATIONS: dict[str, Situation] = {
         )
     ),
     "no-p2p": situation("linux-rx9060xt-pair", ranks=2),
+    "no-graphs": situation(with_torch(XTX, hip="7.0.51831")),
     "addmm-hipblaslt": situation(with_torch(XTX, version="2.11.0+rocm7.1")),
     "attention-0.10": situation(with_torch(HALO, version="2.8.0+rocm6.4", aotriton=None)),
     "attention-0.11": situation(with_torch(HALO, version="2.9.1+rocm6.4", aotriton=None)),
