@@ -152,6 +152,13 @@ class ModelFamily(Protocol):
         """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
         ...
 
+    def fuse(self, model: LoadedModel, triton: bool = True) -> None:
+        """Exchange modules for ones with less memory traffic; names and parameters stay, results to rounding.
+
+        To be called once LoRA is injected and the weights lie on the device. ``triton=False``: plain PyTorch only.
+        """
+        ...
+
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
         """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
         ...

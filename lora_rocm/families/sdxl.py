@@ -16,7 +16,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.families import diffusion, sdxl_check, sdxl_keys, text
+from lora_rocm.families import diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import Layout, Part, Source, resolve
 from lora_rocm.families.random_weights import PREFIX, random_source
@@ -151,6 +151,10 @@ class Sdxl:
             return batch | {"input_ids_1": ids, "input_ids_2": ids.clone()}
         prompt = torch.zeros(rows, text.CLIP_TOKENS, int(unet["cross_attention_dim"]))
         return batch | {"prompt_embeds": prompt, "pooled_embeds": torch.zeros(rows, pooled)}
+
+    def fuse(self, model: LoadedModel, triton: bool = True) -> None:
+        unet: Any = model.components["unet"]
+        sdxl_fused.fuse(unet, sdxl_fused.fusion_for(model.device, triton))
 
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
         rngs = diffusion.generators(seeds)

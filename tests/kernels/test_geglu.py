@@ -1,0 +1,55 @@
+"""GEGLU's plain form: against diffusers' and finite differences, and what it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU
+from torch.autograd.graph import saved_tensors_hooks
+
+from lora_rocm.kernels.geglu import geglu, geglu_of
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    weight, bias = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    ag, x = (torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in (8, 5))
+    assert torch.autograd.gradcheck(lambda t: geglu(t, "eager"), (ag,))
+    assert torch.autograd.gradcheck(lambda t: geglu_of(t, weight, bias), (x,))
+    assert torch.autograd.gradcheck(lambda t: geglu_of(t, weight, None), (x,))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_is_that_of_diffusers(dtype: torch.dtype, tolerance: float) -> None:
+    plain = GEGLU(6, 10).requires_grad_(False)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    wanted = plain(x)
+    wanted.square().sum().backward()
+    proj = GEGLU(6, 10).requires_grad_(False).to(dtype).proj
+    proj.load_state_dict(plain.proj.state_dict())
+    for way in (lambda t: geglu(proj(t), "eager"), lambda t: geglu_of(t, proj.weight, proj.bias)):
+        y = x.detach().to(dtype).requires_grad_()
+        output = way(y)
+        output.square().sum().backward()
+        assert output.dtype == dtype and (output - wanted).norm() <= tolerance * wanted.norm()
+        assert y.grad is not None and x.grad is not None
+        assert (y.grad - x.grad).norm() <= tolerance * x.grad.norm()
+
+
+def test_keeps_only_the_projection() -> None:
+    def kept(function: object) -> int:
+        sizes = []
+        with saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            function(torch.randn(4, 20, requires_grad=True))  # type: ignore[operator]
+        return sum(sizes)
+
+    def plain(ag: torch.Tensor) -> torch.Tensor:
+        a, g = ag.chunk(2, dim=-1)
+        return a * torch.nn.functional.gelu(g)
+
+    assert kept(lambda ag: geglu(ag, "eager")) == 4 * 20
+    assert kept(plain) > 4 * 20
