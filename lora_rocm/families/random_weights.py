@@ -26,11 +26,11 @@ class RandomSource(Source):
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """One component: frozen, in eval mode."""
-        pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0))
+        pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
         module, at = self.skeleton(name), 0
         for owner in module.modules():
             for key, hollow in list(owner.named_parameters(recurse=False)):
-                weight = _weight(hollow.shape, key, pool_N, at, dtype)
+                weight = _weight(hollow.shape, key, pool_N, at)
                 owner.register_parameter(key, nn.Parameter(weight.to(device), requires_grad=False))
                 at = (at + weight.numel()) % POOL
         return module.to(device).eval()
@@ -56,14 +56,14 @@ def random_source(name: str, layout: Layout) -> RandomSource:
     return RandomSource(name, layout, folder, None)
 
 
-def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int, dtype: torch.dtype) -> Tensor:
+def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
     """A new tensor: pieces of the pool from a place on, with the spread of a fresh layer."""
     if len(shape) < 2:
-        return torch.full(shape, float(key == "weight"), dtype=dtype)
-    spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=dtype)
+        return torch.full(shape, float(key == "weight"), dtype=pool_N.dtype)
+    spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=pool_N.dtype)
     done = 0
     while done < len(flat_N):
         count = min(len(flat_N) - done, len(pool_N) - at)
-        flat_N[done : done + count] = pool_N[at : at + count] * spread
+        torch.mul(pool_N[at : at + count], spread, out=flat_N[done : done + count])
         done, at = done + count, 0
     return flat_N.view(shape)
