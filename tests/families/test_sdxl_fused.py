@@ -1,0 +1,196 @@
+"""A fused UNet is the UNet that it was: outputs, gradients, names, switches; and it is fused where it can be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lora_rocm
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.sdxl_fused import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, Fusion, fuse
+from lora_rocm.families.sdxl_keys import UNET_TARGETS
+from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
+
+FOLDER = Path(lora_rocm.__file__).parent / "builtin" / "tiny_sdxl" / "unet"
+ROUNDING = 1e-5
+FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=False, geglu=None, norms=None)]
+
+
+def make(preset: str = "attention", lean: bool = True, **how: Any) -> UNet2DConditionModel:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER)).requires_grad_(False).eval()
+    paths = [path for path, _ in unet.named_modules() if re.fullmatch(UNET_TARGETS[preset], path)]
+    config = LoraConfig(**{"r": 4, "lora_alpha": 2, "target_modules": "|".join(map(re.escape, paths)), **how})
+    inject_adapter_in_model(with_lean_layers(config) if lean else config, unet)
+    for parameter in unet.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.2
+    return unet
+
+
+def run(unet: UNet2DConditionModel) -> tuple[Tensor, Tensor]:
+    """(output, gradient of the adapter as one vector)."""
+    rng = torch.Generator().manual_seed(1)
+    text, pooled = torch.randn(2, 7, 160, generator=rng), torch.randn(2, 96, generator=rng)
+    conditions = {"text_embeds": pooled, "time_ids": torch.zeros(2, 6)}
+    latents = torch.randn(2, 4, 8, 12, generator=rng)
+    output = unet(latents, torch.tensor([3, 500]), text, added_cond_kwargs=conditions, return_dict=False)[0]
+    unet.zero_grad()
+    output.square().mean().backward()
+    adapter = [p for p in unet.parameters() if p.requires_grad]
+    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in adapter])
+    return output.detach(), flat
+
+
+def off(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+
+
+def layers(unet: nn.Module) -> Iterator[LoraLinear]:
+    return (module for module in unet.modules() if isinstance(module, LoraLinear))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, tuple[Tensor, Tensor]]:
+    return {preset: run(make(preset, lean=False)) for preset in UNET_TARGETS}
+
+
+@pytest.mark.parametrize("preset", UNET_TARGETS)
+@pytest.mark.parametrize("how", FUSIONS, ids=lambda how: f"join={how.join},norms={how.norms}")
+def test_output_and_gradients_are_those_of_the_plain_unet(
+    preset: str, how: Fusion, plain: dict[str, tuple[Tensor, Tensor]]
+) -> None:
+    unet = make(preset)
+    fuse(unet, how)
+    assert off(run(unet), plain[preset]) < ROUNDING
+
+
+def test_a_wrong_kernel_would_be_seen(plain: dict[str, tuple[Tensor, Tensor]]) -> None:
+    unet = make()
+    fuse(unet, Fusion())
+    next(layers(unet)).scaling["default"] *= 1.01
+    assert off(run(unet), plain["attention"]) > ROUNDING
+
+
+def test_names_parameters_and_bytes_stay() -> None:
+    unet, before = make("attention-mlp-conv"), make("attention-mlp-conv")
+    parameters = {name: id(p) for name, p in unet.named_parameters()}
+    for _ in range(2):
+        fuse(unet, Fusion())
+        assert {name: id(p) for name, p in unet.named_parameters()} == parameters
+        assert [name for name, _ in unet.named_modules()] == [name for name, _ in before.named_modules()]
+        assert list(unet.state_dict()) == list(before.state_dict())
+    found = unet.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.state_dict().items())
+    kinds = [type(module) for module in unet.modules()]
+    assert all(kind in kinds for kind in (FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer))
+
+
+def test_the_guard_still_sees_a_merged_weight() -> None:
+    unet = make()
+    door = DeviceTransfer(torch.device("cpu"), pin=False)
+    door.send_parameters(unet, "unet")
+    fuse(unet, Fusion(channels_last=True))
+    assert door.changed() == []
+    attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
+    attention.processor.weight_OI[-1, -1] += 1  # the last row of to_v
+    assert door.changed() == ["unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_v.base_layer.weight"]
+
+
+def switch_off(unet: nn.Module) -> None:
+    for module in unet.modules():
+        if hasattr(module, "enable_adapters") and hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+
+
+def set_strength(unet: nn.Module) -> None:
+    for module in unet.modules():
+        if hasattr(module, "set_scale") and hasattr(module, "lora_A"):
+            module.set_scale("default", 0.25)
+
+
+def one_off(unet: nn.Module) -> None:
+    unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_k").enable_adapters(False)
+
+
+def merge(unet: nn.Module) -> None:
+    unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_q").merge()
+
+
+def other_weight(unet: nn.Module) -> None:
+    layer = unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_q")
+    layer.base_layer.weight.data = layer.base_layer.weight.data * 2
+
+
+@pytest.mark.parametrize("change", [switch_off, set_strength, one_off, merge, other_weight])
+def test_switches_work_as_on_the_plain_unet(change: Callable[[nn.Module], None]) -> None:
+    unet, reference = make(), make(lean=False)
+    untouched = run(reference)
+    fuse(unet, Fusion())
+    for each in (unet, reference):
+        change(each)
+        if change is switch_off:
+            next(p for p in each.parameters()).requires_grad_(True)  # something to differentiate
+    assert off(run(unet)[:1], run(reference)[:1]) < ROUNDING
+    if change is not merge:  # which is not meant to be seen
+        assert off(run(reference)[:1], untouched[:1]) > ROUNDING
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"use_rslora": True}])
+def test_other_kinds_of_adapter(how: dict[str, bool]) -> None:
+    unet = make(**how)
+    fuse(unet, Fusion())
+    assert off(run(unet), run(make(lean=False, **how))) < ROUNDING
+
+
+def test_dropout_drops_in_training_and_not_else() -> None:
+    unet = make(lora_dropout=0.5)
+    fuse(unet, Fusion())
+    assert off(run(unet), run(make(lean=False, lora_dropout=0.5))) < ROUNDING
+    for layer in layers(unet):
+        layer.train()
+    assert off(run(unet)[:1], run(unet)[:1]) > ROUNDING
+
+
+def test_autocast_goes_the_plain_way() -> None:
+    unet, reference = make(), make(lean=False)
+    fuse(unet, Fusion(geglu=None, norms=None))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert off(run(unet)[:1], run(reference)[:1]) < ROUNDING
+
+
+@pytest.mark.parametrize("how", FUSIONS[:2], ids=["apart", "joined"])
+def test_checkpointing_gives_the_same(how: Fusion, plain: dict[str, tuple[Tensor, Tensor]]) -> None:
+    unet = make()
+    fuse(unet, how)
+    unet.enable_gradient_checkpointing()
+    unet.train()
+    assert off(run(unet), plain["attention"]) < ROUNDING
+
+
+def test_there_is_less_to_launch() -> None:
+    class Count(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launches += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    counted = []
+    for how in (None, Fusion()):
+        unet = make(lean=how is not None)
+        if how is not None:
+            fuse(unet, how)
+        with Count() as count:
+            run(unet)
+        counted.append(count.launches)
+    assert counted[1] < 0.8 * counted[0]
