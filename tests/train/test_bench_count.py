@@ -70,25 +70,29 @@ def grown(bench: Bench, more: Callable[[Tensor], Any]) -> Counts:
         return count_step(bench)[0]
 
 
-@pytest.mark.parametrize(
-    ("more", "name"),
-    [
-        (lambda x: float(x.sum()), "waits"),
-        (lambda x: bool((x == 0).all()), "waits"),
-        (lambda x: x[0, 0, 0].tolist(), "waits"),
-        (lambda x: x.flatten().numpy(), "waits"),
-        (lambda x: x.nonzero(), "waits"),
-        (lambda x: x + 1, "device_operators"),
-        (lambda x: torch.ones(3) + 1, "host_operators"),
-        (lambda x: x[0, 0] @ x[0, 0], "flops"),
-        (lambda x: x.repeat(500, 1, 1, 1), "peak_bytes"),
-    ],
+WAITS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda x: float(x.sum()),
+    lambda x: bool((x == 0).all()),
+    lambda x: x[0, 0, 0].tolist(),
+    lambda x: x.flatten().numpy(),
+    lambda x: x.nonzero(),
 )
-def test_what_makes_a_step_dearer_is_seen(
-    bench: Bench, usual: Counts, more: Callable[[Tensor], Any], name: str
-) -> None:
-    dearer = grown(bench, more).to_json()
-    assert dearer[name] > usual.to_json()[name]
+
+
+def test_each_way_of_waiting_is_seen(bench: Bench, usual: Counts) -> None:
+    assert grown(bench, lambda x: [wait(x) for wait in WAITS]).waits == usual.waits + len(WAITS)
+
+
+def test_what_makes_a_step_dearer_is_seen(bench: Bench, usual: Counts) -> None:
+    def more(x_BCHW: Tensor) -> Any:
+        on_host = torch.ones(3) + 1
+        square = x_BCHW[0, 0] @ x_BCHW[0, 0]
+        return on_host, square, x_BCHW.repeat(500, 1, 1, 1) + 1
+
+    dearer = grown(bench, more)
+    assert dearer.flops == usual.flops + 2 * 8**3
+    assert dearer.device_operators > usual.device_operators and dearer.host_operators == usual.host_operators + 2
+    assert dearer.peak_bytes >= usual.peak_bytes + 500 * 2 * 4 * 8 * 8 * 4 and dearer.waits == usual.waits
 
 
 def test_what_costs_nothing_is_not_counted(bench: Bench, usual: Counts) -> None:
