@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
-JOINED = 32
+JOINED = 2048  # numbers that a joining program holds at once
 WARPS = 8  # with 4, wave-32 cards spill registers
 
 
@@ -210,12 +210,10 @@ class _Shape:
         chunks = triton.cdiv(pixels, self.cut["PIXELS"])
         self.sizes = (pixels, channels, chunks)
         self.grid, self.joins = (batch * chunks, blocks), (batch * groups,)
-        self.joined = {
-            "ROUNDS": triton.cdiv(chunks, JOINED),  # a constant: at most a handful of values
-            "JOINED": JOINED,
-            "WIDTH": triton.next_power_of_2(channels // groups),
-            "num_warps": WARPS,
-        }
+        width = triton.next_power_of_2(channels // groups)
+        joined = max(1, JOINED // width)
+        rounds = triton.cdiv(chunks, joined)  # a constant in the kernel: at most a handful of values
+        self.joined = {"ROUNDS": rounds, "JOINED": joined, "WIDTH": width, "num_warps": WARPS}
         self.parts, self.groups = (2, batch * chunks, channels), (2, batch * groups)
 
 

@@ -1,0 +1,95 @@
+"""The Triton kernels: equal to their plain forms, and compiled for AMD cards without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.kernels import choice
+
+triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+TOLERANCE = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
+ARCHS = {"gfx1100": 32, "gfx1151": 32, "gfx1201": 32, "gfx942": 64}
+NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count"}
+SUMS = {"means", "spreads", "mean_out", "rstd_out", "mean", "rstd", "plain_sums", "normal_sums", "plain_out"}
+SUMS |= {"normal_out", "plain_mean", "normal_mean"}
+CHOICES = {"SHIFT": True, "SILU": True, "RESIDUAL": True, "DELTA": True, "ROUNDS": 2}
+
+
+def twins(device: str, **environment: str) -> dict[str, float]:
+    script = [sys.executable, str(ROOT / "tests" / "kernels" / "triton_twins.py"), device]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(script, env=env, capture_output=True, encoding="utf-8", timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def too_far(off: dict[str, float]) -> list[str]:
+    return [name for name, far in off.items() if not far <= TOLERANCE[name.rpartition(" ")[2]]]
+
+
+def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
+    off = twins("cpu", TRITON_INTERPRET="1")
+    assert len(off) == 16 and too_far(off) == []
+    assert too_far(off | {"geglu, torch.float32": 2e-5, "norm, torch.bfloat16": float("nan")})
+
+
+@pytest.mark.gpu
+def test_kernels_equal_their_plain_forms_on_the_gpu() -> None:
+    off = twins("cuda", TRITON_INTERPRET="0")
+    assert len(off) == 16 and too_far(off) == []
+
+
+def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """(kernel, its constants as the launches set them at the largest pictures, warps)."""
+    from lora_rocm.kernels import geglu_triton, group_norm_triton, layer_norm_triton
+
+    of_module = {
+        geglu_triton: ({"BLOCK": geglu_triton.BLOCK}, 4),
+        layer_norm_triton: ({"BLOCK": 2048}, 4),
+        group_norm_triton: (
+            {"BLOCK": group_norm_triton.BLOCK, "PIXELS": group_norm_triton.LARGE_PIXELS, "JOINED": 64, "WIDTH": 32},
+            group_norm_triton.WARPS,
+        ),
+    }
+    for module, (constants, warps) in of_module.items():
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, triton.JITFunction) and not name.startswith("_"):
+                known = {**CHOICES, **constants}
+                yield kernel, {key: known[key] for key in kernel.arg_names if key in known}, warps
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_compiles_for_amd(arch: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = 0
+    for kernel, constants, warps in kernels():
+        types = {name: "*fp32" if name in SUMS else "i32" if name in NUMBERS else "*bf16" for name in kernel.arg_names}
+        types |= {name: "constexpr" for name in constants} | ({"eps": "fp32"} if "eps" in types else {})
+        source = ASTSource(kernel, types, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        result = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options={"num_warps": warps})
+        text = result.asm["amdgcn"]
+        assert arch in text and re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
+        compiled += 1
+    assert compiled == 11
+
+
+def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choice.form_for(gpu) == "triton"
+    assert choice.form_for(gpu, triton=False) == choice.form_for(cpu) == "eager"
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert choice.form_for(gpu) == "eager"

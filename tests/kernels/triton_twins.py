@@ -1,0 +1,67 @@
+"""Run by ``test_triton.py`` in a process of its own: prints how far each Triton kernel is from its plain form.
+
+On the CPU Triton's interpreter runs the kernels (TRITON_INTERPRET=1 must be set before they are imported).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.kernels.geglu import geglu
+from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+
+DEVICE = torch.device(sys.argv[1])
+
+
+def outcome(function: Callable[..., object], form: str, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs and gradients, in float64."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    outputs = function(*leaves, form)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    rng = torch.Generator().manual_seed(5)
+    weighted = [(o.double() * torch.randn(o.shape, generator=rng).to(DEVICE)).sum() for o in outputs]
+    sum(weighted).backward()  # type: ignore[union-attr]
+    return [t.detach().double() for t in (*outputs, *(leaf.grad for leaf in leaves))]
+
+
+def cases(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]]:
+    """Name -> (function of the inputs and the form, inputs)."""
+
+    def normal(*shape: int, mean: float = 0.0) -> Tensor:
+        return (torch.randn(*shape) + mean).to(DEVICE, dtype)
+
+    rows, pictures = nn.LayerNorm(70), nn.GroupNorm(4, 72)
+    for norm in (rows, pictures):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        norm.requires_grad_(False).to(DEVICE, dtype)
+    found: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
+        "geglu": (geglu, (normal(3, 5, 140),)),
+        "norm": (lambda x, f: add_layer_norm(x, None, rows, f), (normal(3, 5, 70, mean=3),)),
+        "sum and norm": (lambda x, d, f: add_layer_norm(x, d, rows, f), (normal(4, 70, mean=3), normal(4, 70))),
+        "residual": (lambda x, y, f: residual(x, y, pictures.bias, f), (normal(2, 72, 5, 8), normal(2, 72, 5, 8))),
+    }
+    for side in (5, 9):
+        x, shift = normal(2, 72, side, 8, mean=5), normal(2, 72)
+        found[f"group norm, {side}"] = (lambda x, f: group_norm(x, pictures, f, silu=False), (x,))
+        found[f"sum, group norm, silu, {side}"] = (lambda x, s, f: group_norm(x, pictures, f, s), (x, shift))
+    return found
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    off = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, (function, inputs) in cases(dtype).items():
+            pairs = zip(outcome(function, "triton", inputs), outcome(function, "eager", inputs), strict=True)
+            off[f"{name}, {dtype}"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    sys.stdout.write(json.dumps(off) + "\n")
+
+
+if __name__ == "__main__":
+    main()
