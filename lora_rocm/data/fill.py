@@ -71,7 +71,7 @@ class Caches:
     open_door: OpenDoor = plain_door
     look: Look | None = None
     _pictures: Sequence[Picture] = field(default=(), init=False)
-    _captions: Sequence[str] = field(default=(), init=False)
+    _captions: Iterable[str] = field(default=(), init=False)
 
     @cached_property
     def tiled_encoder(self) -> Encoder | None:
@@ -133,26 +133,27 @@ class Caches:
                 self._encode_images(_Missing(pictures, missing), there, memory, found, failed)
         return failed
 
-    def fill_texts(self, captions: Sequence[str]) -> None:
+    def fill_texts(self, captions: Iterable[str]) -> None:
         """Encode the captions that are missing.
 
         Args:
-            captions: all of the run; kept for ``repair``.
+            captions: all of the run; gone through again, and kept for ``repair``.
 
         Raises:
             DataError: the encoder made values that are not finite.
             StorageError: the cache cannot be written; what is in it stays.
         """
         self._captions = captions
-        seen, missing = set[bytes](), list[tuple[int, str]]()
+        seen, missing = set[bytes](), dict[int, str]()
         for index, caption in enumerate(captions):
             key = self.text_key(caption)
             if (short := bytes.fromhex(key)) not in seen:
                 seen.add(short)
                 if fault := self.cache.fault("text", key):
-                    missing.append((index, fault))
+                    missing[index] = fault
         if missing:
-            self._encode_texts(((captions[index], fault) for index, fault in missing), len(missing), len(seen))
+            faulty = ((caption, missing[index]) for index, caption in enumerate(captions) if index in missing)
+            self._encode_texts(faulty, len(missing), len(seen))
 
     def repair(self, kind: str, key: str, reason: str) -> None:
         """Encode one entry again, under a new name, because it turned out to be bad: ``reason``.

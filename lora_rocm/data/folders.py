@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -201,7 +201,7 @@ def describes(caption: str) -> bool:
     return CAMERA_NAME.fullmatch(caption) is None
 
 
-def some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more

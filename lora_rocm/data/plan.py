@@ -61,7 +61,7 @@ class BatchPlan:
     """The order of training.
 
     Args:
-        items: in an order that does not change between starts; their keys are unique.
+        items: in an order that does not change between starts; their keys are unique. Not copied: they may be many.
         batch_size: samples of one micro-batch.
         accumulation: micro-batches of one update on each rank.
         seed: decides order, mirroring, caption variants and dropout.
@@ -72,7 +72,7 @@ class BatchPlan:
     def __init__(
         self, items: Sequence[Item], batch_size: int, accumulation: int, seed: int, world: int = 1, rank: int = 0
     ) -> None:
-        self.items, self.batch_size, self.accumulation = tuple(items), batch_size, accumulation
+        self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
         self.seed, self.world, self.rank = seed, world, rank
         self._places: dict[Size, list[tuple[int, int]]] = {}  # bucket -> (item, repeat)
         for index, item in enumerate(self.items):

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
+from lora_rocm.data.columns import Keys
 from lora_rocm.data.fill import Caches, Repaired, Report
+from lora_rocm.data.items import Captions, Items, Pictures, SamplesOf, identity
 from lora_rocm.data.plan import Item
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
-from lora_rocm.data.ready import Entry, Looked, Picture
-from lora_rocm.data.samples import Sample, geometries, nothing_left, scan
+from lora_rocm.data.samples import Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
 from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import Problem
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily, Tensors
-    from lora_rocm.recipe.schema import Recipe
+    from lora_rocm.recipe.schema import DataSection, Recipe
 
+MAX_TAGS = 20_000  # of a folder that the metadata counts: the most frequent, where there are twice as many
 LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
 
 
@@ -51,14 +55,18 @@ class Prepared:
     repair: encodes the entry (kind, key) again, because of a reason; for ``loader``.
     """
 
-    items: tuple[Item, ...]
-    held_out: tuple[Item, ...]
-    samples: tuple[Sample, ...]
+    items: Sequence[Item]
+    held_out: Sequence[Item]
+    samples: Sequence[Sample]
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
     facts: Facts
     text_lookup: Callable[[str], Tensors]
     repair: Callable[[str, str, str], None]
+
+    def identity(self) -> str:
+        """Changes when a resumed run would see other samples in another order."""
+        return identity(self.items)
 
 
 def prepare(
@@ -84,45 +92,97 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles: see ``Caches``.
-        tiles_needed: see ``Caches``.
-        open_door: see ``Caches``.
-        look: see ``Caches``.
+        tiles, tiles_needed, open_door, look: see ``Caches``.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
         StorageError: the cache cannot be written; what is in it stays.
         MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
     """
-    data, found = recipe.data, scan(recipe.data)
-    cuts, too_small = geometries(found.samples, data)
+    data, found = recipe.data, scan(recipe.data, copies=False)  # it would have to read them; here they are hashed
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     both = (encoders["image"], encoders["text"])
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
-    fitting = [sample for sample in found.samples if sample.key in cuts]
-    pictures = [_picture(sample, cuts[sample.key]) for sample in fitting]
-    looked, failed = _filled(caches, pictures, HashMemory(cache.root))
+    pictures, too_small = _cut(found.samples, data)
+    failed = caches.fill_images(pictures, HashMemory(cache.root), pictures.found)
     set_aside = (*found.set_aside, *too_small, *failed.values())
-    if not (usable := [sample for sample in fitting if sample.key in looked]):
+    if not (usable := pictures.ready):
         raise nothing_left(set_aside)
-    hashes = {key: now.sha256 for key, now in looked.items()}
-    held_keys = choose_held_out({sample.key: hashes[sample.key] for sample in usable}, data.validation_split)
-    training = tuple(sample for sample in usable if sample.key not in held_keys)
-    held = [sample for sample in usable if sample.key in held_keys]
-    texts = {sample.key: _texts(recipe, sample, sample.key in held_keys) for sample in usable}
-    caches.fill_texts([*chain.from_iterable(texts.values()), "", *_prompts(recipe)])
+    held = _held_out(pictures, usable, data.validation_split)
+    training = array("q", (place for place in usable if place not in held))
+    held_out = array("q", sorted(held))
+    texts = _Texts(recipe, pictures, training, held_out)
+    caches.fill_texts(Captions(lambda: chain(texts, ("", *_prompts(recipe)))))
+    dropout_key = caches.text_key("")
+    notices = (
+        *say_copies(pictures.sample, _copies(pictures, usable), usable),
+        *_say_truncated(family, texts),
+        *_say_held_out(held_out, usable, data.validation_split),
+    )
     return Prepared(
-        items=tuple(_item(caches, sample, looked[sample.key].entries, texts[sample.key]) for sample in training),
-        held_out=tuple(
-            _held_out_item(caches, sample, looked[sample.key].entries, texts[sample.key]) for sample in held
-        ),
-        samples=training,
+        items=Items(pictures, training, texts.keys(caches.text_key, held_out=False), dropout_key),
+        held_out=Items(pictures, held_out, texts.keys(caches.text_key, held_out=True), dropout_key, held_out=True),
+        samples=SamplesOf(pictures, training),
         set_aside=set_aside,
-        notices=found.notices + _say_truncated(family, texts) + _say_held_out(held, usable, data.validation_split),
-        facts=_facts(training, cuts),
+        notices=found.notices + notices,
+        facts=_facts(pictures, training),
         text_lookup=caches.text_lookup,
         repair=caches.repair,
     )
+
+
+def _cut(samples: Samples, data: DataSection) -> tuple[Pictures, list[Problem]]:
+    """The pictures that can be cut, and those that are too small."""
+    pictures, too_small = Pictures(samples), list[Problem]()
+    for index, sample in enumerate(samples):
+        geometry = geometry_of(sample, data)
+        if isinstance(geometry, Geometry):
+            pictures.append(index, geometry)
+        else:
+            too_small.append(geometry)
+    return pictures, too_small
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The captions of each picture that is used; made anew each time, for there may be very many."""
+
+    recipe: Recipe
+    pictures: Pictures
+    training: Sequence[int]
+    held_out: Sequence[int]
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(chain(self.of(self.training, False), self.of(self.held_out, True)))
+
+    def of(self, places: Sequence[int], held_out: bool) -> Iterator[tuple[str, ...]]:
+        """Those of each; the first is the caption itself."""
+        return (_texts(self.recipe, self.pictures.sample(place), held_out) for place in places)
+
+    def keys(self, key_of: Callable[[str], str], held_out: bool) -> Keys:
+        """Their cache keys."""
+        keys = Keys()
+        for texts in self.of(self.held_out if held_out else self.training, held_out):
+            keys.append(map(key_of, texts))
+        return keys
+
+
+def _held_out(pictures: Pictures, usable: Sequence[int], share: float) -> set[int]:
+    if share == 0.0:
+        return set()
+    places = {pictures.sample_key(place): place for place in usable}
+    held = choose_held_out({key: pictures.sha256(place).hex() for key, place in places.items()}, share)
+    return {places[key] for key in held}
+
+
+def _copies(pictures: Pictures, usable: Sequence[int]) -> list[list[int]]:
+    """Groups of places in ``usable`` with the same content."""
+    short_N = np.array([int.from_bytes(pictures.sha256(place)[:8], "little") for place in usable], dtype=np.uint64)
+    order_N = np.argsort(short_N, kind="stable")
+    same_N = np.flatnonzero(short_N[order_N][1:] == short_N[order_N][:-1])
+    alike = sorted({int(order_N[at + step]) for at in same_N for step in (0, 1)})
+    groups = groups_of(pictures.sha256(usable[place]) for place in alike)
+    return [[alike[number] for number in group] for group in groups]
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
@@ -138,44 +198,29 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     return {key for key, place in places.items() if place < cut}
 
 
-def _filled(
-    caches: Caches, pictures: list[Picture], memory: HashMemory
-) -> tuple[dict[str, Looked], dict[str, Problem]]:
-    """What is in the cache of each picture, by key, and why others cannot be used; ``pictures`` get their hashes."""
-    looked: dict[str, Looked] = {}
-
-    def found(index: int, now: Looked) -> None:
-        looked[pictures[index].sample.key] = now
-        pictures[index] = replace(pictures[index], sha256=now.sha256)
-
-    failed = caches.fill_images(pictures, memory, found)
-    return looked, failed
-
-
-def _picture(sample: Sample, geometry: Geometry) -> Picture:
-    """As it is, and with flip_aug its mirror image."""
-    return Picture(sample, geometry, (False, True) if sample.options.flip_aug else (False,))
-
-
 def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     if held_out:
         return (captions.prepare(sample.caption, sample.options),)
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
 
 
-def _say_truncated(family: ModelFamily, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _say_truncated(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
-    lost_of = family.truncated()
-    lost = {key: part for key, variants in texts.items() if (part := lost_of(variants[0]))}
-    if not lost:
+    lost_of, count, first = family.truncated(), 0, ("", "")
+    for places, held_out in ((texts.training, False), (texts.held_out, True)):
+        for place, (caption, *_) in zip(places, texts.of(places, held_out), strict=True):
+            if part := lost_of(caption):
+                first = first if count else (texts.pictures.sample_key(place), part)
+                count += 1
+    if not count:
         return ()
-    key, part = next(iter(lost.items()))
-    many = "1 caption is" if len(lost) == 1 else f"{len(lost)} captions are"
+    key, part = first
+    many = "1 caption is" if count == 1 else f"{count} captions are"
     end = f"{part[:LOST_SHOWN]!r}{'' if len(part) <= LOST_SHOWN else ' ...'}"
     return (f"{many} longer than the text encoders read, for example {key}: lost is {end}.",)
 
 
-def _say_held_out(held: Sequence[Sample], usable: Sequence[Sample], share: float) -> tuple[str, ...]:
+def _say_held_out(held: Sequence[int], usable: Sequence[int], share: float) -> tuple[str, ...]:
     return (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",) if share else ()
 
 
@@ -184,33 +229,17 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
     return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
 
 
-def _item(caches: Caches, sample: Sample, entries: Sequence[Entry], texts: Sequence[str]) -> Item:
-    return Item(
-        key=sample.key,
-        geometry=entries[0].job.geometry,
-        image_keys=tuple(entry.key for entry in entries),
-        text_keys=tuple(caches.text_key(text) for text in texts),
-        dropout_key=caches.text_key(""),
-        dropout_rate=sample.options.caption_dropout_rate,
-        repeats=sample.repeats,
-        picture_keys=tuple(entry.job.key for entry in entries),
-    )
-
-
-def _held_out_item(caches: Caches, sample: Sample, entries: Sequence[Entry], texts: Sequence[str]) -> Item:
-    item = _item(caches, sample, entries[:1], texts)
-    return replace(item, dropout_rate=0.0, repeats=1)
-
-
-def _facts(samples: Sequence[Sample], cuts: dict[str, Geometry]) -> Facts:
+def _facts(pictures: Pictures, training: Sequence[int]) -> Facts:
     tags: dict[str, Counter[str]] = {}
     buckets: Counter[Size] = Counter()
     folders: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        tags.setdefault(sample.folder, Counter()).update(
-            captions.tags_of(captions.prepare(sample.caption, sample.options))
-        )
-        buckets[cuts[sample.key].target_hw] += sample.repeats
+    for place in training:
+        sample = pictures.sample(place)
+        counted = tags.setdefault(sample.folder, Counter())
+        counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
+        if len(counted) > 2 * MAX_TAGS:
+            tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
+        buckets[pictures.target_hw(place)] += sample.repeats
         counts = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
         counts["img_count"] += 1
     tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}

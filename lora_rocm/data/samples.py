@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from lora_rocm.data.buckets import Geometry, fit
+from lora_rocm.data.columns import Few, Texts
 from lora_rocm.data.folders import (
     NUM_NAMED,
     describes,
@@ -29,11 +31,12 @@ from lora_rocm.recipe.schema import DataSection, ResolvedSource
 if TYPE_CHECKING:
     from PIL import Image
 
+NUM_NUMBERS = 6
 SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
 UNREADABLE_FIX = "Replace the file or take it away."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One usable picture.
 
@@ -56,11 +59,70 @@ class Sample:
     options: ResolvedSource
 
 
+class Samples(Sequence[Sample]):
+    """Samples in columns: each is made when it is asked for."""
+
+    def __init__(self, sources: Sequence[ResolvedSource]) -> None:
+        self._sources = sources
+        self._keys, self._places, self._captions = Texts(), Texts(), Texts()
+        self._folders, self._folder_numbers = list[str](), dict[str, int]()
+        self._numbers = array("q")  # source, folder, width, height, repeats, row of the dataset (-1: a file)
+
+    def append(self, sample: Sample) -> None:
+        location = sample.location
+        row = location.index if isinstance(location, DatasetRow) else -1
+        self._keys.append(sample.key)
+        self._places.append("" if isinstance(location, DatasetRow) else str(location))
+        self._captions.append(sample.caption)
+        folder = self._folder_numbers.setdefault(sample.folder, len(self._folders))
+        if folder == len(self._folders):
+            self._folders.append(sample.folder)
+        self._numbers.extend((sample.source, folder, sample.width, sample.height, sample.repeats, row))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        source, folder, width, height, repeats, row = self._numbers[NUM_NUMBERS * at : NUM_NUMBERS * (at + 1)]
+        options = self._sources[source]
+        location: Path | DatasetRow = Path(self._places[at])
+        if row >= 0:
+            location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
+        folder_name, caption = self._folders[folder], self._captions[at]
+        return Sample(self._keys[at], source, folder_name, location, caption, width, height, repeats, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def key(self, index: int) -> str:
+        """The key of one."""
+        return self._keys[index]
+
+    def size_hw(self, index: int) -> tuple[int, int]:
+        """Height and width of one."""
+        width, height = self._numbers[NUM_NUMBERS * index + 2 : NUM_NUMBERS * index + 4]
+        return height, width
+
+    def repeats(self, index: int) -> int:
+        """How often one is seen in an epoch."""
+        return self._numbers[NUM_NUMBERS * index + 4]
+
+
 @dataclass(frozen=True)
 class Scan:
     """What was found: samples in a fixed order, what was set aside and why, and what the user should know."""
 
-    samples: tuple[Sample, ...]
+    samples: Samples
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
 
@@ -72,24 +134,26 @@ class _Findings:
     index: int
     prefix: str
     options: ResolvedSource
-    samples: list[Sample] = field(default_factory=list)
+    samples: Samples
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    uncaptioned: dict[str, str] = field(default_factory=dict)  # key -> what is used instead
-    empty_captions: list[str] = field(default_factory=list)
+    uncaptioned: Few = field(default_factory=lambda: Few(NUM_NAMED))
+    used_instead: Few = field(default_factory=lambda: Few(NUM_NAMED))
+    empty_captions: Few = field(default_factory=lambda: Few(NUM_NAMED))
 
     def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
         """The caption to use, remembering what has to be said about it."""
         if caption is None:
-            self.uncaptioned[key] = fallback
+            self.uncaptioned.append(key)
+            self.used_instead.append(f'{key} "{fallback}"')
             return fallback
         if not caption:
             self.empty_captions.append(key)
         return caption
 
 
-def scan(data: DataSection) -> Scan:
-    """Find every picture of every source, in a fixed order.
+def scan(data: DataSection, copies: bool = True) -> Scan:
+    """Find every picture of every source, in a fixed order. ``copies``: look for files with the same content too.
 
     Raises:
         DataError: a folder or dataset is missing or empty, a caption is missing where the recipe asks for one, or
@@ -97,20 +161,21 @@ def scan(data: DataSection) -> Scan:
     """
     sources = data.resolved_sources()
     findings: list[_Findings] = []
+    samples = Samples(sources)
     for index, options in enumerate(sources):
-        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options)
+        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options, samples)
         if options.path is not None:
             _scan_folder(found)
         else:
             _scan_dataset(found)
         _say_captions(found)
         findings.append(found)
-    samples = tuple(sample for found in findings for sample in found.samples)
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
     if not samples:
         raise nothing_left(set_aside)
     notices = [notice for found in findings for notice in found.notices]
-    return Scan(samples, set_aside, (*notices, *_small_pictures(samples), *_duplicates(samples)))
+    notices += _small_pictures(samples)
+    return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())))
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
@@ -129,16 +194,23 @@ def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, 
     found: dict[str, Geometry] = {}
     too_small: list[Problem] = []
     for sample in samples:
-        size, resolution = (sample.width, sample.height), sample.options.resolution
-        try:
-            found[sample.key] = fit(
-                *size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale
-            )
-        except DataError as error:
-            if error.code != "image-too-small":
-                raise
-            too_small.append(Problem(shown(sample.location), error.what, error.fix))
+        geometry = geometry_of(sample, data)
+        if isinstance(geometry, Geometry):
+            found[sample.key] = geometry
+        else:
+            too_small.append(geometry)
     return found, too_small
+
+
+def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
+    """The geometry of a sample, or that it is too small for any."""
+    size, resolution = (sample.width, sample.height), sample.options.resolution
+    try:
+        return fit(*size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale)
+    except DataError as error:
+        if error.code != "image-too-small":
+            raise
+        return Problem(shown(sample.location), error.what, error.fix)
 
 
 def image_bytes(sample: Sample) -> bytes:
@@ -247,7 +319,7 @@ def _say_captions(found: _Findings) -> None:
     Raises:
         DataError: the recipe wants a caption for each, or a trigger word that it does not name.
     """
-    options, missing = found.options, list(found.uncaptioned)
+    options, missing = found.options, found.uncaptioned
     where = f"{options.path or options.dataset}: {some(missing)}"
     if missing and options.caption_fallback == "error":
         raise DataError(
@@ -264,8 +336,7 @@ def _say_captions(found: _Findings) -> None:
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if missing:
-        instead = [f'{key} "{caption}"' for key, caption in found.uncaptioned.items()]
-        found.notices.append(f"{_pictures(missing)} no caption; used instead: {some(instead)}.")
+        found.notices.append(f"{_pictures(missing)} no caption; used instead: {some(found.used_instead)}.")
     if found.empty_captions:
         found.notices.append(f"{_pictures(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
@@ -274,25 +345,47 @@ def _pictures(keys: Sequence[str]) -> str:
     return "1 picture has" if len(keys) == 1 else f"{len(keys)} pictures have"
 
 
-def _small_pictures(samples: Sequence[Sample]) -> list[str]:
-    small = [
-        sample.key for sample in samples if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2
-    ]
+def _small_pictures(samples: Iterable[Sample]) -> list[str]:
+    small = Few(NUM_NAMED)
+    for sample in samples:
+        if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
+            small.append(sample.key)
     return [f"{_pictures(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
 
 
-def _duplicates(samples: Sequence[Sample]) -> list[str]:
-    """One notice about files with the same bytes. The same file in two sources is meant (two resolutions)."""
-    by_location = {sample.location: sample for sample in samples}
-    by_size: dict[int, list[Sample]] = {}
-    for sample in by_location.values():
-        by_size.setdefault(_num_bytes(sample), []).append(sample)
-    by_hash: dict[bytes, list[str]] = {}
-    for same_size in by_size.values():
-        for sample in same_size if len(same_size) > 1 else ():
-            by_hash.setdefault(hashlib.sha256(image_bytes(sample)).digest(), []).append(sample.key)
-    copies = [" = ".join(keys) for keys in by_hash.values() if len(keys) > 1]
+def _copies(samples: Samples) -> list[str]:
+    """Of files with as many bytes as another the content is compared."""
+    alike = groups_of(map(_num_bytes, samples))
+    hashes = {index: hashlib.sha256(image_bytes(samples[index])).digest() for group in alike for index in group}
+    return say_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
+
+
+def say_copies(
+    sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
+) -> list[str]:
+    """One notice about files with the same bytes. The same file in two sources is meant (two resolutions).
+
+    Args:
+        sample_of: the sample of an index.
+        groups: places in ``indices`` of samples with the same content.
+        indices: of samples.
+    """
+    copies = Few(NUM_NAMED)
+    for group in groups:
+        files = {sample.location: sample.key for sample in (sample_of(indices[place]) for place in group)}
+        if len(files) > 1:
+            copies.append(" = ".join(files.values()))
     return [f"Pictures with exactly the same content: {some(copies)}."] if copies else []
+
+
+def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
+    """The places of equal values, where there are several; in the order of the first of each."""
+    first: dict[int | bytes, int] = {}
+    groups: dict[int, list[int]] = {}
+    for place, value in enumerate(values):
+        if (before := first.setdefault(value, place)) != place:
+            groups.setdefault(before, [before]).append(place)
+    return [groups[before] for before in sorted(groups)]
 
 
 def _num_bytes(sample: Sample) -> int:

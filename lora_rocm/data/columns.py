@@ -1,0 +1,77 @@
+"""Many texts and numbers in little memory: a Python object each would take ten times as much."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+KEY_BYTES = 20
+"""Of a cache key, which is 40 hex digits."""
+
+
+class Texts(Sequence[str]):
+    """Texts one behind the other, in UTF-8 (also what is no letter: names of files may be anything)."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+        for text in texts:
+            self.append(text)
+
+    def append(self, text: str) -> None:
+        self._bytes += text.encode("utf-8", "surrogatepass")
+        self._ends.append(len(self._bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self._bytes[self._ends[at] : self._ends[at + 1]].decode("utf-8", "surrogatepass")
+
+
+class Keys:
+    """Lists of cache keys, one list for each of many things, in the order in which they are appended."""
+
+    def __init__(self) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+
+    def append(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._bytes += bytes.fromhex(key)
+        self._ends.append(len(self._bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> tuple[str, ...]:
+        start, end = self._ends[index], self._ends[index + 1]
+        return tuple(self._bytes[at : at + KEY_BYTES].hex() for at in range(start, end, KEY_BYTES))
+
+
+class Few(Sequence[str]):
+    """The first names of many, and how many there are: for sentences."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._names, self._count = most, list[str](), 0
+
+    def append(self, name: str) -> None:
+        self._count += 1
+        if len(self._names) < self._most:
+            self._names.append(name)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        return self._names[index]

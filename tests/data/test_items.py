@@ -1,0 +1,87 @@
+"""Pictures and items in columns say what the objects would."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_rocm.data.batches import BatchPlan
+from lora_rocm.data.columns import Keys
+from lora_rocm.data.items import Items, Pictures, identity
+from lora_rocm.data.plan import Item
+from lora_rocm.data.ready import Entry, Looked
+from lora_rocm.data.samples import geometry_of, scan
+
+
+def key_of(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, make: SimpleNamespace) -> Pictures:
+    for index in range(4):
+        make.picture(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
+    data = make.data(path=str(tmp_path / "data"), flip_aug=True, repeats=3)
+    samples = scan(data).samples
+    made = Pictures(samples)
+    for index, sample in enumerate(samples):
+        if index != 1:
+            made.append(index, geometry_of(sample, data))
+    return made
+
+
+def looked_at(pictures: Pictures, place: int, in_tiles: bool) -> Looked:
+    picture = pictures[place]
+    entries = []
+    for flip in picture.flips:
+        plain, tiled = key_of(place, flip), key_of(place, flip, "tiles")
+        job: Any = SimpleNamespace(key=plain, tiled_key=tiled, geometry=picture.geometry)
+        entries.append(Entry(job, tiled if in_tiles else plain, ""))
+    return Looked(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
+
+
+def test_a_picture_is_found_again_whole(pictures: Pictures) -> None:
+    assert len(pictures) == 3 and [p.sample.key for p in pictures] == ["0.png", "2.png", "3.png"]
+    assert list(pictures.ready) == [] and pictures[2].sha256 == "" and pictures[2].flips == (False, True)
+    pictures.found(2, looked_at(pictures, 2, in_tiles=False))
+    pictures.found(0, looked_at(pictures, 0, in_tiles=True))
+    assert list(pictures.ready) == [0, 2] and pictures[2].sha256 == hashlib.sha256(b"\2").hexdigest()
+    assert pictures[2].geometry.original_hw == (64, 192) and pictures.target_hw(2) == pictures[2].geometry.target_hw
+    assert pictures[-1] == pictures[2] and pictures[1:] == [pictures[1], pictures[2]]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> None:
+    for place in range(3):
+        pictures.found(place, looked_at(pictures, place, in_tiles=place == 0))
+    texts = Keys()
+    for place in (0, 2):
+        texts.append([key_of("text", place, n) for n in range(place + 1)])
+    items = Items(pictures, (0, 2), texts, key_of("empty"), held_out)
+    count = 1 if held_out else 2
+    whole = tuple(
+        Item(
+            key=f"{name}.png",
+            geometry=pictures[place].geometry,
+            image_keys=tuple(key_of(place, flip, *(["tiles"] if place == 0 else [])) for flip in (False, True)[:count]),
+            text_keys=tuple(key_of("text", place, n) for n in range(place + 1)),
+            dropout_key=key_of("empty"),
+            dropout_rate=0.0,
+            repeats=1 if held_out else 3,
+            picture_keys=tuple(key_of(place, flip) for flip in (False, True)[:count]),
+        )
+        for place, name in ((0, 0), (2, 3))
+    )
+    assert items == whole and len(items) == 2 and items[1] == whole[1] and items[-1] != whole[0]
+    for field in fields(Item):
+        assert getattr(items[0], field.name) == getattr(whole[0], field.name)
+    assert identity(items) == identity(whole) != identity(whole[::-1])
+    said = repr([(item.key, item.repeats, item.picture_keys, item.text_keys) for item in whole])
+    assert identity(items) == hashlib.sha256(said.encode("utf-8")).hexdigest(), "checkpoints have this one"
+    rows, expected = (BatchPlan(source, 2, 1, seed=3).rows(0) for source in (items, whole))
+    assert rows == expected
