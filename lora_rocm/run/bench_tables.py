@@ -129,6 +129,7 @@ STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("of these copies and fills", lambda row: row["profile"]["copies"], ",.0f"),
     ("launches a step", lambda row: row["profile"]["launches"], ",.0f"),
     ("host waits a step", lambda row: row["profile"]["waits"], ".1f"),
+    ("waits that PyTorch flags", lambda row: row.get("flagged_waits"), ".1f"),
     ("peak memory, tensors, GiB", lambda row: _times(row["peak_allocated_bytes"], 2**-30), ".2f"),
     ("peak memory, reserved, GiB", lambda row: _times(row["peak_reserved_bytes"], 2**-30), ".2f"),
     ("TFLOP a step", lambda row: _times(row.get("flops"), 1e-12), ".4g"),

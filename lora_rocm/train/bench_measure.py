@@ -132,12 +132,13 @@ def measure_bare(
         held = _held(device)
         run = captured(step) if how in (CAPTURED, COMPILED) else step
         seconds = stepped(run, wanted.steps, device, MIN_WARM_UP)
-        return {
+        figures = {
             **times(seconds, recipe.train.batch_size),
             **_peaks(device, held),
             "warm_up_steps": MIN_WARM_UP,
             "profile": _profiled(lambda: _times(run, TRACED_STEPS), TRACED_STEPS, device, wanted, how),
         }
+        return figures | {"idle_s": idle_s(figures)}
 
 
 def variants(against: str | None, device: torch.device) -> Sequence[str]:
@@ -165,9 +166,14 @@ def times(seconds: Sequence[float], samples: int) -> Figures:
 
 def with_rates(figures: Figures, flops: int, matmul: Mapping[str, Any]) -> Figures:
     """Also what the step reaches of the rate of a matrix product, and how long the device had nothing to do."""
-    rate, busy_s = flops / figures["median_s"], figures["profile"]["busy_s"]
-    idle_s = None if busy_s is None else max(0.0, figures["median_s"] - busy_s)
-    return {**figures, "flops_per_s": rate, "of_matmul": rate / matmul["per_second"], "idle_s": idle_s}
+    rate = flops / figures["median_s"]
+    return {**figures, "flops_per_s": rate, "of_matmul": rate / matmul["per_second"], "idle_s": idle_s(figures)}
+
+
+def idle_s(figures: Mapping[str, Any]) -> float | None:
+    """Time of a step, without the profiler, in which the device did nothing; None where it was not seen."""
+    busy_s: float | None = figures["profile"]["busy_s"]
+    return None if busy_s is None else max(0.0, figures["median_s"] - busy_s)
 
 
 def flagged_waits(run: Callable[[], object]) -> int:
