@@ -141,6 +141,7 @@ class Setup:
             transfer.send_parameters(component, name)
             component.train()
         model.device = device
+        family.fuse(model)
         weights = adapter.flatten(dtype, torch.float32)
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
         optimizer = GatedAdamW(weights, adapter.groups(recipe.optim), recipe.optim, **how)

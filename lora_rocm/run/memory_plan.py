@@ -227,7 +227,7 @@ def plans_of(mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rate
         variants = iter([((), ())])
     elif mode == "selective":
         order = by_worth(footprint, rates)
-        variants = ((order[:count], ()) for count in range(1, len(order)))
+        variants = ((order[:count], ()) for count in range(1, max(2, len(order))))
     elif mode == "recompute":
         variants = iter([(every, ())])
     else:
@@ -297,8 +297,10 @@ def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
 
 
 def spread(count: int, total: int) -> list[int]:
-    """So many of a row of blocks, evenly: between two that are fetched others are computed."""
-    return [int((place + 0.5) * total / count) for place in range(count)]
+    """So many of a row of blocks, evenly: between two that are fetched others are computed. More include fewer."""
+    bits = max(1, (total - 1).bit_length())
+    order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    return sorted(order[:count])
 
 
 def step_seconds(

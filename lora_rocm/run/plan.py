@@ -120,7 +120,7 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
     return UserError(
         "does-not-fit",
         f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
-        f"({_name(least)}), and there is {size_text(budget_bytes)} for it.",
+        f"({plan_text(least)}), and there is {size_text(budget_bytes)} for it.",
         where=f"data.resolution: {recipe.data.resolution}, lora.rank: {recipe.lora.rank}, "
         f"runtime.memory: {recipe.runtime.memory}",
         fix=_nearest(recipe, footprint, job, rates, budget_bytes),
@@ -227,17 +227,19 @@ def _lines(
         )
     yield ""
     if chosen is not None:
-        yield f"runtime.memory: {recipe.runtime.memory} would choose: {_name(chosen)}, {chosen.rows} at once"
+        yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
         if rates.known and train.max_train_steps:
             yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
     if not rates.known:
         yield "times are relative to the fastest: no GPU was measured"
 
 
-def _name(chosen: Plan) -> str:
+def plan_text(chosen: Plan) -> str:
+    """A plan in words: "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
     more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
-    return chosen.mode + (f" ({count} blocks recomputed{more})" if count else "")
+    samples = "1 sample" if chosen.rows == 1 else f"{chosen.rows} samples"
+    return chosen.mode + (f" ({count} blocks recomputed{more})" if count else "") + f", {samples} at once"
 
 
 def _say(text: str) -> None:

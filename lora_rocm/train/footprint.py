@@ -7,12 +7,15 @@ Prints one JSON object: footprint (``run.memory_plan``), precision and GPU; or a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm import __version__
 from lora_rocm.data.buckets import bucket_sizes
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
-from lora_rocm.errors import LoraRocmError
+from lora_rocm.errors import LoraRocmError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.ledger import Ledger, fused_attention
 
 META = torch.device("meta")
+KEPT = 20  # footprints that are remembered
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
 
 
@@ -98,21 +104,40 @@ class _Watch:
         self.seen[index].entry_bytes = self.ledger.live_bytes
 
 
-def footprint(recipe: Recipe, dtype: torch.dtype, plain_attention: bool = False) -> Footprint:
-    """Count a recipe at its largest bucket.
+def counted(
+    recipe: Recipe, family: ModelFamily, dtype: torch.dtype, settings: Settings, bucket_hw: tuple[int, int]
+) -> Footprint:
+    """The footprint at pictures of a size; remembered beside the caches, since counting takes seconds."""
+    plain = settings.attention == "math"
+    memory = Path(recipe.cache.dir) / "footprints.json"
+    kept = _remembered(memory)
+    key = _key(recipe, family, dtype, plain, bucket_hw)
+    if key in kept:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
+            return Footprint.from_json(kept[key])
+    found = count(family, hollow_model(family, recipe, dtype), recipe, *bucket_hw, plain)
+    with suppress(StorageError):
+        write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
+    return found
 
-    Args:
-        recipe: its pictures are not looked at.
-        dtype: of the frozen base.
-        plain_attention: attention is not fused on that machine.
 
-    Raises:
-        LoraRocmError: the base model is missing, damaged or of another family; targets that match nothing.
-    """
-    family = family_for(recipe)
-    height, width = largest_bucket(recipe)
-    model = hollow_model(family, recipe, dtype)
-    return count(family, model, recipe, height, width, plain_attention)
+def _key(
+    recipe: Recipe, family: ModelFamily, dtype: torch.dtype, plain_attention: bool, bucket_hw: tuple[int, int]
+) -> str:
+    """Changes with all that a footprint depends on: the base by its identity."""
+    software = (__version__, torch.__version__, version("diffusers"), version("peft"))
+    lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
+    about = [lora, bool(recipe.train.ema_decay), str(dtype), plain_attention, bucket_hw]
+    parts = [software, family.name, family.base_facts()["identity"], about]
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def largest_bucket(recipe: Recipe) -> tuple[int, int]:
@@ -135,6 +160,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype) -> Loa
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+    family.fuse(model)
     return model
 
 
@@ -232,9 +258,9 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
-    counted = footprint(recipe, dtype, settings.attention == "math")
+    found = counted(recipe, family_for(recipe), dtype, settings, largest_bucket(recipe))
     precision = next(name for name, known in DTYPES.items() if known is dtype)
-    return {"footprint": counted.to_json(), "precision": precision, "gpu": _gpu(device, settings, dtype)}
+    return {"footprint": found.to_json(), "precision": precision, "gpu": _gpu(device, settings, dtype)}
 
 
 def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype) -> dict[str, Any] | None:

@@ -90,14 +90,22 @@ class Ledger(TorchDispatchMode):
         self._alive.pop(key, None)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.tally.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        formula = _formula(func)
+        if formula is not None:
+            inputs = {name: value for name, value in kwargs.items() if name != "out"}
+            self.tally.flops += formula(*args, **inputs, out_val=result)
             self.tally.launches += 1
         elif writes:  # else it is a view
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
             self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.tally.launches += 1
+
+
+def _formula(func: Any) -> Any:
+    """What counts an operation's floating-point operations; a product into memory that is there counts as the other."""
+    packet = func._overloadpacket
+    plain = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
+    return flop_registry.get(packet) or flop_registry.get(plain)
 
 
 class _FusedAttention(TorchFunctionMode):

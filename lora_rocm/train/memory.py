@@ -2,24 +2,230 @@
 
 from __future__ import annotations
 
-from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families.base import LoadedModel, ModelFamily
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.memory import empty_pools
+from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.recompute import recomputing
-from lora_rocm.run.memory_plan import Plan
-from lora_rocm.train.offload import Offload
+from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.memory_plan import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
+from lora_rocm.run.plan import does_not_fit, job_of, plan_text
+from lora_rocm.run.wording import size_text
+from lora_rocm.train.footprint import counted, room_bytes
+from lora_rocm.train.offload import Offload, frozen_tensors
+
+TRIES = 6
+"""First passes that run out of memory before the run goes on as it can: ``train.relief`` is left."""
+SHORT = 1.15
+"""After a pass that ran out of memory activations count as so much more than was thought."""
+WORTH = 0.97
+"""Another plan is taken only where it takes no more than this share of the time."""
+Pass = Callable[[Tensors, Tensors], object]
+
+
+@dataclass
+class Memory:
+    """A decision, what it was made from, and how it is put into force.
+
+    Attributes:
+        plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
+        budget_bytes: for tensors; None: no limit is known.
+        say: gets a sentence where something is given up, or changed.
+    """
+
+    job: Job
+    recomputes: bool
+    offloads: bool
+    say: Callable[[str], None]
+    footprint: Footprint | None = None
+    plan: Plan | None = None
+    budget_bytes: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    offload: Offload | None = field(default=None, init=False)
+
+    @property
+    def parts(self) -> int:
+        """Into how many a micro-batch is cut."""
+        return self.job.min_parts if self.plan is None else self.plan.parts
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Nothing more can be won by recomputing."""
+        if self.plan is None or self.footprint is None:
+            return self.recomputes
+        return len(self.plan.recomputed) == len(self.footprint.blocks)
+
+    def staying(self, family: ModelFamily, model: LoadedModel) -> set[int]:
+        """``id`` of each tensor that is not to be sent to the device (``DeviceTransfer.send_parameters``)."""
+        return {id(tensor) for block in self._offloaded(family.blocks(model)) for tensor in frozen_tensors(block)}
+
+    def put(
+        self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, anew: bool = False
+    ) -> None:
+        """Put the decision into force, once the model is as it will be trained: sent, and its modules exchanged.
+
+        Args:
+            family: of the model.
+            model: its offloaded weights may be on the device all the same.
+            transfer: whose verdict holds for what is fetched.
+            pin: offloaded weights wait in pinned memory.
+            anew: another decision was in force.
+        """
+        blocks = family.blocks(model)
+        waiting = self._offloaded(blocks)
+        self.offload = Offload(waiting, transfer, pin) if waiting else None
+        chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
+        if chosen or anew:
+            everything = len(chosen) == len(blocks)
+            family.recompute_activations(model, recomputing(model, None if everything else chosen))
+
+    def _recomputed(self, index: int) -> bool:
+        return self.recomputes if self.plan is None else index in self.plan.recomputed
+
+    def _offloaded(self, blocks: list[nn.Module]) -> list[nn.Module]:
+        if self.plan is None:
+            return blocks if self.offloads else []
+        return [blocks[index] for index in self.plan.offloaded]
+
+    def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, run: Pass) -> None:
+        """A pass over zeros in the shape of the largest pictures, before the first step: what it takes is measured.
+
+        Estimates are corrected by it, and another plan is put into force where that is needed, or faster. A plan that
+        runs out of memory is given up at once. Does nothing where no memory is looked after.
+
+        Args:
+            family: of the model.
+            model: on the device.
+            transfer: by which the zeros go there.
+            pin: offloaded weights wait in pinned memory.
+            run: one forward and backward pass; its gradients are the caller's to drop.
+        """
+        if self.plan is None or self.footprint is None:
+            return
+        for _ in range(TRIES):
+            peak_bytes = self._peak(family, transfer, run, self.plan.rows)
+            wanted = self._next(peak_bytes)
+            if wanted is None:
+                return
+            met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
+            self.say(f"A first pass {met}. From here on: {plan_text(wanted)}.")
+            self._change(wanted, family, model, transfer, pin)
+
+    def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
+        """Bytes of tensors at most; None where they were too many."""
+        assert self.footprint is not None
+        batch = family.example(self.footprint.height, self.footprint.width, rows)
+        draws = family.draw(batch, [0] * rows).tensors
+        batch["weight"] = torch.zeros(rows)
+        tensors = {**batch, **draws}
+        sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
+        empty_pools()
+        reset_peak(transfer.device)
+        try:
+            run({name: sent[name] for name in batch}, {name: sent[name] for name in draws})
+            return peak_bytes(transfer.device)
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+        empty_pools()  # only here: the error's traceback kept the activations alive
+        return None
+
+    def _next(self, peak: int | None) -> Plan | None:
+        """The plan to go on with, where it is another one. Offloaded weights are never brought back."""
+        assert self.plan is not None and self.footprint is not None
+        now = self.plan
+        more = SHORT if peak is None else correction(now, peak, self.footprint) / self.job.correction
+        self.job = replace(self.job, correction=self.job.correction * more, min_parts=now.parts if peak is None else 1)
+        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, self.job, self.rates)
+        fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes
+        wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        if peak is None:
+            least = wanted or smallest(self.footprint, self.job, self.rates)
+            return least if not set(now.offloaded) - set(least.offloaded) else None
+        if wanted is None or set(now.offloaded) - set(wanted.offloaded) or (now.offloaded and fits):
+            return None
+        return wanted if not fits or wanted.step_s < WORTH * self.plan.step_s else None
+
+    def _change(
+        self, wanted: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool
+    ) -> None:
+        self.plan = wanted
+        if self.offload is not None:
+            self.offload.close()
+        self.put(family, model, transfer, pin, anew=True)
+
+
+def decide(
+    recipe: Recipe,
+    family: ModelFamily,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    bucket_hw: tuple[int, int],
+    say: Callable[[str], None],
+) -> Memory:
+    """What to keep in memory on this device.
+
+    Args:
+        recipe: of the run.
+        family: of the recipe.
+        device: that will train.
+        dtype: of the frozen base.
+        settings: what the parent planned for this machine.
+        bucket_hw: height and width of the run's largest pictures, in pixels.
+        say: gets a sentence where something is given up.
+
+    Raises:
+        UserError: does-not-fit: by far; where it is close, it is tried.
+    """
+    on_gpu = device.type == "cuda"
+    shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared)
+    if not on_gpu and recipe.runtime.memory != "selective":
+        only = len(job.modes) == 1 and job.modes[0]
+        recomputes = only in ("recompute", "offload") or "keep" not in job.modes
+        return Memory(job, recomputes, only == "offload", say)
+    footprint = counted(recipe, family, dtype, settings, bucket_hw)
+    return choose_from(recipe, footprint, job, room_bytes(device, settings) if on_gpu else None, say)
+
+
+def choose_from(
+    recipe: Recipe, footprint: Footprint, job: Job, budget_bytes: int | None, say: Callable[[str], None]
+) -> Memory:
+    """The decision of ``decide``, from a footprint and a budget."""
+    rates = Rates()
+    plan = choose(budget_bytes, footprint, job, rates)
+    if plan is None:
+        plan = smallest(footprint, job, rates)
+        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+            raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
+    if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1):
+        say(f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {plan_text(plan)}.")
+    return Memory(job, False, False, say, footprint, plan, budget_bytes, rates)
 
 
 def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
 ) -> Offload | None:
-    """Put a plan into a model; the offloaded weights are taken over where they are, on the CPU or on the device.
+    """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
+    memory = Memory(Job(), False, False, str, plan=plan)
+    memory.put(family, model, transfer, pin, anew)
+    return memory.offload
 
-    ``anew``: another plan was in force; its ``Offload`` is closed.
-    """
-    blocks = family.blocks(model)
-    if plan.recomputed or anew:
-        chosen = None if len(plan.recomputed) == len(blocks) else [blocks[index] for index in plan.recomputed]
-        family.recompute_activations(model, recomputing(model, chosen))
-    if not plan.offloaded:
-        return None
-    return Offload([blocks[index] for index in plan.offloaded], transfer, pin)
+
+def reset_peak(device: torch.device) -> None:
+    """Begin anew with ``peak_bytes``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that tensors took since ``reset_peak``; 0 on the CPU."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0

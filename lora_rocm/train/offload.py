@@ -74,7 +74,6 @@ class Offload:
         copy: copies bytes to a place.
 
     Attributes:
-        staying: ``id`` of each tensor that is not to be sent (``DeviceTransfer.send_parameters``).
         host_bytes: of main memory. fetched_bytes: since the start.
     """
 
@@ -87,9 +86,9 @@ class Offload:
     ) -> None:
         self._transfer, self._copy = transfer, copy
         self._waiting = [_pack(block, pin, transfer) for block in blocks]
-        self.staying = {id(piece.owner) for waiting in self._waiting for piece in waiting.pieces}
+        taken = {id(piece.owner) for waiting in self._waiting for piece in waiting.pieces}
         for name, (tensor, _) in list(transfer.frozen.items()):
-            if id(tensor) in self.staying:
+            if id(tensor) in taken:
                 del transfer.frozen[name]
         self.host_bytes, self.fetched_bytes = sum(waiting.host.numel() for waiting in self._waiting), 0
         device = transfer.device
@@ -102,6 +101,7 @@ class Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event | None] = [None] * SLOTS
         self._now: int | None = None  # the block that was entered last
+        self._grads = self._turned = False  # the pass is one with gradients; it is on its way back
         self._trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         self._returns = [False] * len(blocks)  # whether the backward pass will come back to a block
         for place in self._places[:1]:
@@ -120,12 +120,7 @@ class Offload:
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         """Before a block computes: its weights are there, and the next ones are on their way."""
-        before, self._now = self._now, index
-        back = before is not None and torch.is_grad_enabled() and index in (before - 1, before) and before > 0
-        if index == 0 and not back:  # a new pass owes nothing to the one before: it may be captured in a graph
-            self._forget()
-        if not back and torch.is_grad_enabled():
-            self._returns[index] = self._trained[index] or any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        back = self._goes_back(index, args)
         if index not in self._holds:
             self._fetch(index, spare=None)
         place = self._holds.index(index)
@@ -135,6 +130,22 @@ class Offload:
         wanted = following >= 0 and self._returns[following] if back else following < len(self._waiting)
         if wanted and following not in self._holds:
             self._fetch(following, spare=place)
+
+    def _goes_back(self, index: int, args: Any) -> bool:
+        """Whether a block is entered by the backward pass: that begins with the block that was entered last."""
+        before, self._now = self._now, index
+        grads = torch.is_grad_enabled()
+        if before is not None and grads and self._grads and self._returns[index]:
+            if index == (before - 1 if self._turned else before):
+                self._turned = True
+                return True
+        if before is None or index <= before:  # a new pass owes nothing to the one before: it may be captured
+            self._forget()
+            self._grads, self._turned = grads, False
+        self._returns[index] = grads and (
+            self._trained[index] or any(isinstance(each, Tensor) and each.requires_grad for each in args)
+        )
+        return False
 
     def _forget(self) -> None:
         for held in self._holds:
@@ -187,12 +198,22 @@ def frozen_tensors(block: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
+def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that helpers of the modules hold (merged projections), which are of the same memory as the weights."""
+    memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    helpers = [value for module in block.modules() for value in vars(module).values() if hasattr(value, "__dict__")]
+    held = [each for helper in helpers if not isinstance(helper, nn.Module | Tensor) for each in vars(helper).values()]
+    found = {id(each): each for each in held if isinstance(each, Tensor)}
+    return [tensor for tensor in found.values() if tensor.untyped_storage().data_ptr() in memories]
+
+
 @torch.no_grad()
 def _pack(block: nn.Module, pin: bool, transfer: DeviceTransfer) -> _Waiting:
     """Lay a block's frozen tensors side by side. Those that share memory share it afterwards."""
     places: dict[int, int] = {}  # of each memory, in bytes
     size = 0
     tensors = frozen_tensors(block)
+    tensors += _of_same_memory(block, tensors)
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in places:

@@ -1,0 +1,197 @@
+"""Plans: never over the budget, never slower with more of it, and the arithmetic worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.run.memory_plan import (
+    GRAPH_BYTES,
+    MODES,
+    SLOTS,
+    WORKSPACE_BYTES,
+    Block,
+    Footprint,
+    Job,
+    Moment,
+    Plan,
+    Rates,
+    Work,
+    activation_bytes,
+    choose,
+    correction,
+    parts_of,
+    plans_of,
+    resident_bytes,
+    smallest,
+    spread,
+    table,
+)
+
+MIB = 2**20
+RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5)
+
+
+def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list[float] | None = None) -> Footprint:
+    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB beside what is kept."""
+    count = len(kept)
+    weights, flops = weights or [10 * MIB] * count, flops or [1e9] * count
+    moments, blocks, live = [], [], 0
+    for index in range(count):
+        live += kept[index] + MIB
+        moments.append(Moment(index, live + MIB))
+    levels = live
+    for index in reversed(range(count)):
+        blocks.insert(
+            0, Block(f"{index}", weights[index], kept[index], kept[index] + 2 * MIB, levels, Work(flops[index], 0.0, 3))
+        )
+        moments.append(Moment(index, levels + 2 * MIB))
+        levels -= kept[index] + MIB
+    return Footprint(
+        64, 64, sum(weights) + 5 * MIB, 7 * MIB, tuple(blocks), tuple(moments), Work(3 * sum(flops), 1e6, 99)
+    )
+
+
+def test_by_hand() -> None:
+    net = row_of_blocks([10 * MIB, 20 * MIB, 30 * MIB])
+    assert activation_bytes(net, ()) == (60 + 3 + 2) * MIB
+    # the first does not keep its 10: missing until its own backward pass
+    assert activation_bytes(net, (0,)) == (65 - 10) * MIB
+    # the last is computed again where everything before it is there, so nothing is won but its own forward transients
+    assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
+    assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
+    assert resident_bytes(net, ()) == (35 + 7) * MIB + WORKSPACE_BYTES
+    assert resident_bytes(net, (0, 2)) == (35 - 20 + SLOTS * 10 + 7) * MIB + WORKSPACE_BYTES
+    assert resident_bytes(net, (1,)) == resident_bytes(net, ())  # the place that it comes to is as large
+
+
+def test_time_by_hand() -> None:
+    net = row_of_blocks([MIB, MIB], flops=[1e9, 2e9])
+    job = Job(batch_size=4, accumulation=3)
+    (keep,) = plans_of("keep", 2, net, job, RATES)
+    assert keep.rows == 2
+    assert keep.step_s == pytest.approx(3 * (4 * (9e9 / 1e12 + 1e6 / 1e11) + 2 * 99 * 1e-5))
+    (again,) = plans_of("recompute", 2, net, job, RATES)
+    assert again.step_s - keep.step_s == pytest.approx(3 * (4 * 3e9 / 1e12 + 2 * 6 * 1e-5))
+    *_, waiting = plans_of("offload", 2, net, job, replace(RATES, bus_bytes=1e6))
+    assert waiting.step_s == pytest.approx(3 * 2 * 2 * 20 * MIB / 1e6)  # the bus is what takes longest
+
+
+def test_selective_recomputes_first_what_is_worth_most() -> None:
+    net = row_of_blocks([10 * MIB, 10 * MIB, 0, MIB], flops=[4e9, 1e9, 1e6, 1e9])
+    variants = [plan.recomputed for plan in plans_of("selective", 1, net, Job(), RATES)]
+    assert variants == [(1,), (0, 1)]  # all three would be recompute; the third keeps nothing
+
+
+blocks = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 80), st.integers(1, 10**6)), min_size=1, max_size=8)
+jobs = st.builds(
+    Job,
+    batch_size=st.integers(1, 5),
+    accumulation=st.integers(1, 3),
+    graphs=st.booleans(),
+    correction=st.floats(0.5, 2.0),
+)
+budgets = st.integers(0, 6000)
+
+
+def footprint_of(drawn: list[tuple[int, int, int]]) -> Footprint:
+    kept, weights, flops = zip(*drawn, strict=True)
+    return row_of_blocks([k * MIB for k in kept], [w * MIB for w in weights], [f * 1e6 for f in flops])
+
+
+@given(blocks, jobs, budgets, budgets)
+def test_more_memory_is_never_slower_and_no_plan_is_over_the_budget(
+    drawn: list[tuple[int, int, int]], job: Job, one: int, other: int
+) -> None:
+    net = footprint_of(drawn)
+    less, more = sorted((one * MIB, other * MIB))
+    small, large, free = (choose(budget, net, job, RATES) for budget in (less, more, None))
+    assert free is not None
+    for budget, plan in ((less, small), (more, large)):
+        assert plan is None or plan.needed_bytes <= budget
+    if small is not None:
+        assert large is not None and large.step_s <= small.step_s
+    if large is not None:
+        assert free.step_s <= large.step_s
+
+
+@given(blocks, jobs, budgets)
+def test_where_none_is_chosen_even_the_smallest_does_not_fit(
+    drawn: list[tuple[int, int, int]], job: Job, budget: int
+) -> None:
+    net = footprint_of(drawn)
+    least = smallest(net, job, RATES)
+    chosen = choose(budget * MIB, net, job, RATES)
+    assert (chosen is None) == (least.needed_bytes > budget * MIB)
+    assert all(plan.needed_bytes >= least.needed_bytes for plan in table(None, net, job, RATES))
+
+
+@given(blocks, jobs)
+def test_the_effective_batch_stays_whole(drawn: list[tuple[int, int, int]], job: Job) -> None:
+    for plan in table(None, footprint_of(drawn), job, RATES):
+        assert plan.rows * plan.parts >= job.batch_size > plan.rows * (plan.parts - 1) - plan.parts
+        assert 1 <= plan.parts <= job.batch_size
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_parts_go_up_to_single_samples_and_never_below_what_was_needed(batch_size: int, needed: int) -> None:
+    found = parts_of(Job(batch_size, min_parts=min(needed, batch_size)))
+    assert found[0] == min(needed, batch_size) and found[-1] == batch_size
+    assert found == sorted(set(found))
+
+
+@given(st.integers(1, 100))
+def test_offloaded_blocks_are_spread_and_more_include_fewer(total: int) -> None:
+    sets = [set(spread(count, total)) for count in range(1, total + 1)]
+    assert all(len(found) == count for count, found in enumerate(sets, 1))
+    assert all(few < many for few, many in zip(sets, sets[1:], strict=False))
+    half = sorted(sets[max(0, total // 2 - 1)])
+    assert all(later - earlier <= 4 for earlier, later in zip(half, half[1:], strict=False))
+
+
+@given(blocks, jobs)
+def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int, int, int]], job: Job) -> None:
+    net = footprint_of(drawn)
+    plan = next(plans_of("keep", 1, net, job, RATES))
+    assert correction(plan, plan.peak_bytes, net) == pytest.approx(job.correction, rel=1e-3)
+
+
+def test_a_measurement_below_what_lies_there_is_not_believed() -> None:
+    net = row_of_blocks([10 * MIB])
+    assert correction(next(plans_of("keep", 1, net, Job(), RATES)), 0, net) == 0.25
+
+
+def test_graphs_need_more() -> None:
+    net = row_of_blocks([10 * MIB])
+    plain, captured = (next(plans_of("keep", 1, net, Job(graphs=graphs), RATES)) for graphs in (False, True))
+    assert captured.needed_bytes - plain.needed_bytes == GRAPH_BYTES
+    assert captured.peak_bytes == plain.peak_bytes
+
+
+def test_offloading_everything_means_everything() -> None:
+    net = row_of_blocks([MIB] * 5)
+    (only,) = plans_of("offload", 1, net, Job(all_offloaded=True), RATES)
+    assert only.offloaded == only.recomputed == (0, 1, 2, 3, 4)
+
+
+@given(blocks)
+def test_a_footprint_survives_json(drawn: list[tuple[int, int, int]]) -> None:
+    net = footprint_of(drawn)
+    assert Footprint.from_json(json.loads(json.dumps(net.to_json()))) == net
+
+
+def test_another_area_scales_what_depends_on_pictures_and_nothing_else() -> None:
+    net = row_of_blocks([10 * MIB, 20 * MIB])
+    quarter = net.with_area(32, 32)
+    assert activation_bytes(quarter, ()) == activation_bytes(net, ()) // 4
+    assert resident_bytes(quarter, ()) == resident_bytes(net, ())
+    assert quarter.work.flops == net.work.flops / 4 and quarter.work.launches == net.work.launches
+
+
+def test_every_mode_has_a_plan_that_says_so() -> None:
+    plans: list[Plan] = table(None, row_of_blocks([MIB, MIB, MIB]), Job(2), RATES)
+    assert [(plan.mode, plan.parts) for plan in plans] == [(mode, parts) for parts in (1, 2) for mode in MODES]
