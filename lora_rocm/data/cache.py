@@ -256,7 +256,7 @@ class HashMemory:
         known, digest = self.begin(), _digest(state.identity)
         if digest not in known and time.time() - state.changed_ns / 1e9 > SETTLED_S:
             known[digest] = sha256
-            self._append([*state.identity, sha256, _line_digest(state.identity, sha256)])
+            self._append(remembered_line(state, sha256))
 
     def sha256(self, file: Path) -> str:
         """The hash of a file's bytes, read only if the file is new or changed.
@@ -291,7 +291,7 @@ class HashMemory:
             raise storage_error(error, self.path) from error
         return known
 
-    def _append(self, line: list[Any]) -> None:
+    def _append(self, line: bytes) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
@@ -299,9 +299,15 @@ class HashMemory:
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # torn by a crash
                         file.write(b"\n")
-                file.write(json.dumps(line).encode("ascii") + b"\n")
+                file.write(line)
         except OSError as error:
             raise storage_error(error, self.path) from error
+
+
+def remembered_line(state: FileState, sha256: str) -> bytes:
+    """A line of the memory of hashes."""
+    line = [*state.identity, sha256, _line_digest(state.identity, sha256)]
+    return json.dumps(line).encode("ascii") + b"\n"
 
 
 def _digest(identity: list[Any]) -> bytes:

@@ -92,7 +92,10 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles, tiles_needed, open_door, look: see ``Caches``.
+        tiles: see ``Caches``.
+        tiles_needed: see ``Caches``.
+        open_door: see ``Caches``.
+        look: see ``Caches``.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -114,17 +117,12 @@ def prepare(
     texts = _Texts(recipe, pictures, training, held_out)
     caches.fill_texts(Captions(lambda: chain(texts, ("", *_prompts(recipe)))))
     dropout_key = caches.text_key("")
-    notices = (
-        *say_copies(pictures.sample, _copies(pictures, usable), usable),
-        *_say_truncated(family, texts),
-        *_say_held_out(held_out, usable, data.validation_split),
-    )
     return Prepared(
         items=Items(pictures, training, texts.keys(caches.text_key, held_out=False), dropout_key),
         held_out=Items(pictures, held_out, texts.keys(caches.text_key, held_out=True), dropout_key, held_out=True),
         samples=SamplesOf(pictures, training),
         set_aside=set_aside,
-        notices=found.notices + notices,
+        notices=(*found.notices, *_say_copies(pictures, usable), *_say_truncated(family, texts), *_say_held_out(texts)),
         facts=_facts(pictures, training),
         text_lookup=caches.text_lookup,
         repair=caches.repair,
@@ -175,14 +173,14 @@ def _held_out(pictures: Pictures, usable: Sequence[int], share: float) -> set[in
     return {places[key] for key in held}
 
 
-def _copies(pictures: Pictures, usable: Sequence[int]) -> list[list[int]]:
-    """Groups of places in ``usable`` with the same content."""
+def _say_copies(pictures: Pictures, usable: Sequence[int]) -> list[str]:
+    """A notice where pictures have the same content."""
     short_N = np.array([int.from_bytes(pictures.sha256(place)[:8], "little") for place in usable], dtype=np.uint64)
     order_N = np.argsort(short_N, kind="stable")
     same_N = np.flatnonzero(short_N[order_N][1:] == short_N[order_N][:-1])
     alike = sorted({int(order_N[at + step]) for at in same_N for step in (0, 1)})
     groups = groups_of(pictures.sha256(usable[place]) for place in alike)
-    return [[alike[number] for number in group] for group in groups]
+    return say_copies(pictures.sample, [[alike[number] for number in group] for group in groups], usable)
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
@@ -220,8 +218,10 @@ def _say_truncated(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
     return (f"{many} longer than the text encoders read, for example {key}: lost is {end}.",)
 
 
-def _say_held_out(held: Sequence[int], usable: Sequence[int], share: float) -> tuple[str, ...]:
-    return (f"{len(held)} of {len(usable)} pictures are held out for the validation loss.",) if share else ()
+def _say_held_out(texts: _Texts) -> tuple[str, ...]:
+    held, usable = len(texts.held_out), len(texts.training) + len(texts.held_out)
+    share = texts.recipe.data.validation_split
+    return (f"{held} of {usable} pictures are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
