@@ -48,7 +48,9 @@ class Block:
     Attributes:
         weight_bytes: of its frozen weights.
         kept_bytes: what it keeps for the backward pass, without its input and output.
-        rise_bytes: the most that its forward pass takes beside what was there before.
+        start_bytes: what is taken when its forward pass begins.
+        rise_bytes: the most that its forward pass takes besides.
+        passing_bytes: the same where it keeps nothing.
         entry_bytes: what is taken when the backward pass reaches it, where everything is kept.
         forward: the work to compute it once more.
     """
@@ -56,7 +58,9 @@ class Block:
     name: str
     weight_bytes: int
     kept_bytes: int
+    start_bytes: int
     rise_bytes: int
+    passing_bytes: int
     entry_bytes: int
     forward: Work
 
@@ -65,11 +69,13 @@ class Block:
 class Moment:
     """The most that is taken while something is computed, for one sample, where everything is kept.
 
-    ``before``: so many blocks lie before it, and what these keep is there now.
+    ``before``: so many blocks lie before it, and what these keep is there now. ``within``: it is the forward pass of
+    the block behind them.
     """
 
     before: int
     num_bytes: int
+    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,15 @@ class Footprint:
             replace(
                 block,
                 kept_bytes=int(block.kept_bytes * share),
+                start_bytes=int(block.start_bytes * share),
+                passing_bytes=int(block.passing_bytes * share),
                 rise_bytes=int(block.rise_bytes * share),
                 entry_bytes=int(block.entry_bytes * share),
                 forward=_scaled(block.forward, share),
             )
             for block in self.blocks
         )
-        moments = tuple(Moment(moment.before, int(moment.num_bytes * share)) for moment in self.moments)
+        moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
         work = _scaled(self.work, share)
         return replace(self, height=height, width=width, blocks=blocks, moments=moments, work=work)
 
@@ -279,9 +287,14 @@ def activation_bytes(footprint: Footprint, recomputed: Sequence[int]) -> int:
     missing = [0]  # at index: what the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
         missing.append(missing[-1] + (block.kept_bytes if index in chosen else 0))
-    levels = [moment.num_bytes - missing[moment.before] for moment in footprint.moments]
+    levels = [
+        moment.num_bytes - missing[moment.before]
+        for moment in footprint.moments
+        if not (moment.within and moment.before in chosen)
+    ]
     for index in chosen:
         block = footprint.blocks[index]
+        levels.append(block.start_bytes + block.passing_bytes - missing[index])
         if block.entry_bytes:  # else no gradient goes through it
             levels.append(block.entry_bytes - block.kept_bytes - missing[index] + block.rise_bytes)
     return max(levels, default=0)

@@ -35,7 +35,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import inject
-from lora_rocm.train.ledger import Ledger, fused_attention
+from lora_rocm.train.ledger import Ledger, Tally, fused_attention
 
 META = torch.device("meta")
 KEPT = 20  # footprints that are remembered
@@ -50,6 +50,7 @@ class _Seen:
     start_bytes: int = 0
     kept_bytes: int = 0
     rise_bytes: int = 0
+    passing_bytes: int = 0
     entry_bytes: int = 0
     begun: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
@@ -71,9 +72,15 @@ class _Watch:
         for handle in self._handles:
             handle.remove()
 
-    def note(self) -> None:
+    def note(self, within: bool = False) -> None:
         """The most since the last moment is one."""
-        self.moments.append(Moment(self._before, self.ledger.mark()))
+        self.moments.append(Moment(self._before, self.ledger.mark(), within))
+
+    def begin(self) -> None:
+        """What was seen before was not the pass that is meant."""
+        self.ledger.mark()
+        self.ledger.tally = Tally()
+        self.moments.clear()
 
     def forward_is_over(self) -> None:
         self.note()
@@ -88,10 +95,13 @@ class _Watch:
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         seen, live = self.seen[index], self.ledger.live_bytes
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled():
+            seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
+            return
         seen.rise_bytes = self.ledger.peak_bytes - seen.start_bytes
         seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, outputs))
         seen.forward = self.ledger.tally.minus(seen.begun)
-        self.note()
+        self.note(within=True)
         self._before = index + 1
         for tensor in outputs:
             if tensor.requires_grad:
@@ -177,6 +187,9 @@ def count(
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
         with fused_attention(not plain_attention), ledger:
+            with torch.no_grad():  # a block that is to be recomputed passes so
+                family.loss(model, batch, draws)
+            watch.begin()
             loss = family.loss(model, batch, draws).loss_B.sum()
             watch.forward_is_over()
             loss.backward()
@@ -218,7 +231,9 @@ def _block(name: str, seen: _Seen) -> Block:
         name=name,
         weight_bytes=sum(map(_bytes, frozen)),
         kept_bytes=max(0, seen.kept_bytes),
+        start_bytes=seen.start_bytes,
         rise_bytes=seen.rise_bytes,
+        passing_bytes=seen.passing_bytes,
         entry_bytes=seen.entry_bytes,
         forward=seen.forward,
     )

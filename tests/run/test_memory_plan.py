@@ -40,14 +40,25 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
     """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB beside what is kept."""
     count = len(kept)
     weights, flops = weights or [10 * MIB] * count, flops or [1e9] * count
-    moments, blocks, live = [], [], 0
+    moments, blocks, starts, live = [], [], [], 0
     for index in range(count):
+        starts.append(live)
         live += kept[index] + MIB
-        moments.append(Moment(index, live + MIB))
+        moments.append(Moment(index, live + MIB, within=True))
     levels = live
     for index in reversed(range(count)):
         blocks.insert(
-            0, Block(f"{index}", weights[index], kept[index], kept[index] + 2 * MIB, levels, Work(flops[index], 0.0, 3))
+            0,
+            Block(
+                name=f"{index}",
+                weight_bytes=weights[index],
+                kept_bytes=kept[index],
+                start_bytes=starts[index],
+                rise_bytes=kept[index] + 2 * MIB,
+                passing_bytes=3 * MIB,
+                entry_bytes=levels,
+                forward=Work(flops[index], 0.0, 3),
+            ),
         )
         moments.append(Moment(index, levels + 2 * MIB))
         levels -= kept[index] + MIB
@@ -64,6 +75,8 @@ def test_by_hand() -> None:
     # the last is computed again where everything before it is there, so nothing is won but its own forward transients
     assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
     assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
+    # going forward it passes with 3, not with what it keeps
+    assert activation_bytes(replace(net, moments=net.moments[:3]), (2,)) == max(31 + 2, 32 + 3, 63 - 30 + 32) * MIB
     assert resident_bytes(net, ()) == (35 + 7) * MIB + WORKSPACE_BYTES
     assert resident_bytes(net, (0, 2)) == (35 - 20 + SLOTS * 10 + 7) * MIB + WORKSPACE_BYTES
     assert resident_bytes(net, (1,)) == resident_bytes(net, ())  # the place that it comes to is as large

@@ -1,0 +1,180 @@
+"""What is counted on a model without weights, beside what a ledger sees of a real pass on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.recompute import recomputing
+from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.memory_plan import Footprint, Rates, activation_bytes, by_worth
+from lora_rocm.train import footprint as counting
+from lora_rocm.train.adapter import inject
+from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model, largest_bucket
+from lora_rocm.train.ledger import Ledger
+
+CPU = torch.device("cpu")
+SIDE_PX = 96
+
+
+def recipe(folder: Path, **lora: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": "random:builtin:tiny-sdxl"},
+            "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
+            "lora": {"rank": 4, "targets": "attention"} | lora,
+            "train": {"max_train_steps": 1},
+            "cache": {"dir": str(folder / "cache")},
+        }
+    )
+
+
+class Real:
+    """The same model with weights, on the CPU."""
+
+    def __init__(self, its: Recipe) -> None:
+        self.family: ModelFamily = family_for(its)
+        self.model: LoadedModel = self.family.load(torch.float32, CPU)
+        self.adapter = inject(self.family, self.model, its.lora, 0)
+        self.family.fuse(self.model)
+        for component in self.model.components.values():
+            component.train()
+
+    def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
+        """The most that a pass takes beside weights and gradients, in bytes."""
+        self.family.recompute_activations(self.model, recomputing(self.model, chosen))
+        batch = self.family.example(SIDE_PX, SIDE_PX, rows)
+        draws = self.family.draw(batch, list(range(rows))).tensors
+        gc.collect()
+        known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        leaves = self.adapter.leaves.values()
+        drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
+        with Ledger(iter(known)) as ledger:
+            self.family.loss(self.model, batch, draws).loss_B.sum().backward()
+        for drop in drops:
+            drop.remove()
+        assert ledger.live_bytes == 0, "the pass is over: all has gone"
+        return ledger.peak_bytes
+
+
+def _drop(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
+    its = recipe(tmp_path_factory.mktemp("Zähler und Modell"))
+    real = Real(its)
+    hollow = hollow_model(real.family, its, torch.float32)
+    # on the CPU attention is fused too, but keeps what that kernel keeps
+    return count(real.family, hollow, its, SIDE_PX, SIDE_PX), real
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], share: float) -> None:
+    found, real = both
+    order = by_worth(found, Rates())
+    blocks = real.family.blocks(real.model)
+    chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
+    measured = real.activations([blocks[index] for index in chosen])
+    assert activation_bytes(found, chosen) == pytest.approx(measured, rel=0.05)
+
+
+def test_activations_grow_with_the_samples(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    assert 3 * activation_bytes(found, ()) == pytest.approx(real.activations([], rows=3), rel=0.05)
+
+
+def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint, Real], tmp_path: Path) -> None:
+    """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
+    found, _ = both
+    other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
+    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.05)
+
+
+def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    frozen = [p for p in real.model.components["unet"].parameters() if not p.requires_grad]
+    assert found.weight_bytes == sum(p.numel() * p.element_size() for p in frozen)
+    assert len(found.blocks) == len(real.family.blocks(real.model))
+    assert sum(block.weight_bytes for block in found.blocks) < found.weight_bytes
+    again = sum(block.forward.flops for block in found.blocks)
+    assert 0.3 * found.work.flops < again < 0.6 * found.work.flops
+    assert all(block.kept_bytes <= block.rise_bytes for block in found.blocks)
+    assert found.blocks[0].kept_bytes == 0, "no gradient goes to what lies before the first LoRA"
+
+
+def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    its = recipe(Path("x"))
+    plain = count(real.family, hollow_model(real.family, its, torch.float32), its, SIDE_PX, SIDE_PX, True)
+    assert activation_bytes(plain, ()) > activation_bytes(found, ())
+
+
+def test_text_encoders_are_counted_where_they_are_trained(tmp_path: Path) -> None:
+    its = recipe(tmp_path, train_text_encoder=True)
+    family = family_for(its)
+    model = hollow_model(family, its, torch.float32)
+    assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
+    found = count(family, model, its, SIDE_PX, SIDE_PX)
+    assert (
+        found.weight_bytes
+        > count(
+            family_for(recipe(tmp_path)),
+            hollow_model(family_for(recipe(tmp_path)), recipe(tmp_path), torch.float32),
+            recipe(tmp_path),
+            SIDE_PX,
+            SIDE_PX,
+        ).weight_bytes
+    )
+
+
+def test_what_the_adapter_takes() -> None:
+    plain = recipe(Path("x"))
+    assert adapter_bytes(100, plain, torch.float32) == 100 * (4 + 8 + 4 + 2 * 4)
+    assert adapter_bytes(100, plain, torch.bfloat16) == 100 * (4 + 8 + 4 + 2 + 2 * 2)
+    assert adapter_bytes(100, recipe(Path("x"), weight_dtype="bf16"), torch.bfloat16) == 100 * (2 + 4 + 4 + 2 * 2)
+    assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == 100 * (4 + 8 + 4 + 2 * 4)
+
+
+def test_the_largest_bucket() -> None:
+    assert largest_bucket(recipe(Path("x"))) == (SIDE_PX, SIDE_PX)
+    data = {"sources": ({"path": "a", "resolution": 512}, {"path": "b", "resolution": 700}), "enable_bucket": False}
+    assert largest_bucket(recipe(Path("x")).model_copy(update={"data": _data(data)})) == (640, 640)
+
+
+def _data(data: dict[str, Any]) -> Any:
+    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
+
+
+def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = recipe(tmp_path)
+    family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
+    memory.parent.mkdir()
+    made: list[str] = []
+    fake = Footprint(SIDE_PX, SIDE_PX, 1, 2, (), (), counting.Work(3.0, 4.0, 5))
+    monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
+    monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
+
+    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, size: tuple[int, int] = (96, 96)) -> Footprint:
+        return counted(which, family, dtype, Settings(), size)
+
+    assert ask() == fake == ask() and len(made) == 1
+    ask(dtype=torch.bfloat16)
+    ask(size=(64, 96))
+    ask(recipe(tmp_path, rank=8))
+    assert len(made) == 4
+    ask(recipe(tmp_path, alpha=3.0))  # of no weight here
+    assert len(made) == 4
+    for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in json.loads(memory.read_text("utf-8"))})):
+        memory.write_text(damaged, encoding="utf-8")
+        assert ask() == fake
+    assert len(made) == 7

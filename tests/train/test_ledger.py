@@ -1,0 +1,62 @@
+"""The ledger: bytes as they come and go, the most since a mark, and work by kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_rocm.train.ledger import PIECE_BYTES, Ledger, fused_attention
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("device", [META, torch.device("cpu")])
+def test_bytes_come_and_go(device: torch.device) -> None:
+    weight = torch.ones(256, 256, device=device)
+    with Ledger(iter([weight])) as ledger:
+        a = weight + 1
+        b = a.t()  # a view takes nothing
+        assert ledger.live_bytes == 256 * 256 * 4
+        c = a @ b
+        del a
+        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still holds it
+        del b, c
+        assert ledger.live_bytes == 0
+        assert ledger.mark() == 2 * 256 * 256 * 4
+        small = torch.ones(3, device=device)
+        assert ledger.live_bytes == ledger.peak_bytes == PIECE_BYTES
+        assert ledger.size_of(small) == PIECE_BYTES
+        assert ledger.size_of(weight) == 0
+    assert ledger.tally.flops == 2 * 256**3
+
+
+def test_a_product_into_memory_that_is_there_counts_as_the_other() -> None:
+    left, right, out = (torch.ones(16, 16, device=META) for _ in range(3))
+    with Ledger(iter([left, right, out])) as ledger:
+        out.addmm_(left, right)
+        torch.mm(left, right, out=out)
+    assert ledger.tally.flops == 2 * 2 * 16**3
+    assert ledger.tally.moved_bytes == 0
+
+
+def test_what_is_no_product_counts_by_the_bytes_it_moves() -> None:
+    x = torch.ones(1000, device=META)
+    with Ledger(iter([x])) as ledger:
+        x.add_(1)
+        y = x * x
+        y.view(10, 100)
+    assert ledger.tally.launches == 2
+    assert ledger.tally.moved_bytes == 4000 * 2 + 4000 * 3
+
+
+@pytest.mark.parametrize(("fused", "squares"), [(True, 0), (False, 2)])
+def test_fused_attention_keeps_no_scores(fused: bool, squares: int) -> None:
+    """Plain attention makes a number for each pair of tokens; the fused one only what is as long as the input."""
+    tokens, width = 512, 16
+    query = torch.ones(1, 2, tokens, width, device=META, requires_grad=True)
+    with fused_attention(fused), Ledger(iter([query])) as ledger:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    scores = 2 * tokens * tokens * 4
+    assert ledger.peak_bytes >= squares * scores
+    assert fused == (ledger.peak_bytes < scores)
+    assert ledger.tally.flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
