@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lora_rocm"
 HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
 LIGHT_DATA = {
-    "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries", "upkeep",
+    "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
+    "upkeep",
 }  # fmt: skip
 LIGHT_UNITS = {"errors", "recipe", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.

@@ -47,6 +47,11 @@ class Keys:
             self._bytes += bytes.fromhex(key)
         self._ends.append(len(self._bytes))
 
+    @property
+    def raw(self) -> bytearray:
+        """All of them, KEY_BYTES each."""
+        return self._bytes
+
     def __len__(self) -> int:
         return len(self._ends) - 1
 

@@ -70,6 +70,7 @@ class Caches:
     tiles_needed: Callable[[], None] = lambda: None
     open_door: OpenDoor = plain_door
     look: Look | None = None
+    all_could_be_read: bool = field(default=True, init=False)  # what was set aside is so for good
     _pictures: Sequence[Picture] = field(default=(), init=False)
     _captions: Iterable[str] = field(default=(), init=False)
 
@@ -95,6 +96,10 @@ class Caches:
     def text_key(self, caption: str) -> str:
         """Key of a caption for this run's text encoder."""
         return text_key(caption, self.text_encoder.fingerprint)
+
+    def belong(self, pictures: Sequence[Picture], captions: Iterable[str]) -> None:
+        """These are all of the run: what ``repair`` and ``text_lookup`` are asked for is among them."""
+        self._pictures, self._captions = pictures, captions
 
     def fill_images(
         self, pictures: Sequence[Picture], memory: HashMemory | None = None, found: Found = lambda index, looked: None
@@ -124,6 +129,7 @@ class Caches:
             for index, looked in enumerate(self._looked_at(pictures, memory)):
                 if looked.problem is not None:
                     failed[pictures[index].sample.key] = looked.problem
+                    self.all_could_be_read &= not looked.passing
                 elif looked.entries and not any(entry.fault for entry in looked.entries):
                     found(index, looked)
                     there += len(looked.entries)
@@ -264,6 +270,7 @@ class Caches:
                 for index, picture, looked in zip(missing.indices, missing, ready, strict=True):
                     if looked.problem is not None:
                         failed[picture.sample.key] = looked.problem
+                        self.all_could_be_read &= not looked.passing
                         progress.step(len(picture.flips))
                         continue
                     if looked.file is not None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast, overload
+
+import numpy as np
 
 from lora_rocm.data.buckets import Geometry
 from lora_rocm.data.columns import KEY_BYTES, Keys
@@ -104,6 +106,11 @@ class Pictures(Sequence[Picture]):
     def repeats(self, place: int) -> int:
         """How often one is seen in an epoch."""
         return self.samples.repeats(self._indices[place])
+
+    def all_keys(self) -> bytes:
+        """The keys of all entries, KEY_BYTES each."""
+        keys_NK = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
+        return keys_NK[keys_NK.any(axis=1)].tobytes()
 
     def entry_keys(self, place: int, count: int, plain: bool) -> tuple[str, ...]:
         """Cache keys of the first entries; ``plain``: as if none were in tiles."""
@@ -215,16 +222,6 @@ class SamplesOf(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         return self._pictures.sample(self._places[index])
-
-
-class Captions(Iterable[str]):
-    """Texts that are made anew each time they are gone through: they are not kept."""
-
-    def __init__(self, make: Callable[[], Iterable[str]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make())
 
 
 def identity(items: Iterable[Any]) -> str:

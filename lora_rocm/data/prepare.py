@@ -17,7 +17,8 @@ from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
 from lora_rocm.data.columns import Keys
 from lora_rocm.data.fill import Caches, Repaired, Report
-from lora_rocm.data.items import Captions, Items, Pictures, SamplesOf, identity
+from lora_rocm.data.items import Items, Pictures, SamplesOf, identity
+from lora_rocm.data.manifest import Facts, Manifest, Shelf
 from lora_rocm.data.plan import Item
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
 from lora_rocm.data.samples import Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
@@ -30,19 +31,6 @@ if TYPE_CHECKING:
 
 MAX_TAGS = 20_000  # of a folder that the metadata counts: the most frequent, where there are twice as many
 LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the metadata of the result says of the training pictures.
-
-    tag_frequency: folder -> tag -> in how many captions. bucket_counts: (height, width) -> pictures times repeats.
-    folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
-    """
-
-    tag_frequency: dict[str, dict[str, int]]
-    bucket_counts: dict[Size, int]
-    folders: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -102,30 +90,53 @@ def prepare(
         StorageError: the cache cannot be written; what is in it stays.
         MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
     """
-    data, found = recipe.data, scan(recipe.data, copies=False)  # it would have to read them; here they are hashed
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     both = (encoders["image"], encoders["text"])
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
+    shelf = Shelf(cache.root, recipe, [encoder.fingerprint for encoder in both])
+    kept = shelf.recall()
+    if kept is None:
+        listing = shelf.listing()
+        kept = _manifest(recipe, family, caches)
+        shelf.keep(kept, listing)
+    else:
+        caches.fill_texts(("", *_prompts(recipe)))
+    caches.belong(kept.pictures, _Texts(recipe, kept.pictures, kept.training, kept.held_out))
+    dropout_key = caches.text_key("")
+    return Prepared(
+        items=Items(kept.pictures, kept.training, kept.texts, dropout_key),
+        held_out=Items(kept.pictures, kept.held_out, kept.held_out_texts, dropout_key, held_out=True),
+        samples=SamplesOf(kept.pictures, kept.training),
+        set_aside=kept.set_aside,
+        notices=kept.notices,
+        facts=kept.facts,
+        text_lookup=caches.text_lookup,
+        repair=caches.repair,
+    )
+
+
+def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
+    """Everything found, cut, encoded and counted."""
+    data, found = recipe.data, scan(recipe.data, copies=False)  # it would have to read them; here they are hashed
     pictures, too_small = _cut(found.samples, data)
-    failed = caches.fill_images(pictures, HashMemory(cache.root), pictures.found)
+    failed = caches.fill_images(pictures, HashMemory(caches.cache.root), pictures.found)
     set_aside = (*found.set_aside, *too_small, *failed.values())
     if not (usable := pictures.ready):
         raise nothing_left(set_aside)
     held = _held_out(pictures, usable, data.validation_split)
     training = array("q", (place for place in usable if place not in held))
-    held_out = array("q", sorted(held))
-    texts = _Texts(recipe, pictures, training, held_out)
-    caches.fill_texts(Captions(lambda: chain(texts, ("", *_prompts(recipe)))))
-    dropout_key = caches.text_key("")
-    return Prepared(
-        items=Items(pictures, training, texts.keys(caches.text_key, held_out=False), dropout_key),
-        held_out=Items(pictures, held_out, texts.keys(caches.text_key, held_out=True), dropout_key, held_out=True),
-        samples=SamplesOf(pictures, training),
-        set_aside=set_aside,
-        notices=(*found.notices, *_say_copies(pictures, usable), *_say_truncated(family, texts), *_say_held_out(texts)),
-        facts=_facts(pictures, training),
-        text_lookup=caches.text_lookup,
-        repair=caches.repair,
+    texts = _Texts(recipe, pictures, training, array("q", sorted(held)))
+    caches.fill_texts(texts)
+    return Manifest(
+        pictures,
+        texts.training,
+        texts.held_out,
+        texts.keys(caches.text_key, held_out=False),
+        texts.keys(caches.text_key, held_out=True),
+        set_aside,
+        (*found.notices, *_say_copies(pictures, usable), *_say_truncated(family, texts), *_say_held_out(texts)),
+        _facts(pictures, training),
+        lasting=found.lasting and caches.all_could_be_read,
     )
 
 
@@ -147,11 +158,13 @@ class _Texts:
 
     recipe: Recipe
     pictures: Pictures
-    training: Sequence[int]
-    held_out: Sequence[int]
+    training: array[int]
+    held_out: array[int]
 
     def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(chain(self.of(self.training, False), self.of(self.held_out, True)))
+        """All of the run, with those of previews and the one without words."""
+        used = chain.from_iterable(chain(self.of(self.training, False), self.of(self.held_out, True)))
+        return chain(used, ("", *_prompts(self.recipe)))
 
     def of(self, places: Sequence[int], held_out: bool) -> Iterator[tuple[str, ...]]:
         """Those of each; the first is the caption itself."""

@@ -69,7 +69,7 @@ class Looked:
 
     sha256, entries: empty where the hash is not known. file: what the hash is to be remembered by.
     pixels: pixels_CHW of each entry that has a fault.
-    problem: why the picture cannot be used.
+    problem: why the picture cannot be used; passing: another time it may be.
     """
 
     sha256: str = ""
@@ -77,6 +77,7 @@ class Looked:
     file: FileState | None = None
     pixels: tuple[Tensor | None, ...] = ()
     problem: Problem | None = None
+    passing: bool = False
 
 
 EntriesOf = Callable[[Picture, str], tuple[Entry, ...]]
@@ -96,17 +97,14 @@ def looked_at(memory: HashMemory, entries_of: EntriesOf, pictures: Sequence[Pict
 
 
 def _looked_at(memory: HashMemory, entries_of: EntriesOf, picture: Picture) -> Looked:
-    location, sha256, problem = picture.sample.location, picture.sha256, None
+    location, sha256 = picture.sample.location, picture.sha256
     try:
         if not sha256:
             known = memory.recall(FileState.of(location)) if isinstance(location, Path) else None
             sha256 = known or ("" if isinstance(location, Path) else _sha256(image_bytes(picture.sample)))
-    except OSError as error:
-        what = f"The picture cannot be read: {error.strerror}."
-        problem = Problem(shown(location), what, "Restore the file or take it away.")
-    except DataError as error:
-        problem = Problem(error.where, error.what, error.fix)
-    return Looked(sha256, entries_of(picture, sha256) if sha256 else (), problem=problem)
+    except (OSError, DataError) as error:
+        return _unusable(picture, error)
+    return Looked(sha256, entries_of(picture, sha256) if sha256 else ())
 
 
 def made_ready(entries_of: EntriesOf, picture: Picture) -> Looked:
@@ -128,16 +126,25 @@ def made_ready(entries_of: EntriesOf, picture: Picture) -> Looked:
         del content
         pixels = (pixels_of(cut(image, picture.geometry, e.job.flip)) if e.fault else None for e in entries)
         return Looked(sha256, entries, file, tuple(pixels))
-    except DataError as error:
-        return Looked(problem=Problem(error.where, error.what, error.fix))
-    except OSError as error:
-        what = f"The picture cannot be read: {error.strerror}."
-        return Looked(problem=Problem(shown(sample.location), what, "Restore the file or take it away."))
+    except (OSError, DataError) as error:
+        return _unusable(picture, error)
     except LoraRocmError:
         raise
     except (MemoryError, RuntimeError) as error:
         error.add_note(f"while this picture was made ready: {shown(sample.location)}")
         raise
+
+
+def _unusable(picture: Picture, error: OSError | DataError) -> Looked:
+    cause = error.__cause__ if isinstance(error, DataError) else error
+    passing = (
+        isinstance(cause, OSError) and cause.errno is not None
+    )  # the system's word, not Pillow's about the content
+    if isinstance(error, DataError):
+        return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
+    what = f"The picture cannot be read: {error.strerror}."
+    fix = "Restore the file or take it away."
+    return Looked(problem=Problem(shown(picture.sample.location), what, fix), passing=passing)
 
 
 def _sha256(content: bytes) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from lora_rocm.data.buckets import Geometry, fit
-from lora_rocm.data.columns import Few, Texts
+from lora_rocm.data.columns import Few
 from lora_rocm.data.folders import (
     NUM_NAMED,
     describes,
@@ -23,7 +22,8 @@ from lora_rocm.data.folders import (
     walk,
 )
 from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_size
-from lora_rocm.data.rows import DatasetRow, UnreadableCell, as_file, leads_out, picture_in, rows_of
+from lora_rocm.data.rows import UnreadableCell, as_file, leads_out, picture_in, rows_of
+from lora_rocm.data.sample import Sample, Samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
@@ -31,100 +31,23 @@ from lora_rocm.recipe.schema import DataSection, ResolvedSource
 if TYPE_CHECKING:
     from PIL import Image
 
-NUM_NUMBERS = 6
 SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
+__all__ = ["Sample", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
+
 UNREADABLE_FIX = "Replace the file or take it away."
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One usable picture.
-
-    key: unique and stable; what users are shown (its path below the source's folder).
-    source: index in ``data.sources``.
-    folder: the folder or dataset that it counts for in the metadata.
-    caption: as read, or the fallback; before the caption options.
-    width, height: pixels, after EXIF orientation.
-    repeats: how often it is seen in an epoch.
-    """
-
-    key: str
-    source: int
-    folder: str
-    location: Path | DatasetRow
-    caption: str
-    width: int
-    height: int
-    repeats: int
-    options: ResolvedSource
-
-
-class Samples(Sequence[Sample]):
-    """Samples in columns: each is made when it is asked for."""
-
-    def __init__(self, sources: Sequence[ResolvedSource]) -> None:
-        self._sources = sources
-        self._keys, self._places, self._captions = Texts(), Texts(), Texts()
-        self._folders, self._folder_numbers = list[str](), dict[str, int]()
-        self._numbers = array("q")  # source, folder, width, height, repeats, row of the dataset (-1: a file)
-
-    def append(self, sample: Sample) -> None:
-        location = sample.location
-        row = location.index if isinstance(location, DatasetRow) else -1
-        self._keys.append(sample.key)
-        self._places.append("" if isinstance(location, DatasetRow) else str(location))
-        self._captions.append(sample.caption)
-        folder = self._folder_numbers.setdefault(sample.folder, len(self._folders))
-        if folder == len(self._folders):
-            self._folders.append(sample.folder)
-        self._numbers.extend((sample.source, folder, sample.width, sample.height, sample.repeats, row))
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        source, folder, width, height, repeats, row = self._numbers[NUM_NUMBERS * at : NUM_NUMBERS * (at + 1)]
-        options = self._sources[source]
-        location: Path | DatasetRow = Path(self._places[at])
-        if row >= 0:
-            location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
-        folder_name, caption = self._folders[folder], self._captions[at]
-        return Sample(self._keys[at], source, folder_name, location, caption, width, height, repeats, options)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Samples) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def key(self, index: int) -> str:
-        """The key of one."""
-        return self._keys[index]
-
-    def size_hw(self, index: int) -> tuple[int, int]:
-        """Height and width of one."""
-        width, height = self._numbers[NUM_NUMBERS * index + 2 : NUM_NUMBERS * index + 4]
-        return height, width
-
-    def repeats(self, index: int) -> int:
-        """How often one is seen in an epoch."""
-        return self._numbers[NUM_NUMBERS * index + 4]
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What was found: samples in a fixed order, what was set aside and why, and what the user should know."""
+    """What was found: samples in a fixed order, what was set aside and why, and what the user should know.
+
+    lasting: none was set aside because it could not be read for now.
+    """
 
     samples: Samples
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
+    lasting: bool = True
 
 
 @dataclass
@@ -137,6 +60,7 @@ class _Findings:
     samples: Samples
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    lasting: bool = True
     uncaptioned: Few = field(default_factory=lambda: Few(NUM_NAMED))
     used_instead: Few = field(default_factory=lambda: Few(NUM_NAMED))
     empty_captions: Few = field(default_factory=lambda: Few(NUM_NAMED))
@@ -175,7 +99,8 @@ def scan(data: DataSection, copies: bool = True) -> Scan:
         raise nothing_left(set_aside)
     notices = [notice for found in findings for notice in found.notices]
     notices += _small_pictures(samples)
-    return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())))
+    lasting = all(found.lasting for found in findings)
+    return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
@@ -263,12 +188,14 @@ def _scan_folder(found: _Findings) -> None:
             caption_file = folder.caption_file(path)
             text = read_caption(caption_file) if caption_file else None
         except UnreadablePicture as error:
+            found.lasting &= getattr(error.__cause__, "errno", None) is None
             found.set_aside.append(Problem(shown(path), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
             continue
         except UnicodeDecodeError:
             found.set_aside.append(Problem(shown(path), "Its caption file is not UTF-8 text.", "Save it as UTF-8."))
             continue
         except OSError as error:
+            found.lasting = False
             what = f"Its caption file cannot be read: {error.strerror}."
             found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
             continue

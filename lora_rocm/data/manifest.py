@@ -1,0 +1,284 @@
+"""What a large dataset came to, kept beside the cache, so that a start does not look at each of its pictures again.
+
+It is taken where the same recipe (as far as the data goes) finds the same files, by name, size and time of change, and
+the cache lists every entry. What is inside an entry is looked at when it is read, and made again then. Below KEPT_FROM
+pictures nothing is kept: to look at each costs seconds, and tells of a damaged entry before training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+from lora_rocm.data.buckets import Size
+from lora_rocm.data.cache import MARK_AFTER_S
+from lora_rocm.data.columns import KEY_BYTES, Keys, Texts
+from lora_rocm.data.folders import source_folder
+from lora_rocm.data.items import Pictures
+from lora_rocm.data.samples import Samples
+from lora_rocm.errors import DataError, Problem, StorageError
+from lora_rocm.run.layout import write_atomic
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe, ResolvedSource
+
+FORMAT = 1
+KEPT_FROM = 20_000
+FOLDER = "manifests"
+MAX_HEADER_BYTES = 1 << 28
+KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
+ENTRY_END = ".safetensors"
+Column: TypeAlias = "bytearray | array[int]"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the metadata of the result says of the training pictures.
+
+    tag_frequency: folder -> tag -> in how many captions. bucket_counts: (height, width) -> pictures times repeats.
+    folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
+    """
+
+    tag_frequency: dict[str, dict[str, int]]
+    bucket_counts: dict[Size, int]
+    folders: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The pictures of a run, whose entries are all there.
+
+    training, held_out: places in ``pictures``; texts, held_out_texts: the cache keys of their captions.
+    lasting: as long as the files are the same, so is all of this; not where one could not be read for now.
+    """
+
+    pictures: Pictures
+    training: array[int]
+    held_out: array[int]
+    texts: Keys
+    held_out_texts: Keys
+    set_aside: tuple[Problem, ...]
+    notices: tuple[str, ...]
+    facts: Facts
+    lasting: bool = True
+
+
+class Shelf:
+    """Where the manifest of a recipe's data is kept.
+
+    Args:
+        root: the cache's folder.
+        recipe: whose data it is.
+        fingerprints: of the encoders.
+    """
+
+    def __init__(self, root: Path, recipe: Recipe, fingerprints: Sequence[str]) -> None:
+        self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
+        about = [FORMAT, sys.byteorder, *fingerprints, recipe.train.seed, recipe.data.model_dump(mode="json")]
+        name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
+        self.path = root / FOLDER / name
+
+    def recall(self) -> Manifest | None:
+        """The manifest, if it is still true and every entry lies in the cache."""
+        try:
+            with self.path.open("rb") as file:
+                manifest, listing = self._read(file)
+        except (OSError, ValueError, LookupError, TypeError, EOFError):  # damaged, or of another version: made anew
+            return None
+        if listing != [self.listing(), _states(manifest.pictures.samples.files_of_datasets())]:
+            return None
+        keys = manifest.pictures.all_keys()
+        texts = manifest.texts.raw + manifest.held_out_texts.raw
+        return manifest if self._there("image", keys) and self._there("text", texts) else None
+
+    def keep(self, manifest: Manifest, listing: str | None) -> None:
+        """Keep a manifest of many pictures. Where the disk is full the next start takes longer, no more."""
+        many = len(manifest.pictures) >= KEPT_FROM
+        if not many or not manifest.lasting or listing is None:
+            return
+        columns = dict(_columns(manifest))
+        header = {
+            "listing": [listing, _states(manifest.pictures.samples.files_of_datasets())],
+            "columns": [[name, _typecode(column), len(column)] for name, column in columns.items()],
+            "folders": manifest.pictures.samples.folders,
+            "set_aside": [asdict(problem) for problem in manifest.set_aside],
+            "notices": manifest.notices,
+            "tags": manifest.facts.tag_frequency,
+            "buckets": [[*size, count] for size, count in manifest.facts.bucket_counts.items()],
+            "dirs": manifest.facts.folders,
+        }
+        text = json.dumps(header).encode("utf-8")
+        content = b"".join([len(text).to_bytes(8, "little"), text, *map(memoryview, columns.values())])
+        with contextlib.suppress(StorageError):
+            write_atomic(self.path, content + hashlib.sha256(content).digest())
+
+    def listing(self) -> str | None:
+        """A hash of name, size and time of change of every file in the sources; None where nobody can tell."""
+        digest = hashlib.sha256()
+        for index, source in enumerate(self._sources):
+            try:
+                root = source_folder(source.path, index) if source.path is not None else _local(source)
+            except DataError:
+                return None
+            if root is None:
+                return None
+            for part in _listed(root):
+                digest.update(part)
+        return digest.hexdigest()
+
+    def _read(self, file: BinaryIO) -> tuple[Manifest, list[str]]:
+        """The manifest in a file, and the listings it was made from.
+
+        Raises:
+            ValueError, LookupError, TypeError, EOFError: it is none, or damaged.
+        """
+        digest, start = hashlib.sha256(), file.read(8)
+        length = int.from_bytes(start, "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("no header")
+        text = file.read(length)
+        digest.update(start + text)
+        header = json.loads(text)
+        columns: dict[str, Column] = {}
+        left = os.fstat(file.fileno()).st_size - 8 - length
+        for name, typecode, count in header["columns"]:
+            column: Column = bytearray(min(count, left)) if typecode == "B" else array(typecode)
+            if isinstance(column, array):
+                column.fromfile(file, min(count, left))
+            elif file.readinto(column) != count:
+                raise EOFError
+            digest.update(column)
+            columns[name] = column
+        if file.read() != digest.digest():
+            raise ValueError("damaged")
+        samples = Samples(self._sources, header["folders"])
+        facts = Facts(header["tags"], {(h, w): count for h, w, count in header["buckets"]}, header["dirs"])
+        set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
+        empty = Manifest(
+            Pictures(samples), array("q"), array("q"), Keys(), Keys(), set_aside, tuple(header["notices"]), facts
+        )
+        _fill(empty, columns)
+        return empty, header["listing"]
+
+    def _there(self, kind: str, keys: bytes) -> bool:
+        """Whether the cache lists every one of these entries; they are marked as used, as ``LatentCache.fault`` does.
+
+        Many of them lie in one folder: to read the folder is much less work than to look at each.
+        """
+        wanted_N = np.unique(np.frombuffer(keys, dtype=KEY_TYPE))
+        starts = [*np.searchsorted(wanted_N, [bytes([part]) for part in range(256)]).tolist(), len(wanted_N)]
+        for part, (first, last) in enumerate(pairwise(starts)):
+            if first == last:
+                continue
+            try:
+                with os.scandir(self._root / kind / f"{part:02x}") as entries:
+                    found = [(entry.name, entry.stat().st_mtime) for entry in entries if entry.name.endswith(ENTRY_END)]
+                there_N = np.frombuffer(bytes.fromhex("".join(name[: 2 * KEY_BYTES] for name, _ in found)), KEY_TYPE)
+            except (OSError, ValueError):  # a name that is no entry's
+                return False
+            if not np.isin(wanted_N[first:last], there_N).all():
+                return False
+            used_N = np.isin(there_N, wanted_N[first:last])
+            self._mark(kind, part, [name for (name, at), used in zip(found, used_N, strict=True) if used and _old(at)])
+        return True
+
+    def _mark(self, kind: str, part: int, names: Iterable[str]) -> None:
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            for name in names:
+                os.utime(self._root / kind / f"{part:02x}" / name)
+
+
+def _old(changed_at: float) -> bool:
+    return time.time() - changed_at > MARK_AFTER_S
+
+
+def _local(source: ResolvedSource) -> Path | None:
+    """Where a dataset lies; None where it comes from the hub."""
+    path = Path(os.path.expanduser(source.dataset or ""))
+    return path.absolute() if path.exists() else None
+
+
+def _listed(root: Path) -> Iterator[bytes]:
+    """Name, size and time of change of each file of a tree, links followed, folder by folder."""
+    if root.is_file():
+        yield _state(root)
+        return
+    pending, visited = [str(root)], set[tuple[int, int]]()
+    while pending:
+        folder = pending.pop()
+        try:
+            found = os.stat(folder)
+            if (found.st_dev, found.st_ino) in visited:
+                continue
+            visited.add((found.st_dev, found.st_ino))
+            with os.scandir(folder) as entries:
+                rows = sorted(_row(entry) for entry in entries if not entry.name.startswith("."))
+        except OSError as error:
+            yield f"{folder} {error.errno}\n".encode("utf-8", "surrogatepass")
+            continue
+        pending += [os.path.join(folder, name) for name, size, _ in reversed(rows) if size < 0]
+        yield "".join(f"{folder}/{name}\0{size}\0{at}\n" for name, size, at in rows).encode("utf-8", "surrogatepass")
+
+
+def _row(entry: os.DirEntry[str]) -> tuple[str, int, int]:
+    """Name, bytes (-1: a folder) and time of change."""
+    try:
+        if entry.is_dir():
+            return entry.name, -1, 0
+        found = entry.stat()
+    except OSError:  # a link to nowhere
+        return entry.name, 0, -1
+    return entry.name, found.st_size, found.st_mtime_ns
+
+
+def _state(path: str | Path) -> bytes:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return f"{path}\n".encode("utf-8", "surrogatepass")
+    return f"{path}\0{found.st_size}\0{found.st_mtime_ns}\n".encode("utf-8", "surrogatepass")
+
+
+def _states(paths: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(_state(path))
+    return digest.hexdigest()
+
+
+def _typecode(column: Column) -> str:
+    return column.typecode if isinstance(column, array) else "B"
+
+
+def _columns(thing: Any, name: str = "") -> Iterator[tuple[str, Column]]:
+    """The columns in an object and in those that it consists of, by name."""
+    for part, value in vars(thing).items():
+        if isinstance(value, bytearray | array):
+            yield f"{name}.{part}", value
+        elif isinstance(value, Texts | Keys | Samples | Pictures):
+            yield from _columns(value, f"{name}.{part}")
+
+
+def _fill(thing: Any, columns: Mapping[str, Column], name: str = "") -> None:
+    """Put columns in their places.
+
+    Raises:
+        LookupError: one is missing.
+    """
+    for part, value in vars(thing).items():
+        if isinstance(value, bytearray | array):
+            value[:] = columns[f"{name}.{part}"]  # type: ignore[assignment, index]
+        elif isinstance(value, Texts | Keys | Samples | Pictures):
+            _fill(value, columns, f"{name}.{part}")

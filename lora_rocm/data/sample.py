@@ -1,0 +1,104 @@
+"""One usable picture, and very many of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from lora_rocm.data.columns import Texts
+from lora_rocm.data.rows import DatasetRow
+from lora_rocm.recipe.schema import ResolvedSource
+
+NUM_NUMBERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One usable picture.
+
+    key: unique and stable; what users are shown (its path below the source's folder).
+    source: index in ``data.sources``.
+    folder: the folder or dataset that it counts for in the metadata.
+    caption: as read, or the fallback; before the caption options.
+    width, height: pixels, after EXIF orientation.
+    repeats: how often it is seen in an epoch.
+    """
+
+    key: str
+    source: int
+    folder: str
+    location: Path | DatasetRow
+    caption: str
+    width: int
+    height: int
+    repeats: int
+    options: ResolvedSource
+
+
+class Samples(Sequence[Sample]):
+    """Samples in columns: each is made when it is asked for."""
+
+    def __init__(self, sources: Sequence[ResolvedSource], folders: Iterable[str] = ()) -> None:
+        self._sources = sources
+        self._keys, self._places, self._captions = Texts(), Texts(), Texts()
+        self.folders = list(folders)
+        self._folder_numbers = {name: number for number, name in enumerate(self.folders)}
+        self._numbers = array("q")  # source, folder, width, height, repeats, row of the dataset (-1: a file)
+
+    def append(self, sample: Sample) -> None:
+        location = sample.location
+        row = location.index if isinstance(location, DatasetRow) else -1
+        self._keys.append(sample.key)
+        self._places.append("" if isinstance(location, DatasetRow) else str(location))
+        self._captions.append(sample.caption)
+        folder = self._folder_numbers.setdefault(sample.folder, len(self.folders))
+        if folder == len(self.folders):
+            self.folders.append(sample.folder)
+        self._numbers.extend((sample.source, folder, sample.width, sample.height, sample.repeats, row))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        source, folder, width, height, repeats, row = self._numbers[NUM_NUMBERS * at : NUM_NUMBERS * (at + 1)]
+        options = self._sources[source]
+        location: Path | DatasetRow = Path(self._places[at])
+        if row >= 0:
+            location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
+        folder_name, caption = self.folders[folder], self._captions[at]
+        return Sample(self._keys[at], source, folder_name, location, caption, width, height, repeats, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def key(self, index: int) -> str:
+        """The key of one."""
+        return self._keys[index]
+
+    def size_hw(self, index: int) -> tuple[int, int]:
+        """Height and width of one."""
+        width, height = self._numbers[NUM_NUMBERS * index + 2 : NUM_NUMBERS * index + 4]
+        return height, width
+
+    def files_of_datasets(self) -> Iterator[str]:
+        """The pictures that datasets name by their path."""
+        for index, place in enumerate(self._places):
+            if place and self._sources[self._numbers[NUM_NUMBERS * index]].path is None:
+                yield place
+
+    def repeats(self, index: int) -> int:
+        """How often one is seen in an epoch."""
+        return self._numbers[NUM_NUMBERS * index + 4]

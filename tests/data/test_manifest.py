@@ -1,0 +1,212 @@
+"""A manifest is taken where it is still true, and what it says is what looking at everything would have said."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.data import manifest, prepare
+from lora_rocm.data.batches import BatchPlan, loader, open_workers
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.prepare import Prepared
+
+CPU = torch.device("cpu")
+DAY_S = 86400
+
+
+class Starts:
+    """Starts with one cache, each as a new process would; counts those that looked at every picture."""
+
+    def __init__(self, root: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.make, self.new_family = root, make, new_family
+        self.keys: dict[str, Any] = {"path": str(root / "data"), "flip_aug": True, "validation_split": 0.3}
+        self.sections: dict[str, Any] = {"sample": {"prompts": ["a house"]}}
+        self.vae = "fake-vae-1"
+        self.looked = 0
+        scan = prepare.scan
+
+        def counted(*args: Any, **how: Any) -> Any:
+            self.looked += 1
+            return scan(*args, **how)
+
+        monkeypatch.setattr(prepare, "scan", counted)
+        monkeypatch.setattr(manifest, "KEPT_FROM", 3)
+
+    def __call__(self) -> Prepared:
+        self.recipe = self.make.recipe(self.make.data(**self.keys), **self.sections)
+        self.family = self.new_family(self.recipe)
+        self.family.image_encoder.fingerprint = self.vae
+        return prepare.prepare(self.recipe, self.family, LatentCache(self.root / "cache"), CPU, lambda *facts: None)
+
+    @property
+    def encoded(self) -> int:
+        return len(self.family.image_encoder.encoded) + len(self.family.text_encoder.encoded)
+
+
+@pytest.fixture
+def starts(tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    for index in range(6):
+        make.picture(tmp_path / "data" / f"{index} ü.png", 96 + 16 * index, 64, seed=index, caption=f"picture {index}")
+    make.picture(tmp_path / "data" / "3_two" / "copy.png", 96, 64, seed=0, caption="a, b, c")
+    (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes()[:2000])
+    return Starts(tmp_path, make, new_family, monkeypatch)
+
+
+def parts(prepared: Prepared) -> tuple[Any, ...]:
+    facts = prepared.facts, prepared.set_aside, prepared.notices, prepared.identity()
+    return tuple(prepared.items), tuple(prepared.held_out), tuple(prepared.samples), *facts
+
+
+def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
+    first = parts(starts())
+    assert len(first[0]) + len(first[1]) == 7 and first[1] and len(first[4]) == 1
+    again = starts()
+    assert starts.looked == 1 and starts.encoded == 0 and parts(again) == first
+    for prompt in ("", "a house", "picture 3"):
+        again.text_lookup(prompt)
+    plan = BatchPlan(again.items, 2, 1, seed=3)
+    workers = open_workers(LatentCache(starts.root / "cache"), starts.family, starts.recipe.runtime, print)
+    (batch,) = loader(plan, starts.family, workers, 0, 1)
+    assert batch["tensors"]["latent_mean"].shape[0] == 2
+
+
+def picture_changes(starts: Starts) -> None:
+    starts.make.picture(starts.root / "data" / "2 ü.png", 128, 64, seed=99)
+
+
+def caption_changes(starts: Starts) -> None:
+    (starts.root / "data" / "2 ü.txt").write_text("another", encoding="utf-8")
+
+
+def touched(starts: Starts) -> None:
+    os.utime(starts.root / "data" / "2 ü.txt", (1, 1))
+
+
+def one_more(starts: Starts) -> None:
+    starts.make.picture(starts.root / "data" / "3_two" / "x.png", seed=50, caption="x")
+
+
+def one_less(starts: Starts) -> None:
+    (starts.root / "data" / "3 ü.png").unlink()
+
+
+def image_entry_gone(starts: Starts) -> None:
+    next((starts.root / "cache" / "image").rglob("*.safetensors")).unlink()
+
+
+def text_entry_gone(starts: Starts) -> None:
+    key = starts().items[0].text_keys[0]
+    next((starts.root / "cache" / "text").rglob(f"{key}*")).unlink()
+
+
+def other_encoder(starts: Starts) -> None:
+    starts.vae = "fake-vae-2"
+
+
+def other_seed(starts: Starts) -> None:
+    starts.sections = {**starts.sections, "train": {"max_train_steps": 4, "seed": 7}}
+
+
+def other_data(starts: Starts) -> None:
+    starts.keys = {**starts.keys, "repeats": 2}
+
+
+def damage(starts: Starts) -> None:
+    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+def cut_short(starts: Starts) -> None:
+    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    file.write_bytes(file.read_bytes()[:-50])
+
+
+def none_is_kept_of_few(starts: Starts) -> None:
+    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    file.unlink()
+
+
+CHANGES = [
+    picture_changes, caption_changes, touched, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder,
+    other_seed, other_data, damage, cut_short, none_is_kept_of_few,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_where_anything_is_otherwise_everything_is_looked_at(starts: Starts, change: Callable[[Starts], None]) -> None:
+    starts()
+    change(starts)
+    assert starts.looked == 1
+    made = parts(starts())
+    assert starts.looked == 2
+    assert parts(starts()) == made and starts.looked == 2, "what was found is kept again"
+
+
+def test_of_few_pictures_nothing_is_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "KEPT_FROM", 9)
+    starts()
+    starts()
+    assert starts.looked == 2 and not (starts.root / "cache" / manifest.FOLDER).exists()
+
+
+def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_rocm.data import samples
+
+    read = samples.read_plain
+
+    def fails(path: Path, most: int) -> bytes:
+        if path.name == "4 ü.png":
+            raise OSError(5, "Input/output error")
+        return read(path, most)
+
+    monkeypatch.setattr(samples, "read_plain", fails)
+    assert len(starts().set_aside) == 2
+    assert not (starts.root / "cache" / manifest.FOLDER).exists()
+
+
+def test_a_damaged_entry_is_made_again_when_it_is_read(starts: Starts) -> None:
+    starts()
+    prepared = starts()
+    key = prepared.items[0].image_keys[1]
+    file = next((starts.root / "cache" / "image").rglob(f"{key}*"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] + bytes(8))
+    prepared.repair("image", key, "damaged")
+    assert file.with_name(f"{key}-1.safetensors").read_bytes() == whole and starts.looked == 1
+    text = prepared.items[0].text_keys[0]
+    prepared.repair("text", text, "damaged")
+    assert len(starts.family.text_encoder.encoded) == 1
+
+
+def test_entries_in_use_are_marked_once_a_day_and_no_others(starts: Starts) -> None:
+    starts()
+    entries = sorted((starts.root / "cache").rglob("*.safetensors"))
+    other = entries[0].with_name("f" * 40 + ".safetensors").parent / f"{entries[0].parent.name}{'e' * 38}.safetensors"
+    other.write_bytes(b"of another run")
+    for entry in [*entries, other]:
+        os.utime(entry, (time.time() - 2 * DAY_S,) * 2)
+    starts()
+    now = time.time()
+    assert starts.looked == 1
+    assert all(now - entry.stat().st_mtime < DAY_S for entry in entries) and now - other.stat().st_mtime > DAY_S
+
+
+def test_a_dataset_that_names_files(tmp_path: Path, starts: Starts) -> None:
+    names = [f"{index} ü.png" for index in range(6)]
+    lines = [json.dumps({"image": str(tmp_path / "data" / name), "text": "x"}) for name in names]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    starts.keys = {"sources": ({"dataset": str(tmp_path / "list.jsonl")},)}
+    first = parts(starts())
+    assert parts(starts()) == first and starts.looked == 1
+    starts.make.picture(tmp_path / "data" / "5 ü.png", 64, 64, seed=77)
+    assert parts(starts()) != first and starts.looked == 2
