@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_rocm.data.batches import Facts, Item, Prepared
-from lora_rocm.data.buckets import Geometry
+from lora_rocm.data.buckets import Geometry, bucket_sizes
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import StorageError
@@ -132,10 +132,14 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
 
 
 def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepared:
-    """Entries of random numbers for square pictures of the recipe's resolution, written as encoded ones are."""
+    """Entries of random numbers for square pictures of the recipe's resolution, written as encoded ones are.
+
+    Raises:
+        DataError: the resolution is smaller than one bucket step.
+        StorageError: they cannot be written.
+    """
     data, train = recipe.data, recipe.train
-    side_px = data.resolution // data.bucket_step * data.bucket_step
-    square = (side_px, side_px)
+    square = max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0))
     example = family.example(*square, 1)
     count = max(MIN_ITEMS, ROUNDS_OF_ITEMS * train.batch_size * train.gradient_accumulation_steps)
     for encoder in family.encoders():

@@ -76,6 +76,11 @@ def test_an_error_of_ours_is_told_and_not_a_traceback(tmp_path: Path, capfd: pyt
     assert error["code"] == "targets-match-nothing" and error["exit_code"] == 2 and begin["type"] == "begin"
 
 
+def test_pictures_of_no_size_are_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    error = events_of(tmp_path, capfd, recipe_of("data.resolution=8"))[-1]
+    assert error["code"] == "resolution-too-small"
+
+
 def test_memory_that_runs_out_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
