@@ -49,6 +49,7 @@ class Memory:
     budget_bytes: int | None = None
     rates: Rates = field(default_factory=Rates)
     offload: Offload | None = field(default=None, init=False)
+    _ran_out: bool = field(default=False, init=False)
 
     @property
     def parts(self) -> int:
@@ -141,17 +142,37 @@ class Memory:
         """The plan to go on with, where it is another one. Offloaded weights are never brought back."""
         assert self.plan is not None and self.footprint is not None
         now = self.plan
-        more = SHORT if peak is None else correction(now, peak, self.footprint) / self.job.correction
-        self.job = replace(self.job, correction=self.job.correction * more, min_parts=now.parts if peak is None else 1)
-        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, self.job, self.rates)
-        fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes
-        wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
-        if peak is None:
-            least = wanted or smallest(self.footprint, self.job, self.rates)
-            return least if not set(now.offloaded) - set(least.offloaded) else None
-        if wanted is None or set(now.offloaded) - set(wanted.offloaded) or (now.offloaded and fits):
+        wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
+        if wanted is None or set(now.offloaded) - set(wanted.offloaded):
             return None
-        return wanted if not fits or wanted.step_s < WORTH * self.plan.step_s else None
+        return None if _same(wanted, now) else wanted
+
+    def _after(self, now: Plan, peak: int) -> Plan | None:
+        """What is chosen with the estimate corrected, if it is needed or faster; nothing that has run out is faster."""
+        assert self.footprint is not None
+        self._correct(correction(now, peak, self.footprint))
+        wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        assert self.plan is not None
+        fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes
+        if wanted is None or (fits and (self._ran_out or now.offloaded or wanted.step_s > WORTH * now.step_s)):
+            return None
+        return wanted
+
+    def _after_a_full_pass(self, now: Plan) -> Plan | None:
+        """The next one that needs less, as far as that is known."""
+        assert self.footprint is not None
+        self._ran_out = True
+        least = smallest(self.footprint, self.job, self.rates)
+        wanted: Plan | None = now
+        while wanted is not None and _same(wanted, now) and not _same(now, least):
+            self._correct(self.job.correction * SHORT)
+            wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        return wanted or smallest(self.footprint, self.job, self.rates)
+
+    def _correct(self, factor: float) -> None:
+        assert self.plan is not None and self.footprint is not None
+        now, self.job = self.plan, replace(self.job, correction=factor)
+        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, self.job, self.rates)
 
     def _change(
         self, wanted: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool
@@ -160,6 +181,11 @@ class Memory:
         if self.offload is not None:
             self.offload.close()
         self.put(family, model, transfer, pin, anew=True)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, whatever is thought of them."""
+    return (one.parts, one.recomputed, one.offloaded) == (other.parts, other.recomputed, other.offloaded)
 
 
 def decide(
