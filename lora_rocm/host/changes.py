@@ -38,6 +38,9 @@ SEEN_OF_CODE: dict[str, Seen] = {
     "device-fault": "illegal-access",
     "out-of-memory": "out-of-memory",
     "worker-died": "died",
+    "rank-lost": "died",
+    "ranks-parted": "corruption",
+    "sum-wrong": "corruption",
 }
 """Codes of errors that a new start, with or without changes, may cure. After any other error there is none."""
 

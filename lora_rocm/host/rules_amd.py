@@ -73,6 +73,10 @@ def _hide(situation: Situation) -> str | None:
     return situation.selection.hide_with[1] if situation.selection.hide_with else None
 
 
+def _hide_from_all(situation: Situation) -> str | None:
+    return _hide(situation) if situation.selection.gpus else None
+
+
 def _miopen_folder(last: str) -> Value:
     """A folder for each architecture and ROCm version: what MIOpen found on one is wrong on another."""
 
@@ -177,6 +181,16 @@ VISIBILITY_RULES: tuple[Rule, ...] = (
         "memset nodes of captured graphs go wrong on this ROCm",
         "pytorch#197017, #197377",
         When(hip_from="7.0", hip_below="7.1"),
+    ),
+    Rule(
+        "several-gpus-linux",
+        "ROCR_VISIBLE_DEVICES",
+        _hide_from_all,
+        "each process sees the GPUs of all of them (copies from card to card need that) and no other: an APU beside "
+        "the cards is no partner",
+        "rccl src/transport/p2p.cc (p2pCanConnect); unsloth#7776",
+        When(systems=("linux",), several_gpus=True, several_ranks=True),
+        shown=("", "numbers of the GPUs that train together"),
     ),
     Rule(
         "no-p2p",

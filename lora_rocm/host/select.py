@@ -28,6 +28,8 @@ class Selection:
     hide_with: tuple[str, str] | None = None
     alone: bool = True
     by_user: bool = False
+    gpus: tuple[Gpu, ...] = ()
+    """With several processes: the AMD GPUs of all of them, where that is known (``host.ranks``)."""
 
 
 def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
