@@ -28,7 +28,7 @@ from lora_rocm import cli
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families import weigh
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run import process
+from lora_rocm.run import exits, process
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
@@ -184,7 +184,7 @@ def run_tool(
             raise process.error_from_event(event)
         on_event(event)
     if code:
-        raise process.died(f"The process {module}", code, log.encode())
+        raise exits.died(f"The process {module}", code, log.encode())
     return code
 
 
@@ -196,7 +196,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code
-        raise process.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
+        raise exits.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lora_rocm.data.reader import BadEntry, Order, Orders, Read
 from lora_rocm.recipe.schema import RuntimeSection
-from lora_rocm.run.process import describe_exit
+from lora_rocm.run.exits import describe_exit
 
 START_S = 120.0
 """The first batch of a new process may take so long, whatever the recipe says: it imports torch."""

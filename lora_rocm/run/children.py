@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.run.events import EventReader
+from lora_rocm.run.exits import died, tail_bytes
 from lora_rocm.run.process import (
     BRANCHES,
     KILL_WAIT_S,
     POLL_S,
     Event,
     OnEvent,
-    died,
     error_from_event,
     kill_tree,
     own_group,
-    tail_bytes,
 )
 
 

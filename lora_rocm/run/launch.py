@@ -16,8 +16,9 @@ from lora_rocm.host import kept
 from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
+from lora_rocm.host.ranks import rank_of
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
-from lora_rocm.run import lock, prepare, process, selftest, supervise
+from lora_rocm.run import lock, prepare, process, selftest, supervise, together
 from lora_rocm.run.events import read_events
 from lora_rocm.run.judge import attempt_of
 from lora_rocm.run.layout import SUPERVISOR, RunDir, write_json
@@ -34,10 +35,12 @@ def train(
     resume: str | None = None,
     accept_changes: bool = False,
     supervised: bool = True,
+    gpus: int | None = None,
 ) -> int:
     """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
 
-    ``supervised``: a worker that fails or hangs is started again.
+    ``supervised``: a worker that fails or hangs is started again. ``gpus``: how many train together; None: one, or as
+    ``torchrun`` says that started this process.
 
     Raises:
         LoraRocmError: everything that went wrong, in words.
@@ -46,7 +49,15 @@ def train(
     for notice in loaded.notices:
         _say(notice)
     loaded.require_files()
+    me = rank_of(os.environ)
+    here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
+    if me.size > 1:
+        together.require_place(me, gpus, run_dir, resume)
+        here, everywhere, supervised = me.local_size, me.size, False
+    situation = together.with_gpus(situation_here(loaded.recipe), here, everywhere)
     chosen = prepare.choose(loaded, run_dir, resume)
+    if not me.is_first:
+        return together.train_rank(me, loaded, chosen, situation, _say, accept_changes=accept_changes)
     run = chosen.run_dir.create()
     with lock.locked(run):
         lock.end_leftover(run, _say)
@@ -56,7 +67,17 @@ def train(
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
             return 0
         again = resume_command(recipe_path, overrides, run)
-        return _train_in(run, loaded, chosen, again, accept_changes=accept_changes, supervised=supervised)
+        again += f" --gpus {gpus}" if gpus else ""
+        return _train_in(
+            run,
+            loaded,
+            chosen,
+            again,
+            situation,
+            accept_changes=accept_changes,
+            supervised=supervised,
+            children=children,
+        )
 
 
 def demo() -> int:
@@ -69,11 +90,13 @@ def _train_in(
     loaded: LoadedRecipe,
     chosen: prepare.Chosen,
     again: str,
+    situation: Situation,
     *,
     accept_changes: bool,
     supervised: bool,
+    children: int,
 ) -> int:
-    situation = selftest.ensure(situation_here(loaded.recipe), loaded.recipe, _say)
+    situation = selftest.ensure(situation, loaded.recipe, _say)
     situation = supervise.in_force(run, situation, _say)
     env_plan = plan(situation)
     write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
@@ -101,11 +124,12 @@ def _train_in(
                     checkpoint=chosen.checkpoint,
                     again=again,
                     keep=partial(kept.keep, say=progress.say),
+                    size=children,
                 ).run()
             else:
                 attempt = attempt_of(read_events(run.events(SUPERVISOR)))
                 env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint, attempt)
-                code = process.run_worker(run, env, progress.on_event, line, progress.say)
+                code = together.run_unwatched(run, env, progress.on_event, line, progress.say, children)
         except StoppedError as error:
             code, stopped = error.exit_code, error
         except LoraRocmError as error:
@@ -114,6 +138,10 @@ def _train_in(
             if isinstance(error, MachineError) and again not in error.fix:
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
+    return _tell_end(run, code, stopped, again)
+
+
+def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> int:
     report = write_report(run)
     if stopped is not None:
         _say(stopped.what)

@@ -22,10 +22,11 @@ from lora_rocm.errors import StorageError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
+WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
 """Name of the parent among the writers of events."""
-PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
+PARENTS_FILES = ("recipe.yaml", "recipe.rank", "environment.json", "report.html")
 """Written by the light parent; every other file of a run by its worker."""
 
 
@@ -51,6 +52,23 @@ class RunDir:
     @property
     def worker_log(self) -> Path:
         return self.path / "worker.log"
+
+    def log_of(self, rank: int) -> Path:
+        """What a worker writes to its standard streams."""
+        return self.path / f"worker.rank{rank}.log" if rank else self.worker_log
+
+    def recipe_of(self, rank: int) -> Path:
+        """The recipe that rank was started with, where it was not started by the parent of rank 0 (``torchrun``)."""
+        return self.path / f"recipe.rank{rank}.yaml" if rank else self.recipe
+
+    def lock_of(self, rank: int) -> Path:
+        """Held by the worker of that rank."""
+        return self.path / f".worker.rank{rank}.lock" if rank else self.worker_lock
+
+    def worker_locks(self) -> list[tuple[int, Path]]:
+        """(rank, file) of those that are there."""
+        found = [(WORKER_LOCK_NAME.fullmatch(path.name), path) for path in self.path.glob(".worker*.lock")]
+        return sorted((int(match.group(1) or 0), path) for match, path in found if match)
 
     @property
     def parent_lock(self) -> Path:
@@ -97,9 +115,10 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    def events(self, writer: str = "rank0") -> Path:
+    def events(self, writer: str | int = "rank0") -> Path:
         """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
-        return self.path / ("events.jsonl" if writer == "rank0" else f"events.{writer}.jsonl")
+        name = f"rank{writer}" if isinstance(writer, int) else writer
+        return self.path / ("events.jsonl" if name == "rank0" else f"events.{name}.jsonl")
 
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"

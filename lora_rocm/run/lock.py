@@ -50,7 +50,9 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 def is_running(run_dir: RunDir) -> bool:
     """Whether a parent or a worker holds this run directory."""
-    return any(_is_held(path) for path in (run_dir.parent_lock, run_dir.worker_lock) if path.exists())
+    return any(
+        _is_held(path) for path in (run_dir.parent_lock, *(path for _, path in run_dir.worker_locks())) if path.exists()
+    )
 
 
 def _is_held(path: Path) -> bool:
@@ -65,29 +67,34 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def last_worker_pid(run_dir: RunDir) -> int | None:
+def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
     """Process id of the newest worker of this run, dead or alive."""
-    starts = [event for event in read_events(run_dir.events()) if event["type"] == "start"]
+    starts = [event for event in read_events(run_dir.events(rank)) if event["type"] == "start"]
     return starts[-1]["pid"] if starts else None
 
 
 def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None) -> None:
-    """Wait for the worker of a parent that is gone, and end it where it does not leave by itself (it may hang).
+    """Wait for the workers of a parent that is gone, and end those that do not leave by themselves (they may hang).
 
     Raises:
         ResumeError: somebody holds the directory who is not known to be such a worker.
         WorkerHungError: it cannot be ended.
     """
-    if not run_dir.worker_lock.exists() or not _is_held(run_dir.worker_lock):
-        return
-    say("Waiting for the worker of an earlier start to save and leave ...")
+    held = [(rank, path) for rank, path in run_dir.worker_locks() if _is_held(path)]
+    if held:
+        say("Waiting for the worker of an earlier start to save and leave ...")
     deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
-    while time.monotonic() < deadline:
+    for rank, path in held:
+        _end_holder(run_dir, rank, path, deadline, say)
+
+
+def _end_holder(run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None]) -> None:
+    while _is_held(path) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        if not _is_held(run_dir.worker_lock):
-            return
-    beat = read_heartbeat(run_dir.heartbeat())
-    for pid in {last_worker_pid(run_dir), beat.pid if beat else None} - {None}:
+    if not _is_held(path):
+        return
+    beat = read_heartbeat(run_dir.heartbeat(rank))
+    for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
         if pid is not None and _is_worker_of(run_dir, pid):
             say(f"It does not leave by itself, so it is ended (process {pid}).")
             if not kill_tree(pid):
@@ -96,7 +103,7 @@ def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | N
     raise ResumeError(
         "run-dir-in-use",
         "Another process holds this directory, and it is none of its workers.",
-        where=str(run_dir.worker_lock),
+        where=str(path),
         fix="Wait for it, end it, or give another --run-dir.",
     )
 

@@ -119,6 +119,22 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
     return True
 
 
+def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
+    """``settle`` for a process that rank 0 does not start: it only looks, and says which recipe it has itself.
+
+    Returns False where the run is complete.
+
+    Raises:
+        ResumeError: the saved recipe cannot be read.
+        StorageError: the run directory cannot be written.
+    """
+    run_dir = chosen.run_dir
+    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe) and run_dir.result.exists():
+        return False
+    write_atomic(run_dir.recipe_of(rank), dump_recipe(recipe).encode("utf-8"), run_dir.path)
+    return True
+
+
 def _old_recipe(run_dir: RunDir) -> Recipe:
     try:
         return load_recipe(run_dir.recipe).recipe

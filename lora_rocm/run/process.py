@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,25 +24,23 @@ from lora_rocm.errors import (
     MachineError,
     StoppedError,
     UserError,
-    WorkerDiedError,
     WorkerHungError,
 )
 from lora_rocm.run.events import EventReader
+from lora_rocm.run.exits import died, size_of, tail_bytes
 from lora_rocm.run.job import Job
 from lora_rocm.run.layout import RunDir
 
 POLL_S = 0.1
 KILL_WAIT_S = 10.0
 KILL_POLL_S = 0.02
+LAST_WORDS_S = 1.0
+"""Where one of several workers has failed: so long the others may say what they have met."""
+STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
-TAIL_LINES = 8
-TAIL_COLUMNS = 300
-TAIL_BYTES = 16384
 BRANCHES: dict[int, type[LoraRocmError]] = {
     branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
 }
-# Codes that Windows gives a process that crashed (NTSTATUS values, ntstatus.h).
-NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC0000409: "fail-fast or stack overrun"}
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -78,15 +77,22 @@ class Worker:
         run_dir: a prepared and locked run directory.
         env: the worker's whole environment.
         command: program and arguments, see ``worker_command``.
+        rank: of those that train together.
+
+    Attributes:
+        given_up: it was ended because another one had failed.
+        ended_in: the round of ``follow`` in which it was first seen to have ended.
     """
 
-    def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str]) -> None:
-        self.run_dir = run_dir
-        self._reader = EventReader(run_dir.events(), size_of(run_dir.events()))
-        self._log_start = size_of(run_dir.worker_log)
+    def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str], rank: int = 0) -> None:
+        self.run_dir, self.rank, self.given_up = run_dir, rank, False
+        self.ended_in: int | None = None
+        self._log = run_dir.log_of(rank)
+        self._reader = EventReader(run_dir.events(rank), size_of(run_dir.events(rank)))
+        self._log_start = size_of(self._log)
         self._last: dict[str, Event] = {}
         self._killed = False
-        with run_dir.worker_log.open("ab") as log:
+        with self._log.open("ab") as log:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
             )
@@ -101,46 +107,51 @@ class Worker:
         self._child.stdin.close()
         self._job.close()
 
-    def follow(
-        self, asked: Asked, on_event: OnEvent, say: Callable[[str], None], is_late: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Hand on its events until it has ended. True: ``is_late``, asked all the time, said that it hangs.
-
-        The first time that the user asks to stop, the worker is asked to finish its step and save; the second time it
-        is killed.
-        """
-        seen = 0
-        while self._child.poll() is None:
-            self._hand_on(on_event)
-            if asked.count > seen:
-                seen = asked.count
-                self._stop_or_kill(seen, say)
-            if is_late():
-                return True
-            time.sleep(POLL_S)
-        self._hand_on(on_event)
+    def look(self, number: int) -> bool:
+        """Whether it has not ended yet, seen in that round of ``follow``."""
+        if self._child.poll() is None:
+            return True
+        self.ended_in = number if self.ended_in is None else self.ended_in
         return False
 
-    def _hand_on(self, on_event: OnEvent) -> None:
+    def has_failed(self) -> bool:
+        """It was seen to have ended, and not because it had finished."""
+        return self._child.returncode is not None and "end" not in self._last
+
+    def hand_on(self, on_event: OnEvent) -> None:
+        """Hand on what it has said since the last time."""
         for event in self._reader.poll():
             if event["type"] == "start":
                 self._last.clear()  # what came before is the farewell of an orphan that this worker waited for
             self._last[event["type"]] = event
             on_event(event)
 
-    def _stop_or_kill(self, count: int, say: Callable[[str], None]) -> None:
-        if count == 1:
-            try:
-                self.run_dir.stop.touch()
-            except OSError:  # it saves and leaves too when it believes that this process has ended
-                assert self._child.stdin is not None
-                self._child.stdin.close()
-            say("Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept).")
-        else:
-            say("Ending it now.")
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to finish its step and save; or end it.
+
+        Raises:
+            WorkerHungError: it cannot be ended.
+        """
+        if at_once:
             self._killed = True
             if not self.kill():
                 raise unkillable(self.pid)
+            return
+        try:
+            self.run_dir.stop.touch()
+        except OSError:  # it saves and leaves too when it believes that this process has ended
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+
+    def give_up(self) -> None:
+        """End it, because another one that it needs is gone.
+
+        Raises:
+            WorkerHungError: it cannot be ended.
+        """
+        self.given_up = True
+        if not self.kill():
+            raise unkillable(self.pid)
 
     def kill(self) -> bool:
         """End it and everything that it started, also what was left behind by a child that is gone.
@@ -164,7 +175,45 @@ class Worker:
             WorkerDiedError: it ended without a word.
         """
         code = self._child.returncode
-        return _verdict(self.run_dir, code, killed=self._killed, last=self._last, log_start=self._log_start)
+        return _verdict(
+            self.run_dir, code, killed=self._killed, last=self._last, log_start=self._log_start, log=self._log
+        )
+
+
+def follow(
+    workers: Sequence[Worker],
+    asked: Asked,
+    on_event: Callable[[int, Event], None],
+    say: Callable[[str], None],
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Hand on events (with the rank) until all have ended. True: ``is_late``, asked all the time, said that one hangs.
+
+    The first time that the user asks to stop, they are asked to finish their step and save; the second time they are
+    killed. Where one of several fails, the others have a moment for their own last words, and are ended.
+    """
+    seen, failed_at, number = 0, None, 0
+    while running := [worker for worker in workers if worker.look(number)]:
+        number += 1
+        for worker in workers:
+            worker.hand_on(partial(on_event, worker.rank))
+        if asked.count > seen:
+            seen = asked.count
+            first = seen == 1
+            say(STOPPING if first else "Ending it now.")
+            for worker in workers:
+                worker.stop(at_once=not first)
+        if is_late():
+            return True
+        if failed_at is None and any(worker.has_failed() for worker in workers):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > LAST_WORDS_S:
+            for worker in running:
+                worker.give_up()
+        time.sleep(POLL_S)
+    for worker in workers:
+        worker.hand_on(partial(on_event, worker.rank))
+    return False
 
 
 def run_worker(
@@ -184,7 +233,7 @@ def run_worker(
     """
     run_dir.stop.unlink(missing_ok=True)
     with stop_signals() as asked, Worker(run_dir, env, command) as worker:
-        worker.follow(asked, on_event, say)
+        follow([worker], asked, lambda rank, event: on_event(event), say)
         return worker.verdict()
 
 
@@ -199,7 +248,15 @@ def unkillable(pid: int, again: str = "") -> WorkerHungError:
     )
 
 
-def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[str, Event], log_start: int) -> int:
+def _verdict(
+    run_dir: RunDir,
+    returncode: int,
+    *,
+    killed: bool,
+    last: Mapping[str, Event],
+    log_start: int,
+    log: Path | None = None,
+) -> int:
     """What the end of the worker means. Its own word (``end``, ``error``) counts before the exit code."""
     if "end" in last:  # a crash while the interpreter shuts down takes nothing back
         return int(last["end"]["exit_code"])
@@ -208,8 +265,9 @@ def _verdict(run_dir: RunDir, returncode: int, *, killed: bool, last: Mapping[st
     if killed:
         raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot say so either
-    fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {run_dir.worker_log}"
-    raise died("The training process", returncode, tail_bytes(run_dir.worker_log, log_start), fix)
+    log = run_dir.worker_log if log is None else log
+    fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {log}"
+    raise died("The training process", returncode, tail_bytes(log, log_start), fix)
 
 
 def last_checkpoint_text(run_dir: RunDir) -> str:
@@ -222,51 +280,6 @@ def error_from_event(event: Event) -> LoraRocmError:
     """A child's error as one of ours, with the same exit code."""
     branch = BRANCHES.get(event["exit_code"], MachineError)
     return branch(event["code"], event["what"], where=event["where"], fix=event["fix"])
-
-
-def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
-    """The error for a child that ended without a word of its own; ``log`` is the end of what it wrote."""
-    what = f"{who} ended without saying why: {describe_exit(returncode)}."
-    if returncode in (-9, 137):
-        what += " The system does this when memory (RAM) runs out."
-    tail = _last_lines(log)
-    if tail:
-        what += "\nThe end of its log:\n" + "\n".join(f"    {line}" for line in tail)
-    return WorkerDiedError("worker-died", what, fix=fix)
-
-
-def describe_exit(returncode: int) -> str:
-    """A return code in words: signal names, Windows' crash codes."""
-    if returncode < 0:
-        try:
-            return f"killed by signal {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"killed by signal {-returncode}"
-    code = returncode & 0xFFFFFFFF
-    if code >= 0xC0000000:
-        return f"crashed with code 0x{code:08X}" + (f" ({NTSTATUS[code]})" if code in NTSTATUS else "")
-    return f"exit code {returncode}"
-
-
-def tail_bytes(log: Path, start: int) -> bytes:
-    """The end of what was written to ``log`` after ``start``."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, size_of(log) - TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""
-
-
-def _last_lines(log: bytes) -> list[str]:
-    """The last lines, printable; of a traceback only its last line (the rest stays in the log)."""
-    lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
-    first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
-    kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])
-    return [
-        "".join(letter if letter.isprintable() else " " for letter in line[:TAIL_COLUMNS])
-        for line in kept[-TAIL_LINES:]
-    ]
 
 
 def kill_tree(pid: int, job: Job | None = None) -> bool:
@@ -334,11 +347,3 @@ def own_group() -> dict[str, Any]:
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"start_new_session": True}
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 where there is none that can be looked at."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -17,8 +17,9 @@ from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Result, Verdict, path_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.children import follow_tool
+from lora_rocm.run.exits import describe_exit, died
 from lora_rocm.run.layout import write_json
-from lora_rocm.run.process import Event, describe_exit, died
+from lora_rocm.run.process import Event
 
 MODULE = "lora_rocm.device.selftest"
 FAST_GROUPS = ("gemm", "attention", "training")

@@ -10,13 +10,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_rocm.errors import LoraRocmError, StoppedError
+from lora_rocm.errors import StoppedError
 from lora_rocm.host import kept
 from lora_rocm.host.changes import BY_ID
 from lora_rocm.host.environ import environment_json, plan
@@ -24,6 +24,7 @@ from lora_rocm.host.kernel_log import Moment, lines_since
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.exits import size_of
 from lora_rocm.run.heartbeat import read_heartbeat
 from lora_rocm.run.judge import (
     PAUSES_S,
@@ -48,15 +49,16 @@ from lora_rocm.run.process import (
     Event,
     OnEvent,
     Worker,
+    follow,
     last_checkpoint_text,
-    size_of,
     stop_signals,
     unkillable,
 )
-from lora_rocm.run.watch import Hung, Learned, WatchState, decide, limits_of
+from lora_rocm.run.team import DIED, End, environments, verdict
+from lora_rocm.run.watch import Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
-DIED, UNKILLABLE = "worker-died", "worker-unkillable"
+UNKILLABLE = "worker-unkillable"
 KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
 
@@ -115,6 +117,7 @@ class Supervisor:
         again: the command that goes on with the run, for the user.
         keep: remembers for this machine that changes were made because something was seen.
         read_log: lines of the kernel's log since a moment.
+        size: how many workers train together.
     """
 
     run_dir: RunDir
@@ -130,6 +133,7 @@ class Supervisor:
     clock: Callable[[], float] = time.monotonic
     read_log: Callable[[Moment], tuple[str, ...]] = lines_since
     pauses_s: Sequence[float] = PAUSES_S
+    size: int = 1
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
@@ -155,10 +159,10 @@ class Supervisor:
                 outcome = self._start(asked)
                 if isinstance(outcome, int):
                     return outcome
-                failure, state = outcome
-                self._settle(failure, state, stop=self._stops(asked))
+                failure, first = outcome
+                self._settle(failure, first, stop=self._stops(asked))
                 self._pause(self._history.pause_s(self.pauses_s), asked)
-                if state.steps:  # only then newer checkpoints than the chosen one are gone
+                if first.steps:  # only then newer checkpoints than the chosen one are gone
                     self.checkpoint = None
 
     def _pause(self, seconds: float, asked: Asked) -> None:
@@ -179,81 +183,93 @@ class Supervisor:
         return asked.count > 0 or self.run_dir.stop.exists()
 
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
-        """One start of the worker: its exit code, or how it failed."""
+        """One start of the workers: their exit code; or how it failed, and what the first of them had done."""
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
-        with suppress(OSError):  # a folder of that name: the worker says so
-            run_dir.stacks().unlink(missing_ok=True)
         self._session = 1 + sum(event["type"] == "start" for event in read_events(run_dir.events()))
-        state = WatchState(
+        states = [self._state(limits, rank) for rank in range(self.size)]
+        command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
+        hung: dict[int, Hung] = {}
+        with ExitStack() as stack:
+            envs = environments(self._planned.applied_to(self.environ), self.size)
+            workers = [stack.enter_context(Worker(run_dir, env, command, rank)) for rank, env in enumerate(envs)]
+            on_event = partial(self._take, states)
+            if follow(workers, asked, on_event, self.say, partial(self._is_late, states, hung)):
+                late = workers[next(iter(hung))]
+                self._keep_stacks(late, states[late.rank], stacks_after_s.get(states[late.rank].limit, 0.0))
+                for worker in workers:
+                    worker.given_up = worker is not late
+                    if not worker.kill():
+                        error = unkillable(worker.pid, self.again)
+                        self._tell("failure", **self._failure(End(worker, error), hung, states, began).to_event())
+                        raise error
+                follow(workers, asked, on_event, self.say)  # what they said to the very last
+            found = verdict(workers)
+            if isinstance(found, int):
+                return found
+            for worker in workers:
+                worker.kill()  # what it may have left behind
+            if hung and found.error.code == DIED and self._stops(asked):
+                limit_s = hung[found.worker.rank].limit_s
+                what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
+                raise StoppedError("killed", what) from None
+            return self._failure(found, hung, states, began), states[0]
+
+    def _state(self, limits: Limits, rank: int) -> WatchState:
+        run_dir = self.run_dir
+        with suppress(OSError):  # a folder of that name: the worker says so
+            run_dir.stacks(rank).unlink(missing_ok=True)
+        return WatchState(
             limits,
             self.clock(),
             self._learned,
             updates=self._newest,
-            beat=read_heartbeat(run_dir.heartbeat()),
-            log_bytes=size_of(run_dir.worker_log),
+            beat=read_heartbeat(run_dir.heartbeat(rank)),
+            log_bytes=size_of(run_dir.log_of(rank)),
         )
-        on_event = partial(self._take, state)
-        command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
-        with Worker(run_dir, self._planned.applied_to(self.environ), command) as worker:
-            hung: list[Hung] = []
-            if worker.follow(asked, on_event, self.say, partial(self._is_late, state, hung)):
-                self._keep_stacks(state, stacks_after_s.get(state.limit, 0.0))
-                if not worker.kill():
-                    error = unkillable(worker.pid, self.again)
-                    self._tell("failure", **self._failure(error, hung, state, worker, began).to_event())
-                    raise error
-                worker.follow(asked, on_event, self.say)  # what it said to the very last
-            try:
-                return worker.verdict()
-            except StoppedError:
-                raise
-            except LoraRocmError as error:
-                worker.kill()  # what it may have left behind
-                if hung and error.code == DIED and self._stops(asked):
-                    what = (
-                        f"It did not stop within {hung[0].limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
-                    )
-                    raise StoppedError("killed", what) from None
-                return self._failure(error, hung, state, worker, began), state
 
-    def _take(self, state: WatchState, event: Event) -> None:
-        state.on_event(event, self.clock())
-        self.on_event(event)
+    def _take(self, states: Sequence[WatchState], rank: int, event: Event) -> None:
+        states[rank].on_event(event, self.clock())
+        if rank == 0:
+            self.on_event(event)
         if event["type"] == "change":
             self._change([event["id"]], event["seen"])
 
-    def _is_late(self, state: WatchState, hung: list[Hung]) -> bool:
+    def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
+        """Where several are silent, most of them wait for another: it is the one that does something else."""
         now = self.clock()
-        state.on_look(now)
-        state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat()), now)
-        state.on_log(size_of(self.run_dir.worker_log), now)
-        decision = decide(state, now)
-        if isinstance(decision, Hung):
-            hung.append(decision)
+        for rank, state in enumerate(states):
+            state.on_look(now)
+            state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat(rank)), now)
+            state.on_log(size_of(self.run_dir.log_of(rank)), now)
+        late = {rank: found for rank, state in enumerate(states) if isinstance(found := decide(state, now), Hung)}
+        if late:
+            rank = culprit(states)
+            hung[rank] = late.get(rank, next(iter(late.values())))
         return bool(hung)
 
-    def _keep_stacks(self, state: WatchState, after_s: float) -> None:
+    def _keep_stacks(self, worker: Worker, state: WatchState, after_s: float) -> None:
         """Copy the stacks of a worker that hangs; they may take a moment, and before its first word there are none."""
+        stacks = self.run_dir.stacks(worker.rank)
         deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
-        while state.left_at is None and not size_of(self.run_dir.stacks()) and time.monotonic() < deadline:
+        while state.left_at is None and not size_of(stacks) and time.monotonic() < deadline:
             time.sleep(STACKS_POLL_S)
-        if size_of(self.run_dir.stacks()):
+        if size_of(stacks):
             with suppress(OSError):  # evidence that cannot be kept does not keep the run from going on
-                shutil.copyfile(self.run_dir.stacks(), self.run_dir.stacks_kept(self._session))
+                shutil.copyfile(stacks, self.run_dir.stacks_kept(self._session))
 
-    def _failure(
-        self, error: LoraRocmError, hung: list[Hung], state: WatchState, worker: Worker, began: Moment
-    ) -> Failure:
+    def _failure(self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment) -> Failure:
         """How a start ended. Where it had a last word, that counts, and not that it hung on its way out."""
-        late = hung[0] if hung and error.code in (DIED, UNKILLABLE) else None
+        error, state = end.error, states[end.worker.rank]
+        late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:
-            error = hung_error(late, f"phase {state.phase}, after step {state.updates}")
+            whose = f"rank {end.worker.rank}, " if self.size > 1 else ""
+            error = hung_error(late, f"{whose}phase {state.phase}, after step {state.updates}")
         lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
         stacks = self.run_dir.stacks_kept(self._session)
         return Failure(
-            seen=seen_of(error, late, lines, worker.pid, first=not self._history.failures),
+            seen=seen_of(error, late, lines, end.worker.pid, first=not self._history.failures),
             phase=state.phase,
             activity=state.activity,
             updates=state.updates,

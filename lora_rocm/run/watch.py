@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ LOADER_EXTRA_S = 150.0
 ABSENT_S = 10.0
 """A pause between two looks that is longer was one of the whole machine (suspend) or of the one who looks."""
 RECENT = 50
+WAITING = ("verdict", "ranks")
+"""Activities of a worker that waits for what others do."""
 LEAST_STACKS_S = 0.2
 
 
@@ -246,6 +248,12 @@ class WatchState:
             self.heard_at = min(self.heard_at + absent_s, now)
             self.left_at = None if self.left_at is None else min(self.left_at + absent_s, now)
         self._looked_at = now
+
+
+def culprit(states: Sequence[WatchState]) -> int:
+    """Which of several workers that train together the others wait for, where one of them is silent for too long."""
+    busy = [rank for rank, state in enumerate(states) if state.activity not in WAITING]
+    return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
 def decide(state: WatchState, now: float) -> Decision:

@@ -30,17 +30,20 @@ class Session:
         watch_parent: leave when standard input ends.
         stacks_after_s: what is done -> write the stacks of all threads down when nothing was heard for so long
             (``run.watch.Limits.stacks_after_s``); None: never.
+        rank: among those that train together; each has files of its own.
     """
 
-    def __init__(self, run_dir: RunDir, watch_parent: bool, stacks_after_s: Mapping[str, float] | None = None) -> None:
-        self.run_dir = run_dir
+    def __init__(
+        self, run_dir: RunDir, watch_parent: bool, stacks_after_s: Mapping[str, float] | None = None, rank: int = 0
+    ) -> None:
+        self.run_dir, self.rank = run_dir, rank
         self._phases = ["start"]
         self._under_way = set[str]()  # of the phases whose beginning takes longer: those that are beyond it
-        self._heartbeat = HeartbeatWriter(run_dir.heartbeat())
-        self._stacks = Stacks(run_dir.stacks(), stacks_after_s) if stacks_after_s is not None else None
+        self._heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
+        self._stacks = Stacks(run_dir.stacks(rank), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
-        past = read_events(run_dir.events())
-        self.events = EventWriter(run_dir.events(), session=sum(event["type"] == "start" for event in past) + 1)
+        past = read_events(run_dir.events(rank))
+        self.events = EventWriter(run_dir.events(rank), session=sum(event["type"] == "start" for event in past) + 1)
         self.readers: list[Callable[[dict[str, Any]], None]] = []
         self._orphaned = threading.Event()
         if watch_parent:

@@ -12,10 +12,11 @@ import pytest
 
 from lora_rocm.host.archs import ARCHS
 from lora_rocm.host.environ import RULES, EnvPlan, plan
-from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.facts import Gpu, HostFacts
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.rules_amd import AMD_RULES
+from lora_rocm.run.together import with_gpus
 from tests.golden import HOSTS, machines
 from tests.host.situations import facts_of, fast, situation, with_gpu, with_linux, with_torch
 
@@ -62,6 +63,7 @@ ORACLE: dict[str, Callable[[Machine], bool]] = {
     "override-gfx1152": lambda m: False,
     "one-gpu-linux": lambda m: m.system == "linux" and len(m.amd) > 1,
     "one-gpu-windows": lambda m: m.system == "windows" and len(m.amd) > 1,
+    "several-gpus-linux": lambda m: False,
     "no-p2p": lambda m: False,
     "torch-hipblaslt": lambda m: m.rdna,
     "rocblas-hipblaslt": lambda m: m.rdna,
@@ -85,6 +87,16 @@ ORACLE: dict[str, Callable[[Machine], bool]] = {
     "no-graphs": lambda m: bool(m.amd) and [7, 0] <= m.hip < [7, 1],
     "no-compile": lambda m: m.system == "windows" and bool(m.amd),
 }
+BESIDE_APU = replace(
+    facts_of("linux-rx9060xt-pair"),
+    gpus=(*facts_of("linux-rx9060xt-pair").gpus, Gpu("amd", "APU", 2, "gfx1036", integrated=True, node=3)),
+)
+
+
+def together(facts: HostFacts, ranks: int) -> Situation:
+    return with_gpus(situation(facts), ranks, ranks)
+
+
 VARIATIONS: dict[str, Situation] = {
     "override-gfx1103": situation(
         replace(
@@ -98,7 +110,8 @@ VARIATIONS: dict[str, Situation] = {
             torch=with_torch(XTX, arch_list=("gfx1100", "gfx1150")).torch,
         )
     ),
-    "no-p2p": situation("linux-rx9060xt-pair", ranks=2),
+    "several-gpus-linux": together(BESIDE_APU, 2),
+    "no-p2p": together(facts_of("linux-rx9060xt-pair"), 2),
     "no-graphs": situation(with_torch(XTX, hip="7.0.51831")),
     "addmm-hipblaslt": situation(with_torch(XTX, version="2.11.0+rocm7.1")),
     "attention-0.10": situation(with_torch(HALO, version="2.8.0+rocm6.4", aotriton=None)),

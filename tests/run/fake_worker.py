@@ -34,11 +34,16 @@ def main() -> int:
     """One start: three steps from the newest checkpoint on, then the mode's own end.
 
     ``first:MODE`` ends so at its first start only, ``2:MODE`` at the first two. ``further,2:MODE`` also writes a
-    checkpoint each time. What it was started with is in the file ``started``, a line for each start.
+    checkpoint each time. ``MODE@1``: of several ranks only that one ends so, the others wait for it. What it was
+    started with is in the file ``started``, a line for each start.
     """
     mode, run_dir = sys.argv[1], RunDir(Path(sys.argv[2]))
-    before = sum(event["type"] == "start" for event in read_events(run_dir.events()))
+    rank = int(os.environ.get("RANK", "0"))
+    before = sum(event["type"] == "start" for event in read_events(run_dir.events(rank)))
     when, _, mode = mode.rpartition(":")
+    mode, _, whose = mode.partition("@")
+    if whose and rank != int(whose):
+        mode = "wait"
     with (run_dir.path / "started").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"options": sys.argv[3:], "environ": dict(os.environ)}) + "\n")
     for word in when.replace("first", "1").split(","):
@@ -46,14 +51,14 @@ def main() -> int:
             mode = "done"
     if mode in BEFORE_A_WORD:
         BEFORE_A_WORD[mode]()
-    writer = EventWriter(run_dir.events(), session=before + 1)
+    writer = EventWriter(run_dir.events(rank), session=before + 1)
     if mode == "late-orphan":  # what an orphan still says before the real worker can start
         writer.write("end", reason="stopped", updates=0, exit_code=130)
-    heartbeat = HeartbeatWriter(run_dir.heartbeat())
+    heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
     heartbeat.beat("start")
     if "--stacks-after" in sys.argv:
         after_s = min(json.loads(sys.argv[sys.argv.index("--stacks-after") + 1]).values())
-        faulthandler.dump_traceback_later(after_s, repeat=True, file=run_dir.stacks().open("wb"))
+        faulthandler.dump_traceback_later(after_s, repeat=True, file=run_dir.stacks(rank).open("wb"))
     reached = max((updates for updates, _ in run_dir.list_checkpoints()), default=0)
     writer.write("start", **start_fields(pid=os.getpid(), resumed_from=reached or None))
     writer.write("phase", phase="step", state="begin", seconds=0.0)
@@ -65,6 +70,8 @@ def main() -> int:
         save(run_dir, writer, reached + 3)
     if mode.startswith("loader-"):
         heartbeat.beat("loader")
+    if mode == "wait":
+        heartbeat.beat("verdict")
     return ENDINGS[mode](run_dir, writer)
 
 
@@ -201,6 +208,8 @@ ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "traceback": traceback,
     "flood": flood,
     "hang": hang,
+    "wait": hang,
+    "rank-lost": failing("rank-lost"),
     "loader-hang": hang,
     "hang-writing": hang_writing,
     "spin": spin,

@@ -23,9 +23,9 @@ from lora_rocm.errors import (
     WorkerDiedError,
     storage_error,
 )
+from lora_rocm.run.exits import describe_exit
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.process import (
-    describe_exit,
     error_from_event,
     kill_tree,
     own_group,

@@ -380,3 +380,75 @@ def test_the_second_ctrl_c_ends_it_at_once(run: Run, started: list[subprocess.Po
     output, _ = parent.communicate(timeout=30)
     assert parent.returncode == 130 and "Ended at once." in output, output
     assert len(run.started()) == 1
+
+
+# several ranks
+
+
+def ranks_started(run: Run) -> list[tuple[str, str, str]]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    return [tuple(start["environ"][name] for name in names) for start in run.started()]
+
+
+def test_ranks_are_started_together_and_meet_at_a_port_of_their_own(run: Run) -> None:
+    assert run("done", size=3) == 0
+    assert sorted(start[:2] for start in ranks_started(run)) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert len({port for *_, port in ranks_started(run)}) == 1
+    assert all(start["environ"]["MASTER_ADDR"] == "127.0.0.1" for start in run.started())
+    assert [event["type"] for event in run.events].count("start") == 1, "the user hears the first"
+    assert all(read_events(run.run_dir.events(rank))[-1]["type"] == "end" for rank in range(3))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_ends_all_and_all_start_again(run: Run, rank: int) -> None:
+    assert run(f"first:killed@{rank}", size=2) == 0
+    (failure,) = run.written("failure")
+    assert (failure["seen"], failure["code"], failure["where"]) == ("died", "worker-died", f"rank {rank}")
+    assert sorted(start[0] for start in ranks_started(run)) == ["0", "0", "1", "1"]
+    assert len(run.written("restart")) == 1
+    assert not any(psutil.pid_exists(event["pid"]) for r in range(2) for event in starts_of(run, r))
+
+
+def starts_of(run: Run, rank: int) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.run_dir.events(rank)) if event["type"] == "start"]
+
+
+def test_the_cause_is_not_who_only_missed_another(run: Run) -> None:
+    """One rank says at once that another is gone; that one ends later, with a reason of its own."""
+
+    def command(checkpoint: Path | None, attempt: int, stacks_after_s: Any) -> list[str]:
+        script = "import os, subprocess, sys, time; rank = os.environ['RANK']; time.sleep(0.4 * (rank == '0')); "
+        script += "mode = 'first:transfer-failed' if rank == '0' else 'first:rank-lost'; "
+        script += "sys.exit(subprocess.call([sys.executable, '-m', 'tests.run.fake_worker', mode, *sys.argv[1:]]))"
+        return [sys.executable, "-c", script, str(run.run_dir.path)]
+
+    made = supervisor(run.run_dir, "", (), run.events.append, run.said.append, size=2)
+    made.command = command
+    assert made.run() == 0
+    (failure,) = run.written("failure")
+    assert (failure["code"], failure["seen"]) == ("transfer-failed", "corruption")
+    assert failure["where"] == "rank 0: there"
+
+
+def test_a_silent_rank_is_told_from_those_that_wait_for_it(run: Run) -> None:
+    assert run("first:hang@1", *SHORT, size=2) == 0
+    (failure,) = run.written("failure")
+    assert (failure["seen"], failure["activity"]) == ("hang", "step") and failure["where"].startswith("rank 1, ")
+    assert b"in silence" in run.run_dir.stacks_kept(1).read_bytes()
+
+
+def test_what_any_rank_changed_itself_stays(run: Run) -> None:
+    assert run("first:change-then-die@1", "train.batch_size=4", size=2) == 0
+    assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 1, 2, 2]
+
+
+def test_a_stop_is_one_for_all(run: Run) -> None:
+    class Stopping(list[dict[str, Any]]):
+        def append(self, event: dict[str, Any]) -> None:
+            super().append(event)
+            if event["type"] == "step" and event["updates"] == 3:
+                run.run_dir.stop.touch()
+
+    run.events = Stopping()
+    assert run("until-stopped", size=2) == 130
+    assert all(read_events(run.run_dir.events(rank))[-1]["reason"] == "stopped" for rank in range(2))

@@ -1,0 +1,67 @@
+"""How a child ended, in words: exit codes, signals, and the end of what it wrote."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from lora_rocm.errors import WorkerDiedError
+
+TAIL_LINES = 8
+TAIL_COLUMNS = 300
+TAIL_BYTES = 16384
+# Codes that Windows gives a process that crashed (NTSTATUS values, ntstatus.h).
+NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC0000409: "fail-fast or stack overrun"}
+
+
+def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
+    """The error for a child that ended without a word of its own; ``log`` is the end of what it wrote."""
+    what = f"{who} ended without saying why: {describe_exit(returncode)}."
+    if returncode in (-9, 137):
+        what += " The system does this when memory (RAM) runs out."
+    tail = _last_lines(log)
+    if tail:
+        what += "\nThe end of its log:\n" + "\n".join(f"    {line}" for line in tail)
+    return WorkerDiedError("worker-died", what, fix=fix)
+
+
+def describe_exit(returncode: int) -> str:
+    """A return code in words: signal names, Windows' crash codes."""
+    if returncode < 0:
+        try:
+            return f"killed by signal {signal.Signals(-returncode).name}"
+        except ValueError:
+            return f"killed by signal {-returncode}"
+    code = returncode & 0xFFFFFFFF
+    if code >= 0xC0000000:
+        return f"crashed with code 0x{code:08X}" + (f" ({NTSTATUS[code]})" if code in NTSTATUS else "")
+    return f"exit code {returncode}"
+
+
+def tail_bytes(log: Path, start: int) -> bytes:
+    """The end of what was written to ``log`` after ``start``."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, size_of(log) - TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _last_lines(log: bytes) -> list[str]:
+    """The last lines, printable; of a traceback only its last line (the rest stays in the log)."""
+    lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
+    first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
+    kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])
+    return [
+        "".join(letter if letter.isprintable() else " " for letter in line[:TAIL_COLUMNS])
+        for line in kept[-TAIL_LINES:]
+    ]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none that can be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
