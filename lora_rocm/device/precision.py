@@ -11,11 +11,11 @@ from lora_rocm.host.settings import Settings
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(wanted: str, settings: Settings | None = None) -> torch.device:
-    """``auto`` takes a GPU where torch sees one.
+def choose_device(wanted: str, settings: Settings | None = None, index: int = 0) -> torch.device:
+    """``auto`` takes a GPU where torch sees one: that of this number, which becomes the current one.
 
     Raises:
-        MachineError: a GPU was asked for, or is expected by the plan, and torch sees none.
+        MachineError: a GPU was asked for, or is expected by the plan, and torch sees none, or not so many.
     """
     available = torch.cuda.is_available()
     if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
@@ -32,7 +32,18 @@ def choose_device(wanted: str, settings: Settings | None = None) -> torch.device
             where="runtime.device: gpu",
             fix="Install the PyTorch build for your card, or set runtime.device to auto.",
         )
-    return torch.device("cuda", 0) if available and wanted != "cpu" else torch.device("cpu")
+    if not available or wanted == "cpu":
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise MachineError(
+            "no-gpu",
+            f"This process is to train on GPU {index}, and torch sees {torch.cuda.device_count()}.",
+            where=f"LOCAL_RANK={index}",
+            fix="Start no more processes than there are GPUs; lora-rocm doctor says what it sees.",
+        )
+    if index:
+        torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def describe(device: torch.device) -> str:

@@ -179,8 +179,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def fingerprint(recipe: Recipe) -> str:
     """SHA-256 over every value that has to stay the same when a run is resumed."""
-    fixed = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode("utf-8")).hexdigest()
+    return hashlib.sha256(json.dumps(fixed_values(recipe), sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def fixed_values(recipe: Recipe) -> dict[str, Any]:
+    """Key -> JSON value of every value that has to stay the same when a run is resumed."""
+    return {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
 
 
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:

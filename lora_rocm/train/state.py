@@ -38,6 +38,11 @@ class Checkpoint:
     facts: dict[str, Any]
     checksums: dict[str, str]
 
+    @property
+    def digest(self) -> str:
+        """Of all that it holds; short, to be compared."""
+        return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none.
 
