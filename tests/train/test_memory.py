@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.families.base import Draws, LoadedModel, LossTerms, family_for
 from lora_rocm.families.recompute import Run
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import Footprint, Job, Rates, activation_bytes, choose, resident_bytes
+from lora_rocm.run.memory_plan import (
+    Footprint,
+    Job,
+    Plan,
+    Rates,
+    activation_bytes,
+    choose,
+    parts_of,
+    plans_of,
+    resident_bytes,
+)
 from lora_rocm.train import memory as memory_module
 from lora_rocm.train.footprint import count
 from lora_rocm.train.memory import Memory, apply, choose_from, decide
@@ -113,14 +123,8 @@ class Machine:
         self.memory.probe(self.family, self.model, self.transfer, False, self.run)  # type: ignore[arg-type]
 
 
-def memory_of(
-    footprint: Footprint,
-    budget_bytes: int,
-    said: Callable[[str], None] = lambda text: None,
-    asked: Recipe | None = None,
-) -> Memory:
-    job = Job(batch_size=BATCH)
-    return choose_from(asked or recipe(), footprint, job, budget_bytes, said)
+def memory_of(footprint: Footprint, budget_bytes: int, said: Callable[[str], None] = lambda text: None) -> Memory:
+    return choose_from(recipe(), footprint, Job(batch_size=BATCH), budget_bytes, said)
 
 
 def needs(footprint: Footprint, recomputed: range | tuple[int, ...] = (), rows: int = BATCH) -> int:
@@ -156,16 +160,9 @@ def test_what_nearly_fits_is_tried(footprint: Footprint) -> None:
     assert memory_of(footprint, (peak + least) // 2).plan is not None
 
 
-def _all(footprint: Footprint, job: Job) -> list[Any]:
-    return [plan for plan in memory_module_table(footprint, job)]
-
-
-def memory_module_table(footprint: Footprint, job: Job) -> list[Any]:
-    from lora_rocm.run.memory_plan import parts_of, plans_of
-
-    return [
-        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, Rates())
-    ]
+def _all(footprint: Footprint, job: Job) -> list[Plan]:
+    ways = [(mode, parts) for parts in parts_of(job) for mode in job.modes]
+    return [plan for mode, parts in ways for plan in plans_of(mode, parts, footprint, job, Rates())]
 
 
 def test_a_pass_as_it_was_counted_changes_nothing(footprint: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +267,8 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
     memory: str, checkpointing: bool, recomputes: bool, offloads: bool
 ) -> None:
     asked = recipe(memory, gradient_checkpointing=checkpointing)
-    found = decide(asked, Chain(), CPU, torch.float32, Settings(micro_batch_parts=2), (32, 32), str)  # type: ignore[arg-type]
+    settings, family = Settings(micro_batch_parts=2), Chain()
+    found = decide(asked, family, CPU, torch.float32, settings, (32, 32), str)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
@@ -281,14 +279,13 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
     plans = {plan.mode: plan for plan in _all(footprint, Job(batch_size=1))}
     for mode in ("selective", "recompute", "keep", "offload"):
         model.components["net"].zero_grad()
-        offload = apply(plans[mode], family, model, DeviceTransfer(CPU, pin=False), pin=False, anew=True)  # type: ignore[arg-type]
+        door = DeviceTransfer(CPU, pin=False)
+        offload = apply(plans[mode], family, model, door, pin=False, anew=True)  # type: ignore[arg-type]
         assert (offload is not None) == (mode == "offload")
         assert all(torch.equal(a, b) for a, b in zip(_gradients(model), wanted, strict=True)), mode
 
 
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
-    from lora_rocm.families.base import family_for
-
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
     found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), (64, 64), str)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all
