@@ -44,6 +44,7 @@ MARK_AFTER_S = (
 )  # the time of change of a file says, to the day, when a run last wanted it: for ``cache prune``
 MAX_LINE_BYTES = 1 << 16
 MISSING = "missing"
+SHA256_BYTES = 32
 SETTLED_S = 2.0  # a file changed this recently could change again within one tick of its time stamp
 
 
@@ -235,9 +236,9 @@ class HashMemory:
 
     def __init__(self, root: Path) -> None:
         self.path = root / "hashes.jsonl"
-        self._known: dict[bytes, str] | None = None
+        self._known: dict[bytes, bytes] | None = None
 
-    def begin(self) -> dict[bytes, str]:
+    def begin(self) -> dict[bytes, bytes]:
         """Read what is remembered, once."""
         if self._known is None:
             self._known = self._read()
@@ -245,7 +246,8 @@ class HashMemory:
 
     def recall(self, state: FileState) -> str | None:
         """The hash (hex) of a file that has been in this state before."""
-        return self.begin().get(_digest(state.identity))
+        known = self.begin().get(_digest(state.identity))
+        return known.hex() if known is not None else None
 
     def remember(self, state: FileState, sha256: str) -> None:
         """Keep the hash of what was read from a file after it was found in this state.
@@ -255,7 +257,7 @@ class HashMemory:
         """
         known, digest = self.begin(), _digest(state.identity)
         if digest not in known and time.time() - state.changed_ns / 1e9 > SETTLED_S:
-            known[digest] = sha256
+            known[digest] = bytes.fromhex(sha256)
             self._append(remembered_line(state, sha256))
 
     def sha256(self, file: Path) -> str:
@@ -274,17 +276,18 @@ class HashMemory:
         self.remember(state, computed)
         return computed
 
-    def _read(self) -> dict[bytes, str]:
+    def _read(self) -> dict[bytes, bytes]:
         known = {}
         try:
             with self.path.open("rb") as file:
                 for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
                     try:
                         *identity, sha256, digest = json.loads(line)
+                        content = bytes.fromhex(sha256)
                     except (ValueError, TypeError, RecursionError):
                         continue
-                    if digest == _line_digest(identity, sha256):
-                        known[_digest(identity)] = sha256
+                    if digest == _line_digest(identity, sha256) and len(content) == SHA256_BYTES:
+                        known[_digest(identity)] = content
         except FileNotFoundError:
             pass
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,16 +35,26 @@ class RepeatFolder:
 
 @dataclass
 class Folder:
-    """What a walk found. ``pictures``: (path, path below the folder with slashes), sorted by the latter."""
+    """What a walk found. ``relatives``: paths below ``root``, as they can be shown and as they are; sorted."""
 
-    name: str
-    pictures: list[tuple[Path, str]] = field(default_factory=list)
-    captions: dict[tuple[Path, str], Path] = field(default_factory=dict)
+    root: Path
+    relatives: list[tuple[str, str]] = field(default_factory=list)
+    captions: dict[str, str] = field(default_factory=dict)  # path without extension -> extension
     notices: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return shown(self.root.name)
+
+    @property
+    def pictures(self) -> Iterator[tuple[Path, str]]:
+        """Path, and path below the folder with slashes, of each, sorted by the latter."""
+        return ((self.root / real, relative) for relative, real in self.relatives)
 
     def caption_file(self, picture: Path) -> Path | None:
         """The caption file beside a picture."""
-        return self.captions.get((picture.parent, picture.stem))
+        stem = os.path.splitext(picture)[0]
+        return Path(stem + self.captions[stem]) if stem in self.captions else None
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
         """What kohya's convention says of a picture: the sub-folder ``10_name`` repeats its pictures 10 times."""
@@ -87,23 +98,25 @@ def walk(root: Path, caption_extension: str) -> Folder:
     Raises:
         DataError: no picture at all.
     """
-    folder = Folder(shown(root.name))
+    folder = Folder(root)
     others: Counter[str] = Counter()
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     taken: set[str] = set()
     for path in _files(root, folder.notices):
         if path.suffix.lower() in wanted:
-            relative = shown(path.relative_to(root).as_posix())
+            real = path.relative_to(root).as_posix()
+            relative = real if real.isascii() and real.isprintable() else shown(real)
             if relative in taken:  # names that differ only in what cannot be shown
                 folder.notices.append(f"Left out, as another name looks the same: {relative}.")
                 continue
             taken.add(relative)
-            folder.pictures.append((path, relative))
+            folder.relatives.append((relative, real))
         elif path.suffix.lower() == extension:
-            folder.captions[path.parent, path.stem] = path
+            stem, found_extension = os.path.splitext(path)
+            folder.captions[stem] = sys.intern(found_extension)
         else:
             others[shown(path.suffix.lower()) or "no extension"] += 1
-    if not folder.pictures:
+    if not folder.relatives:
         others[extension] += len(folder.captions)
         seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(6) if count) or "no files"
         raise DataError(
@@ -112,7 +125,7 @@ def walk(root: Path, caption_extension: str) -> Folder:
             where=shown(root),
             fix="Put pictures there (png, jpg, webp, and what else Pillow reads), or correct the path.",
         )
-    folder.pictures.sort(key=lambda item: item[1])
+    folder.relatives.sort()
     _leave_out_unwanted(folder)
     _say_lonely_captions(folder)
     return folder
@@ -166,17 +179,20 @@ def _lies_in(path: str, folder: str) -> bool:
 def _leave_out_unwanted(folder: Folder) -> None:
     """Say what ``10_name`` folders do, and leave out those that ask for 0 repeats."""
     repeats = {
-        found.name: found.repeats for _, relative in folder.pictures if (found := folder.repeat_folder(relative)).name
+        found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
     }
     for name, count in repeats.items():
         said = f"each picture is seen {count} times an epoch" if count else "left out"
         folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
-    folder.pictures = [item for item in folder.pictures if folder.repeat_folder(item[1]).repeats]
+    folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 
 def _say_lonely_captions(folder: Folder) -> None:
-    pictures = {(path.parent, path.stem) for path, _ in folder.pictures}
-    lonely = sorted(shown(path.name) for place, path in folder.captions.items() if place not in pictures)
+    captions = folder.captions
+    if not captions:
+        return
+    pictures = {os.path.splitext(path)[0] for path, _ in folder.pictures}
+    lonely = sorted(shown(Path(stem + captions[stem]).name) for stem in captions if stem not in pictures)
     if lonely:
         files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
         folder.notices.append(f"{files} no picture of the same name: {some(lonely)}.")

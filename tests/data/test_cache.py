@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import MISSING, CacheEntryBad, HashMemory, LatentCache, image_key, text_key
+from lora_rocm.data.cache import (
+    MISSING,
+    CacheEntryBad,
+    FileState,
+    HashMemory,
+    LatentCache,
+    image_key,
+    remembered_line,
+    text_key,
+)
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.base import TensorSpec
@@ -305,3 +314,12 @@ def test_what_another_run_has_just_written_is_not_written_twice(cache: LatentCac
     assert len(list(cache.root.rglob("*.safetensors"))) == 1
     cache.put("image", KEY, tensors(2.0), "a.png")  # another encoding of the same: a GPU's last bits
     assert len(list(cache.root.rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("value", ["ab", "no hex", 5, None, ["ab"]])
+def test_a_remembered_line_that_holds_no_hash_is_skipped(tmp_path: Path, value: Any) -> None:
+    file = old(tmp_path / "a.png", b"x")
+    memory = HashMemory(tmp_path / "cache")
+    right = memory.sha256(file)
+    memory.path.write_bytes(remembered_line(FileState.of(file), value))
+    assert HashMemory(tmp_path / "cache").sha256(file) == right

@@ -92,7 +92,7 @@ def test_a_missing_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_pictures_of_the_demo_ship_with_the_package() -> None:
-    assert len(walk(source_folder("builtin:demo", 0), ".txt").pictures) >= 10
+    assert len(walk(source_folder("builtin:demo", 0), ".txt").relatives) >= 10
     with pytest.raises(DataError) as caught:
         source_folder("builtin:demos", 0)
     assert "builtin:demo" in caught.value.fix
