@@ -44,7 +44,7 @@ from lora_rocm.run.memory_plan import (
 )
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.footprint import count, hollow_model
+from lora_rocm.train.footprint import count, hollow_model, measured_rates
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.ledger import Ledger
 from lora_rocm.train.memory import apply
@@ -143,9 +143,10 @@ class Setup:
         model.device = device
         family.fuse(model)
         weights = adapter.flatten(dtype, torch.float32)
+        hollow = hollow_model(family, recipe, dtype, not toy)
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
         optimizer = GatedAdamW(weights, adapter.groups(recipe.optim), recipe.optim, **how)
-        return cls(toy, root, rank, device, family, model, transfer, optimizer, hollow_model(family, recipe, dtype))
+        return cls(toy, root, rank, device, family, model, transfer, optimizer, hollow)
 
     def footprint(self, side_px: int) -> Footprint:
         if side_px not in self.counted:
@@ -305,30 +306,6 @@ def allocator_limit(setup: Setup, limit_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
 
-def measured_rates(device: torch.device) -> Rates:
-    """Of this machine: bf16 products, copies on the device, copies from pinned memory."""
-    if device.type != "cuda":
-        return Rates()
-    side = 8192
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * side**3 / _seconds(lambda: a @ b, device)
-    here = torch.empty(GIB, dtype=torch.uint8, device=device)
-    moved = 2 * GIB / _seconds(lambda: here.clone(), device)
-    there = torch.empty(GIB // 4, dtype=torch.uint8, pin_memory=True)
-    bus = there.numel() / _seconds(lambda: here[: there.numel()].copy_(there, non_blocking=True), device)
-    return Rates(flops, moved, bus, known=True)
-
-
-def _seconds(work: Callable[[], object], device: torch.device, times: int = 10) -> float:
-    work()
-    _settle(device)
-    started = time.perf_counter()
-    for _ in range(times):
-        work()
-    _settle(device)
-    return (time.perf_counter() - started) / times
-
-
 def text_of(plan: Plan) -> str:
     """What a plan does."""
     return f"{plan.mode}, {plan.parts} parts, {len(plan.recomputed)} recomputed, {len(plan.offloaded)} offloaded"
@@ -342,7 +319,7 @@ def _say(text: str) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All configurations rank by rank, then the limits."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.toy else torch.device("cpu")
-    rates, factor = measured_rates(device), 1.0
+    rates, factor = Rates() if options.toy else measured_rates(device, torch.bfloat16), 1.0
     rows: list[dict[str, Any]] = []
     wanted = cases(options.toy)
     limits: list[dict[str, Any]] = []

@@ -11,8 +11,11 @@ Form = Literal["eager", "triton"]
 
 
 def available(device: torch.device) -> bool:
-    """Whether Triton kernels can run there: a GPU, and a Triton to compile for it (Windows ROCm builds have none)."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Whether Triton kernels can run there: a GPU, and a Triton to compile for it (Windows ROCm builds have none).
+
+    The meta device stands for a GPU: what lies there is only counted, and takes what the kernels would.
+    """
+    return device.type in ("cuda", "meta") and find_spec("triton") is not None
 
 
 def form_for(device: torch.device, triton: bool = True) -> Form:

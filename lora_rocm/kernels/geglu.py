@@ -23,7 +23,7 @@ def geglu(ag: Tensor, form: Form) -> Tensor:
         ag: [..., 2N], contiguous; a in the first half, g in the second.
         form: see ``choice``.
     """
-    if form == "triton":
+    if form == "triton" and not ag.is_meta:
         from lora_rocm.kernels.geglu_triton import TritonGeglu
 
         output: Tensor = TritonGeglu.apply(ag)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.hollow import HollowGroupNorm
 
 
 def group_norm(
@@ -20,6 +21,9 @@ def group_norm(
     In the Triton form both are in channels_last, and the gradient of the second is added where that of the first is
     made, so a residual path costs no sum of its own in the backward pass.
     """
+    if form == "triton" and x_BCHW.is_meta:
+        hollow: tuple[Tensor, Tensor] = HollowGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
+        return hollow
     if form == "triton":
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
@@ -34,7 +38,7 @@ def group_norm(
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Form) -> tuple[Tensor, Tensor]:
     """(``x + delta``; that normalised over its last dimension); without ``delta`` ``x`` itself."""
-    if form == "triton":
+    if form == "triton" and not x.is_meta:
         from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm
 
         outputs: tuple[Tensor, Tensor] = TritonAddLayerNorm.apply(x, delta, norm.weight, norm.bias, norm.eps)
@@ -47,7 +51,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) 
     """``x + y + bias``, the bias one a channel and frozen."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if form == "triton":
+    if form == "triton" and not x_BCHW.is_meta:
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)

@@ -31,6 +31,7 @@ from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, des
 from lora_rocm.errors import LoraRocmError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings, settings_from
+from lora_rocm.kernels.choice import available
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
@@ -115,31 +116,34 @@ class _Watch:
 
 
 def counted(
-    recipe: Recipe, family: ModelFamily, dtype: torch.dtype, settings: Settings, bucket_hw: tuple[int, int]
+    recipe: Recipe,
+    family: ModelFamily,
+    dtype: torch.dtype,
+    settings: Settings,
+    bucket_hw: tuple[int, int],
+    on_gpu: bool = True,
 ) -> Footprint:
     """The footprint at pictures of a size; remembered beside the caches, since counting takes seconds."""
     plain = settings.attention == "math"
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, plain, bucket_hw)
+    key = _key(recipe, family, dtype, [plain, *bucket_hw, on_gpu])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
             return Footprint.from_json(kept[key])
-    found = count(family, hollow_model(family, recipe, dtype), recipe, *bucket_hw, plain)
+    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, *bucket_hw, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found
 
 
-def _key(
-    recipe: Recipe, family: ModelFamily, dtype: torch.dtype, plain_attention: bool, bucket_hw: tuple[int, int]
-) -> str:
+def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
     """Changes with all that a footprint depends on: the base by its identity."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
-    about = [lora, bool(recipe.train.ema_decay), str(dtype), plain_attention, bucket_hw]
-    parts = [software, family.name, family.base_facts()["identity"], about]
-    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+    kernels = available(META)
+    parts = [software, family.name, family.base_facts()["identity"], lora, bool(recipe.train.ema_decay), kernels]
+    return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
 def _remembered(path: Path) -> dict[str, Any]:
@@ -158,8 +162,11 @@ def largest_bucket(recipe: Recipe) -> tuple[int, int]:
     return max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1])))
 
 
-def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype) -> LoadedModel:
-    """What is trained, with the adapter in it, on the meta device; the trained weights in the base's format, too."""
+def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
+    """What is trained, with the adapter in it, on the meta device; the trained weights in the base's format, too.
+
+    ``on_gpu``: with the kernels that a GPU would use.
+    """
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.lora.train_text_encoder or name not in family.text_components]
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
@@ -170,7 +177,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype) -> Loa
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-    family.fuse(model)
+    family.fuse(model, triton=on_gpu)
     return model
 
 
@@ -273,7 +280,8 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
-    found = counted(recipe, family_for(recipe), dtype, settings, largest_bucket(recipe))
+    on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
+    found = counted(recipe, family_for(recipe), dtype, settings, largest_bucket(recipe), on_gpu)
     precision = next(name for name, known in DTYPES.items() if known is dtype)
     return {"footprint": found.to_json(), "precision": precision, "gpu": _gpu(device, settings, dtype)}
 

@@ -218,7 +218,7 @@ def decide(
         only = len(job.modes) == 1 and job.modes[0]
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
         return Memory(job, recomputes, only == "offload", say)
-    footprint = counted(recipe, family, dtype, settings, bucket_hw)
+    footprint = counted(recipe, family, dtype, settings, bucket_hw, on_gpu)
     return choose_from(recipe, footprint, job, room_bytes(device, settings) if on_gpu else None, say)
 
 

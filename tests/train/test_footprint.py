@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.recompute import recomputing
+from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, activation_bytes, by_worth
@@ -73,7 +74,7 @@ def _drop(leaf: Tensor) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
     its = recipe(tmp_path_factory.mktemp("Zähler und Modell"))
     real = Real(its)
-    hollow = hollow_model(real.family, its, torch.float32)
+    hollow = hollow_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
     return count(real.family, hollow, its, SIDE_PX, SIDE_PX), real
 
@@ -115,14 +116,14 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
 def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
     found, real = both
     its = recipe(Path("x"))
-    plain = count(real.family, hollow_model(real.family, its, torch.float32), its, SIDE_PX, SIDE_PX, True)
+    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SIDE_PX, SIDE_PX, True)
     assert activation_bytes(plain, ()) > activation_bytes(found, ())
 
 
 def test_text_encoders_are_counted_where_they_are_trained(tmp_path: Path) -> None:
     its = recipe(tmp_path, train_text_encoder=True)
     family = family_for(its)
-    model = hollow_model(family, its, torch.float32)
+    model = hollow_model(family, its, torch.float32, False)
     assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
     found = count(family, model, its, SIDE_PX, SIDE_PX)
     assert (
@@ -178,3 +179,14 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         memory.write_text(damaged, encoding="utf-8")
         assert ask() == fake
     assert len(made) == 7
+
+
+def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) -> None:
+    """Their group norm keeps its input alone; the plain one also what goes into the SiLU."""
+    found, real = both
+    its = recipe(Path("x"))
+    hollow = hollow_model(real.family, its, torch.float32, False)
+    fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
+    kernels = count(real.family, hollow, its, SIDE_PX, SIDE_PX)
+    assert kernels.work.flops == found.work.flops
+    assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
