@@ -1,0 +1,296 @@
+"""What a start costs: encoding, a manifest of a million pictures, and the way to the first step on a warm cache.
+
+usage: python benchmarks/startup.py encode ROOT [--pictures 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
+       python benchmarks/startup.py manifest ROOT [--pictures 1000000] [--json FILE]
+       python benchmarks/startup.py first-step ROOT [--recipe recipes/demo.yaml] [--set KEY=VALUE]... [--json FILE]
+
+``encode`` makes photographs (JPEG, noise over a gradient; each with bytes of its own) under ROOT, fills a cache with
+them through ``data.prepare``, and compares with the floor: the encoder alone, as often, on pixels that are ready. The
+encoder is a wait of fixed length, as a GPU is for the host, or with ``--vae`` the built-in model's VAE on the CPU,
+where the threads that decode and the encoder share the processors.
+
+``manifest`` makes tiny pictures and an entry for each, once, and tells of two starts, each in a process of its own: one
+that looks at everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
+
+``first-step`` trains two steps, twice: the second start finds a warm cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import io
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_rocm.data.batches import BatchPlan, loader, open_workers
+from lora_rocm.data.buckets import fit
+from lora_rocm.data.cache import FileState, LatentCache, image_key, remembered_line
+from lora_rocm.data.prepare import prepare
+from lora_rocm.families.base import TensorSpec, family_for
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+
+CPU = torch.device("cpu")
+SOME_KEY = "0" * 40
+TINY = "builtin:tiny-sdxl"
+
+
+class Wait:
+    """An encoder that takes a fixed time, in which the host is free; what it makes depends on the pixels."""
+
+    def __init__(self, kind: str, outputs: dict[str, TensorSpec], seconds: float, fingerprint: str) -> None:
+        self.kind, self.outputs, self.fingerprint, self._seconds = kind, outputs, fingerprint, seconds
+        self.encoded = 0
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: Any) -> Callable[[Tensor | str], dict[str, Tensor]]:
+        return self._encode
+
+    def _encode(self, item: Tensor | str) -> dict[str, Tensor]:
+        self.encoded += 1
+        time.sleep(self._seconds)
+        if isinstance(item, str):
+            return {"prompt_embeds": torch.full((4, 4), float(len(item)))}
+        small_CHW = item[:, ::8, ::8].contiguous()
+        return {"latent_mean": torch.cat([small_CHW, small_CHW[:1]]), "latent_std": torch.ones_like(small_CHW)}
+
+
+class Family:
+    """What ``prepare`` asks of a family."""
+
+    def __init__(self, image: Any, text: Any) -> None:
+        self._encoders = [image, text]
+
+    def encoders(self) -> list[Any]:
+        return self._encoders
+
+    def truncated(self) -> Callable[[str], str]:
+        return lambda caption: ""
+
+
+def fake_family(encode_s: float) -> Family:
+    """A family whose encoder takes so long for a picture."""
+    latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
+    texts = {"prompt_embeds": TensorSpec("float32", "SD")}
+    return Family(Wait("image", latents, encode_s, "wait-image"), Wait("text", texts, 0.0, "wait-text"))
+
+
+def recipe_for(folder: Path, resolution: int, model: str = TINY, **data: Any) -> Recipe:
+    """A recipe over a folder of pictures."""
+    section = {"path": str(folder), "resolution": resolution, "caption_fallback": "filename", **data}
+    return Recipe(model={"name_or_path": model}, data=section, train={"max_train_steps": 1})
+
+
+def make_photographs(folder: Path, count: int, side: int) -> None:
+    """JPEG files of ``side`` x 3/4 ``side``, unlike in their bytes, alike in what decoding them takes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    height = side * 3 // 4
+    slope_HW = np.add.outer(np.arange(height), np.arange(side)) % 256
+    noise_HWC = np.random.default_rng(0).integers(0, 32, (height, side, 3))
+    file = io.BytesIO()
+    Image.fromarray((slope_HW[..., None] // 2 + noise_HWC).astype(np.uint8)).save(file, "JPEG", quality=90)
+    for index in range(count):
+        path = folder / f"a picture number {index:07d}.jpg"
+        if not path.exists():
+            path.write_bytes(file.getvalue() + index.to_bytes(8, "little"))  # behind the end of the picture
+
+
+def encode(options: argparse.Namespace) -> dict[str, Any]:
+    """Fill a cache, beside the encoder alone."""
+    folder, cache = options.root / "photographs", options.root / "cache"
+    make_photographs(folder, options.pictures, options.side)
+    shutil.rmtree(cache, ignore_errors=True)
+    recipe = recipe_for(folder, options.resolution)
+    family: Any = family_for(recipe) if options.vae else fake_family(options.encode_s)
+    image = next(encoder for encoder in family.encoders() if encoder.kind == "image")
+    floor_s = _floor_s(image, options)
+    family = Family(image, fake_family(0.0).encoders()[1])
+    process, seen = psutil.Process(), [0.0]
+    began, encoding = time.perf_counter(), [0.0, 0.0]
+
+    def watch(what: str, done: int, total: int, per_second: float) -> None:
+        seen[0] = max(seen[0], process.memory_info().rss / 2**20)
+        if what == "images":
+            encoding[0], encoding[1] = encoding[0] or time.perf_counter(), time.perf_counter()
+
+    prepared = prepare(recipe, family, LatentCache(cache), CPU, watch)
+    total_s = time.perf_counter() - began
+    return {
+        "pictures": len(prepared.items),
+        "megapixels": round(options.side * (options.side * 3 // 4) / 1e6, 2),
+        "threads of torch": torch.get_num_threads(),
+        "floor s": round(floor_s, 2),
+        "all s": round(total_s, 2),
+        "pictures/s": round(len(prepared.items) / total_s, 1),
+        "share of the floor": round(floor_s / total_s, 3),
+        "most resident MiB": round(seen[0]),
+    }
+
+
+def _floor_s(image: Any, options: argparse.Namespace) -> float:
+    """The encoder alone, on pixels that are ready: of a part, for all."""
+    from lora_rocm.data.proven import plain_door
+
+    if not options.vae:
+        return float(options.encode_s * options.pictures)
+    height, width = options.resolution * 7 // 8 // 64 * 64, options.resolution * 9 // 8 // 64 * 64
+    run, count = image.load(plain_door(CPU)), min(options.pictures, 20)
+    pixels_CHW = torch.rand(3, height, width) * 2 - 1
+    run(pixels_CHW)
+    began = time.perf_counter()
+    for _ in range(count):
+        run(pixels_CHW)
+    return (time.perf_counter() - began) / count * options.pictures
+
+
+def make_manifest(folder: Path, cache: Path, count: int) -> None:
+    """Tiny pictures, 1000 to a folder, the hash of each remembered, and its entry in the cache; without captions."""
+    if (folder / "made").exists():
+        return
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 100, 50)).save(file, "PNG")
+    recipe = recipe_for(folder, 64, caption_fallback="empty")
+    cut = fit(64, 64, 64, recipe.data.bucket_step, recipe.data.bucket_max_aspect, True, True)
+    latents = {"latent_mean": torch.ones(4, 8, 8), "latent_std": torch.ones(4, 8, 8)}
+    entry = LatentCache(cache).content_of("image", SOME_KEY, latents, "")
+    for part in range(256):
+        (cache / "image" / f"{part:02x}").mkdir(parents=True, exist_ok=True)
+    with (cache / "hashes.jsonl").open("ab") as remembered:
+        for index in range(count):
+            path = folder / f"part {index // 1000:05d}" / f"picture {index:07d}.png"
+            if index % 1000 == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            content = file.getvalue() + index.to_bytes(8, "little")
+            path.write_bytes(content)
+            sha256 = hashlib.sha256(content).hexdigest()
+            remembered.write(remembered_line(FileState.of(path), sha256))
+            key = image_key(sha256, cut, False, "wait-image")
+            (cache / "image" / key[:2] / f"{key}.safetensors").write_bytes(
+                entry.replace(SOME_KEY.encode(), key.encode())
+            )
+    (folder / "made").touch()
+
+
+def manifest(options: argparse.Namespace) -> dict[str, Any]:
+    """Two starts, each in a process of its own; with ``--measure``, one in this."""
+    root = options.root / f"manifest {options.pictures}"
+    folder, cache = root / "pictures", root / "cache"
+    if not options.measure:
+        made, began = (folder / "made").exists(), time.perf_counter()
+        make_manifest(folder, cache, options.pictures)
+        told = {} if made else {"making it s": round(time.perf_counter() - began, 1)}
+        command = [sys.executable, __file__, "manifest", str(options.root), "--pictures", str(options.pictures)]
+        runs = [json.loads(subprocess.check_output([*command, "--measure"])) for _ in range(2)]
+        return {"pictures": options.pictures, **told, "first start": runs[0], "next start": runs[1]}
+    gc.collect()
+    process = psutil.Process()
+    before_mib, times = process.memory_info().rss / 2**20, [("", time.perf_counter())]
+
+    def mark(name: str) -> None:
+        times.append((name, time.perf_counter()))
+
+    recipe = recipe_for(folder, 64, caption_fallback="empty")
+    family: Any = fake_family(0.0)
+    family.sample_meta = lambda *sizes: {"time_ids": torch.zeros(6)}
+    prepared = prepare(recipe, family, LatentCache(cache), CPU, lambda *progress: None)
+    mark("items")
+    plan = BatchPlan(prepared.items, 4, 1, 0)
+    mark("plan")
+    workers = open_workers(LatentCache(cache), family, recipe.runtime, lambda text: None)
+    next(loader(plan, family, workers, 0, 1))
+    mark("first batch")
+    peak_mib, now_mib = most_resident_mib(), process.memory_info().rss / 2**20
+    seconds = {name: round(at - before, 2) for (_, before), (name, at) in itertools.pairwise(times)}
+    return {
+        "seconds": seconds,
+        "to the first batch s": round(times[-1][1] - times[0][1], 2),
+        "pictures/s": round(len(prepared.items) / (times[1][1] - times[0][1])),
+        "resident MiB before": round(before_mib),
+        "resident MiB": round(now_mib),
+        "most resident MiB": round(peak_mib),
+        "bytes a picture": round((now_mib - before_mib) * 2**20 / options.pictures),
+        "bytes a picture at most": round((peak_mib - before_mib) * 2**20 / options.pictures),
+    }
+
+
+def most_resident_mib() -> float:
+    """The most that this process has had in memory."""
+    info = psutil.Process().memory_info()
+    if hasattr(info, "peak_wset"):  # Windows
+        return float(info.peak_wset / 2**20)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def first_step(options: argparse.Namespace) -> dict[str, Any]:
+    """Two runs of two steps, one after the other; seconds since the command, by what had happened."""
+    command = [sys.executable, "-m", "lora_rocm", "train", str(options.recipe)]
+    keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={options.root / 'cache'}", *options.set]
+    settings = [part for key in keys for part in ("--set", key)]
+    told = {}
+    for name in ("first", "warm"):
+        run_dir = RunDir(options.root / f"run {name}")
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        began = time.time()
+        subprocess.run([*command, *settings, "--run-dir", str(run_dir.path)], check=True, stdout=subprocess.DEVNULL)
+        times = {"parent is ready": run_dir.environment.stat().st_mtime}
+        for event in read_events(run_dir.events()):
+            what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
+            times.setdefault(what, event["time"])
+        wanted = ("parent is ready", "start", "phase cache begin", "phase cache end", "phase load end", "step", "end")
+        told[name] = {what: round(times[what] - began, 2) for what in wanted}
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_encode = commands.add_parser("encode")
+    of_encode.add_argument("root", type=Path)
+    of_encode.add_argument("--pictures", type=int, default=10000)
+    of_encode.add_argument("--side", type=int, default=1536)
+    of_encode.add_argument("--resolution", type=int, default=1024)
+    of_encode.add_argument("--encode-s", type=float, default=0.06, help="what the waiting encoder takes for a picture")
+    of_encode.add_argument("--vae", action="store_true", help="the built-in model's VAE on the CPU instead")
+    of_manifest = commands.add_parser("manifest")
+    of_manifest.add_argument("root", type=Path)
+    of_manifest.add_argument("--pictures", type=int, default=1_000_000)
+    of_manifest.add_argument("--measure", action="store_true", help="what is there already, in this process")
+    of_first = commands.add_parser("first-step")
+    of_first.add_argument("root", type=Path)
+    of_first.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"))
+    of_first.add_argument("--set", action="append", default=[])
+    for command in (of_encode, of_manifest, of_first):
+        command.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    figures = {"encode": encode, "manifest": manifest, "first-step": first_step}[options.command](options)
+    text = json.dumps(figures, indent=1)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
