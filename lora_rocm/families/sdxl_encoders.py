@@ -32,16 +32,17 @@ class VaeEncoder:
         "latent_std": TensorSpec("float32", "CHW"),
     }
 
-    def __init__(self, source: Source, small_tiles: bool = False) -> None:
-        self._source, self._small_tiles = source, small_tiles
+    def __init__(self, source: Source, whole: VaeEncoder | None = None) -> None:
+        self._source, self._small_tiles, self._whole = source, whole is not None, whole
 
     @cached_property
     def fingerprint(self) -> str:
-        tiles = f"-tiles{SMALL_TILE_PX}" if self._small_tiles else ""
-        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}{tiles}"
+        if self._whole is not None:  # the same weights: they are read once
+            return f"{self._whole.fingerprint}-tiles{SMALL_TILE_PX}"
+        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}"
 
     def in_tiles(self) -> VaeEncoder:
-        return VaeEncoder(self._source, small_tiles=True)
+        return VaeEncoder(self._source, self)
 
     def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
         vae = load_vae(self._source, CPU, self._small_tiles)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders
 from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl_encoders import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.text import load_tokenizer, truncated_part
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
@@ -127,3 +130,12 @@ def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, mon
     monkeypatch.setattr(sdxl_encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
     Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(torch.zeros(3, 64, 64))
     assert entered == [CPU]
+
+
+def test_the_weights_are_read_once_for_the_whole_and_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    source: Any = SimpleNamespace(fingerprint=lambda name: read.append(name) or "abc")
+    whole = VaeEncoder(source)
+    tiled = whole.in_tiles()
+    assert tiled.fingerprint == f"{whole.fingerprint}-tiles{SMALL_TILE_PX}" and whole.fingerprint != tiled.fingerprint
+    assert read == ["vae"] and VaeEncoder(source).fingerprint == whole.fingerprint
