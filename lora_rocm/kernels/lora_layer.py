@@ -21,7 +21,7 @@ class LoraLinear(Linear):
 
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """(A, B, scale) where the layer is one active plain LoRA on a plain layer in the dtype of ``x``; else None."""
-        if self._disable_adapters or self.merged_adapters or torch.is_autocast_enabled(x.device.type):
+        if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None
         name = self._active_adapter if isinstance(self._active_adapter, str) else self._active_adapter[0]
         several = not isinstance(self._active_adapter, str) and len(self._active_adapter) != 1
@@ -40,6 +40,10 @@ class LoraLinear(Linear):
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         return lora_linear(x, self.base_layer.weight, self.base_layer.bias, *found)
+
+
+def _under_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # PyTorch does not know it of the meta device
 
 
 def with_lean_layers(config: LoraConfig) -> LoraConfig:

@@ -12,7 +12,7 @@ verdict (``DeviceTransfer.bad``): nothing is waited for, and no update is made f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
 from lora_rocm.run.memory_plan import SLOTS
 
+ARENA_BYTES = 2**30
 ALIGNMENT_BYTES = 256
 """Each tensor begins at a multiple, as matrix products want it."""
 
@@ -85,7 +86,9 @@ class Offload:
         copy: Callable[[Tensor, Tensor], None] = copy_into,
     ) -> None:
         self._transfer, self._copy = transfer, copy
-        self._waiting = [_pack(block, pin, transfer) for block in blocks]
+        layouts = [_layout(block) for block in blocks]
+        places = _main_memory([layout.num_bytes for layout in layouts], pin)
+        self._waiting = [_pack(layout, host, transfer) for layout, host in zip(layouts, places, strict=True)]
         taken = {id(piece.owner) for waiting in self._waiting for piece in waiting.pieces}
         for name, (tensor, _) in list(transfer.frozen.items()):
             if id(tensor) in taken:
@@ -207,24 +210,50 @@ def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]
     return [tensor for tensor in found.values() if tensor.untyped_storage().data_ptr() in memories]
 
 
-@torch.no_grad()
-def _pack(block: nn.Module, pin: bool, transfer: DeviceTransfer) -> _Waiting:
-    """Lay a block's frozen tensors side by side. Those that share memory share it afterwards."""
-    places: dict[int, int] = {}  # of each memory, in bytes
-    size = 0
+@dataclass
+class _Layout:
+    """How a block's frozen tensors will lie side by side; those that share memory share it afterwards."""
+
+    tensors: list[Tensor]
+    places: dict[int, int]  # of each memory, in bytes
+    num_bytes: int
+
+
+def _layout(block: nn.Module) -> _Layout:
     tensors = frozen_tensors(block)
     tensors += _of_same_memory(block, tensors)
+    places: dict[int, int] = {}
+    size = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in places:
             places[storage.data_ptr()] = size
             size += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    host = torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
+    return _Layout(tensors, places, size)
+
+
+def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
+    """Bytes of these sizes, one piece after the other. Pinned memory comes in powers of two, so pieces share some."""
+    arena, used = torch.empty(0, dtype=torch.uint8), 0
+    for number, size in enumerate(sizes):
+        if used + size > arena.numel():
+            wanted = max(size, min(ARENA_BYTES, sum(sizes[number:])))
+            arena, used = torch.empty(wanted, dtype=torch.uint8, pin_memory=pin), 0
+        yield arena[used : used + size].zero_()  # what lies between tensors is in the fingerprint, too
+        used += size
+
+
+@torch.no_grad()
+def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
+    """Lay a block's frozen tensors into main memory, and make them views of it."""
+    done: set[int] = set()
     pieces = []
-    for tensor in tensors:
+    for tensor in layout.tensors:
         storage = tensor.untyped_storage()
-        place = places[storage.data_ptr()]
-        host[place : place + storage.nbytes()].copy_(_bytes(storage, tensor.device, transfer))
+        place = layout.places[storage.data_ptr()]
+        if place not in done:
+            host[place : place + storage.nbytes()].copy_(_bytes(storage, tensor.device, transfer))
+            done.add(place)
         offset = place + tensor.storage_offset() * tensor.element_size()
         span = (
             1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -91,7 +91,7 @@ def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], shar
 
 def test_activations_grow_with_the_samples(both: tuple[Footprint, Real]) -> None:
     found, real = both
-    assert 3 * activation_bytes(found, ()) == pytest.approx(real.activations([], rows=3), rel=0.05)
+    assert 3 * activation_bytes(found, ()) == pytest.approx(real.activations([], rows=3), rel=0.08)
 
 
 def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint, Real], tmp_path: Path) -> None:
