@@ -28,6 +28,7 @@ from lora_rocm.data.columns import KEY_BYTES, Keys, Texts
 from lora_rocm.data.folders import source_folder
 from lora_rocm.data.items import Pictures
 from lora_rocm.data.samples import Samples
+from lora_rocm.data.upkeep import MANIFESTS
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.run.layout import write_atomic
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 KEPT_FROM = 20_000
-FOLDER = "manifests"
 MAX_HEADER_BYTES = 1 << 28
 KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
 ENTRY_END = ".safetensors"
@@ -88,7 +88,7 @@ class Shelf:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
         about = [FORMAT, sys.byteorder, *fingerprints, recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
-        self.path = root / FOLDER / name
+        self.path = root / MANIFESTS / name
 
     def recall(self) -> Manifest | None:
         """The manifest, if it is still true and every entry lies in the cache."""
@@ -101,7 +101,11 @@ class Shelf:
             return None
         keys = manifest.pictures.all_keys()
         texts = manifest.texts.raw + manifest.held_out_texts.raw
-        return manifest if self._there("image", keys) and self._there("text", texts) else None
+        if not self._there("image", keys) or not self._there("text", texts):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self.path)  # for ``cache prune``
+        return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
         """Keep a manifest of many pictures. Where the disk is full the next start takes longer, no more."""

@@ -28,6 +28,9 @@ from lora_rocm.run.wording import size_text
 KINDS = ("image", "text")
 ENTRY_NAME = re.compile(r"([0-9a-f]{40})(?:-([1-9][0-9]{0,8}))?\.safetensors")
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}(?:-[0-9]{1,9})?\.safetensors\.([0-9]{1,9})(?:\.[0-9a-f]{8})?\.tmp")
+MANIFESTS = "manifests"
+MANIFEST_NAME = re.compile(r"([0-9a-f]{40})")
+MANIFEST_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}\.([0-9]{1,9})\.[0-9a-f]{8}\.tmp")
 OLD_TEMPORARY_S = 3600
 FRESH_TEMPORARY_S = 60  # its writer may be on another machine that shares the folder
 DAY_S = 86400
@@ -163,6 +166,7 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
     for place in _places(folder):
         for path, pid in _matching(place, TEMPORARY_NAME):
             _prune_temporary(pruning, path, int(pid[1]), now)
+    _prune_manifests(pruning, folder / MANIFESTS, oldest, now)
     words = {
         BAD: "bad",
         GOOD: "second copies",
@@ -197,6 +201,19 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
             goes.pop(free, None)
     for file in goes.values():
         pruning.delete(file.path, file.found, "unused" if file.state == GOOD and unused else file.state)
+
+
+def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
+    """What large datasets came to (``data/manifest.py``): without one the next start takes longer, no more."""
+    if not _is_folder(folder):
+        return
+    for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
+        _prune_temporary(pruning, path, int(pid[1]), now)
+    for path, _ in _matching(folder, MANIFEST_NAME):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat()
+            if oldest is not None and found.st_mtime < oldest and stat.S_ISREG(found.st_mode):
+                pruning.delete(path, found, "unused")
 
 
 def _prune_temporary(pruning: Pruning, path: Path, pid: int, now: float) -> None:

@@ -17,6 +17,7 @@ from lora_rocm.data import manifest, prepare
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.prepare import Prepared
+from lora_rocm.data.upkeep import MANIFESTS, prune
 
 CPU = torch.device("cpu")
 DAY_S = 86400
@@ -120,19 +121,19 @@ def other_data(starts: Starts) -> None:
 
 
 def damage(starts: Starts) -> None:
-    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
 
 
 def cut_short(starts: Starts) -> None:
-    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
     file.write_bytes(file.read_bytes()[:-50])
 
 
 def none_is_kept_of_few(starts: Starts) -> None:
-    (file,) = (starts.root / "cache" / manifest.FOLDER).iterdir()
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
     file.unlink()
 
 
@@ -156,7 +157,7 @@ def test_of_few_pictures_nothing_is_kept(starts: Starts, monkeypatch: pytest.Mon
     monkeypatch.setattr(manifest, "KEPT_FROM", 9)
     starts()
     starts()
-    assert starts.looked == 2 and not (starts.root / "cache" / manifest.FOLDER).exists()
+    assert starts.looked == 2 and not (starts.root / "cache" / MANIFESTS).exists()
 
 
 def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch:
 
     monkeypatch.setattr(samples, "read_plain", fails)
     assert len(starts().set_aside) == 2
-    assert not (starts.root / "cache" / manifest.FOLDER).exists()
+    assert not (starts.root / "cache" / MANIFESTS).exists()
 
 
 def test_a_damaged_entry_is_made_again_when_it_is_read(starts: Starts) -> None:
@@ -210,3 +211,20 @@ def test_a_dataset_that_names_files(tmp_path: Path, starts: Starts) -> None:
     assert parts(starts()) == first and starts.looked == 1
     starts.make.picture(tmp_path / "data" / "5 ü.png", 64, 64, seed=77)
     assert parts(starts()) != first and starts.looked == 2
+
+
+def test_a_manifest_that_no_run_has_wanted_for_long_is_pruned(starts: Starts) -> None:
+    starts()
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
+    left = file.with_name(f".{file.name}.1.0123abcd.tmp")
+    left.write_bytes(b"x")
+    for path in (file, left):
+        os.utime(path, (time.time() - 9 * DAY_S,) * 2)
+    starts()  # wants it
+    prune(starts.root / "cache", lambda text: None, older_than_days=3, dry_run=False)
+    assert file.exists() and not left.exists()
+    os.utime(file, (time.time() - 9 * DAY_S,) * 2)
+    prune(starts.root / "cache", lambda text: None, older_than_days=None, dry_run=False)
+    assert file.exists()
+    prune(starts.root / "cache", lambda text: None, older_than_days=3, dry_run=False)
+    assert not file.exists()
