@@ -4,26 +4,45 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import overload
 
 KEY_BYTES = 20
 """Of a cache key, which is 40 hex digits."""
 
 
-class Texts(Sequence[str]):
+def all_below(numbers: Sequence[int], limit: int) -> bool:
+    """Whether each is an index into something of so many."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) < limit)
+
+
+class Column:
+    """Bytes of many things one behind the other, and where each of them ends."""
+
+    def __init__(self) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def is_whole(self, unit: int = 1) -> bool:
+        """Whether the ends fit the bytes, where a thing has a multiple of ``unit``: for columns from a file."""
+        ends = self._ends
+        rising = all(after >= before and after % unit == 0 for before, after in pairwise(ends))
+        return bool(ends) and ends[0] == 0 and ends[-1] == len(self._bytes) and rising
+
+
+class Texts(Column, Sequence[str]):
     """Texts one behind the other, in UTF-8 (also what is no letter: names of files may be anything)."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._bytes, self._ends = bytearray(), array("q", [0])
+        super().__init__()
         for text in texts:
             self.append(text)
 
     def append(self, text: str) -> None:
         self._bytes += text.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._bytes))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -36,11 +55,8 @@ class Texts(Sequence[str]):
         return self._bytes[self._ends[at] : self._ends[at + 1]].decode("utf-8", "surrogatepass")
 
 
-class Keys:
+class Keys(Column):
     """Lists of cache keys, one list for each of many things, in the order in which they are appended."""
-
-    def __init__(self) -> None:
-        self._bytes, self._ends = bytearray(), array("q", [0])
 
     def append(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -51,9 +67,6 @@ class Keys:
     def raw(self) -> bytearray:
         """All of them, KEY_BYTES each."""
         return self._bytes
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> tuple[str, ...]:
         start, end = self._ends[index], self._ends[index + 1]

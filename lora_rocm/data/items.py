@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.columns import KEY_BYTES, Keys
+from lora_rocm.data.columns import KEY_BYTES, Keys, all_below
 from lora_rocm.data.plan import Item
 from lora_rocm.data.ready import Looked, Picture
 from lora_rocm.data.samples import Sample, Samples
@@ -79,6 +79,20 @@ class Pictures(Sequence[Picture]):
     def ready(self) -> array[int]:
         """The places of those whose entries are there, in order."""
         return array("q", (place for place, ready in enumerate(self._ready) if ready))
+
+    def is_ready(self, place: int) -> bool:
+        """Whether the entries of one are there."""
+        return bool(self._ready[place])
+
+    def is_whole(self, num_sources: int) -> bool:
+        """Whether every number points to something: for columns from a file."""
+        count = len(self)
+        sizes = [len(column) for column in (self._cuts, self._hashes, self._keys, self._plain_keys, self._ready)]
+        return (
+            sizes == [CUT_NUMBERS * count, HASH_BYTES * count, SLOT_BYTES * count, SLOT_BYTES * count, count]
+            and all_below(self._indices, len(self.samples))
+            and self.samples.is_whole(num_sources)
+        )
 
     def sample(self, place: int) -> Sample:
         """The sample of one."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S
-from lora_rocm.data.columns import KEY_BYTES, Keys, Texts
+from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.folders import source_folder
 from lora_rocm.data.items import Pictures
 from lora_rocm.data.samples import Samples
@@ -95,7 +95,14 @@ class Shelf:
         try:
             with self.path.open("rb") as file:
                 manifest, listing = self._read(file)
-        except (OSError, ValueError, LookupError, TypeError, EOFError):  # damaged, or of another version: made anew
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            EOFError,
+            RecursionError,
+        ):  # damaged, or of another version: made anew
             return None
         if listing != [self.listing(), _states(manifest.pictures.samples.files_of_datasets())]:
             return None
@@ -174,6 +181,7 @@ class Shelf:
             Pictures(samples), array("q"), array("q"), Keys(), Keys(), set_aside, tuple(header["notices"]), facts
         )
         _fill(empty, columns)
+        _check(empty, len(self._sources))
         return empty, header["listing"]
 
     def _there(self, kind: str, keys: bytes) -> bool:
@@ -202,6 +210,21 @@ class Shelf:
         with contextlib.suppress(OSError):  # a cache that may only be read
             for name in names:
                 os.utime(self._root / kind / f"{part:02x}" / name)
+
+
+def _check(manifest: Manifest, num_sources: int) -> None:
+    """Every number in the columns points to something.
+
+    Raises:
+        ValueError: one does not.
+    """
+    pictures = manifest.pictures
+    whole = pictures.is_whole(num_sources)
+    for places, texts in ((manifest.training, manifest.texts), (manifest.held_out, manifest.held_out_texts)):
+        whole = whole and texts.is_whole(KEY_BYTES) and len(texts) == len(places)
+        whole = whole and all_below(places, len(pictures)) and all(map(pictures.is_ready, places))
+    if not whole:
+        raise ValueError("damaged")
 
 
 def _old(changed_at: float) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from lora_rocm.data.columns import Texts
+from lora_rocm.data.columns import Texts, all_below
 from lora_rocm.data.rows import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -87,6 +87,17 @@ class Samples(Sequence[Sample]):
     def key(self, index: int) -> str:
         """The key of one."""
         return self._keys[index]
+
+    def is_whole(self, num_sources: int) -> bool:
+        """Whether every number points to something: for columns from a file."""
+        numbers, count = self._numbers, len(self._keys)
+        texts = (self._keys, self._places, self._captions)
+        return (
+            len(numbers) == NUM_NUMBERS * count
+            and all(len(column) == count and column.is_whole() for column in texts)
+            and all_below(numbers[0::NUM_NUMBERS], num_sources)
+            and all_below(numbers[1::NUM_NUMBERS], len(self.folders))
+        )
 
     def size_hw(self, index: int) -> tuple[int, int]:
         """Height and width of one."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,3 +230,51 @@ def test_a_manifest_that_no_run_has_wanted_for_long_is_pruned(starts: Starts) ->
     assert file.exists()
     prune(starts.root / "cache", lambda text: None, older_than_days=3, dry_run=False)
     assert not file.exists()
+
+
+def forged(file: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change header and columns of a manifest, and make its digest right again."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, at = json.loads(content[8 : 8 + length]), 8 + length
+    columns = {}
+    for name, typecode, count in header["columns"]:
+        columns[name] = array(typecode, content[at : (at := at + count * array(typecode).itemsize)])
+    change(header, columns)
+    header["columns"] = [[name, column.typecode, len(column)] for name, column in columns.items()]
+    text = json.dumps(header).encode()
+    body = b"".join([len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns.values())])
+    file.write_bytes(body + hashlib.sha256(body).digest())
+
+
+def set_last(name: str, value: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
+        columns[name][-1] = value
+
+    return change
+
+
+def shorten(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda header, columns: columns[name].pop() and None
+
+
+FORGERIES = {
+    "nothing": lambda header, columns: None,
+    "a place that is none": set_last(".training", 99),
+    "a place below zero": set_last(".training", -1),
+    "a text that ends behind the end": set_last(".texts._ends", 10**9),
+    "a sample that is none": set_last(".pictures._indices", 10**6),
+    "a column that is short": shorten(".pictures._keys"),
+    "numbers that are short": shorten(".pictures.samples._numbers"),
+    "a column that is missing": lambda header, columns: columns.pop(".pictures._cuts") and None,
+    "no folders": lambda header, columns: header.update(folders=[]),
+    "no problems": lambda header, columns: header.update(set_aside=[{"x": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_manifest_that_was_tampered_with_is_not_taken(starts: Starts, name: str) -> None:
+    made = parts(starts())
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
+    forged(file, FORGERIES[name])
+    assert parts(starts()) == made and starts.looked == (1 if name == "nothing" else 2)
