@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,42 +111,40 @@ def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Re
     )
 
 
-@dataclass
 class Setup:
-    """A model of one rank, ready to train; a plan can be put in force again and again."""
+    """A model of one rank, ready to train; plans can be put in force one after the other."""
 
-    toy: bool
-    root: Path
-    rank: int
-    device: torch.device
-    family: ModelFamily
-    model: LoadedModel
-    transfer: DeviceTransfer
-    optimizer: GatedAdamW
-    hollow: LoadedModel
-    counted: dict[int, Footprint] = field(default_factory=dict)
-    offload: Offload | None = None
-    updates: int = 0
+    def __init__(self, toy: bool, root: Path, rank: int, device: torch.device) -> None:
+        self.toy, self.root, self.rank, self.device = toy, root, rank, device
+        self.recipe = make_recipe(toy, root, 64, rank, 1)
+        self.dtype = torch.float32 if toy else torch.bfloat16
+        self.family: ModelFamily = family_for(self.recipe)
+        self.hollow = hollow_model(self.family, self.recipe, self.dtype, not toy)
+        self.counted: dict[int, Footprint] = {}
+        self.load()
 
-    @classmethod
-    def make(cls, toy: bool, root: Path, rank: int, device: torch.device) -> Setup:
-        recipe = make_recipe(toy, root, 64, rank, 1)
-        dtype = torch.float32 if toy else torch.bfloat16
-        family = family_for(recipe)
-        model = family.load(dtype, torch.device("cpu"))
-        adapter = inject(family, model, recipe.lora, 0)
+    def load(self) -> None:
+        """The model anew, all of it on the device."""
+        self.offload: Offload | None = None
+        self.in_force: Plan | None = None
+        self.model: LoadedModel | None = None
+        self.optimizer: GatedAdamW | None = None
+        self.transfer = DeviceTransfer(self.device, pin=self.device.type == "cuda")
+        empty_pools()
+        started = time.perf_counter()
+        model = self.family.load(self.dtype, torch.device("cpu"))
+        adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
-        transfer = DeviceTransfer(device, pin=device.type == "cuda")
         for name, component in model.components.items():
-            transfer.send_parameters(component, name)
+            self.transfer.send_parameters(component, name)
             component.train()
-        model.device = device
-        family.fuse(model)
-        weights = adapter.flatten(dtype, torch.float32)
-        hollow = hollow_model(family, recipe, dtype, not toy)
+        model.device = self.device
+        self.family.fuse(model)
+        weights, optim = adapter.flatten(self.dtype, torch.float32), self.recipe.optim
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
-        optimizer = GatedAdamW(weights, adapter.groups(recipe.optim), recipe.optim, **how)
-        return cls(toy, root, rank, device, family, model, transfer, optimizer, hollow)
+        self.model, self.optimizer = model, GatedAdamW(weights, adapter.groups(optim), optim, **how)
+        empty_pools()
+        _say(f"rank {self.rank}: loaded in {time.perf_counter() - started:.1f} s")
 
     def footprint(self, side_px: int) -> Footprint:
         if side_px not in self.counted:
@@ -155,10 +153,16 @@ class Setup:
         return self.counted[side_px]
 
     def put(self, plan: Plan) -> None:
-        """Put a plan in force."""
-        if self.offload is not None:
+        """Put a plan in force. Weights that wait in main memory do not come back: then all is loaded anew."""
+        before = self.in_force
+        if before is not None and (before.recomputed, before.offloaded) == (plan.recomputed, plan.offloaded):
+            return
+        if before is not None and set(before.offloaded) - set(plan.offloaded):
+            self.load()
+        elif self.offload is not None:
             self.offload.close()
         self.offload = apply(plan, self.family, self.model, self.transfer, pin=self.device.type == "cuda", anew=True)
+        self.in_force = plan
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         batch = self.family.example(side_px, side_px, rows)
@@ -179,7 +183,7 @@ class Setup:
             started = time.perf_counter()
             for _ in range(plan.parts):
                 engine.run(batch, draws)
-            self.optimizer.step(self.updates, self.transfer.bad)
+            self.optimizer.step(0, self.transfer.bad)
             _settle(self.device)
             seconds.append(time.perf_counter() - started)
         return seconds
@@ -325,9 +329,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     limits: list[dict[str, Any]] = []
     side_px = 128 if options.toy else 1024
     for rank in dict.fromkeys(case.rank for case in wanted):
-        started = time.perf_counter()
-        setup = Setup.make(options.toy, options.root, rank, device)
-        _say(f"rank {rank}: ready after {time.perf_counter() - started:.1f} s")
+        setup = Setup(options.toy, options.root, rank, device)
         for case in [case for case in wanted if case.rank == rank]:
             row = measure(setup, case)
             factor = row["correction"] if not rows else factor
@@ -335,11 +337,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             _say(line_of(row))
         if not limits:
-            for limit in limits_of(options.toy, setup, side_px):
-                limits.append(limited(setup, limit, rates, factor, 1, side_px))
+            wanted_limits = limits_of(options.toy, setup, side_px)
+            for limit, batch in [(wanted_limits[0], 4), *((limit, 1) for limit in wanted_limits)]:
+                limits.append(limited(setup, limit, rates, factor, batch, side_px))
                 _say(json.dumps(limits[-1]))
-            limits.append(limited(setup, limits[0]["limit_bytes"], rates, factor, 4, side_px))
-            _say(json.dumps(limits[-1]))
         del setup
         empty_pools()
     errors = [abs(row["corrected_bytes"] / row["peak_bytes"] - 1) for row in rows]

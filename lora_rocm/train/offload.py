@@ -211,25 +211,44 @@ def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 @dataclass
+class _Part:
+    """The part of a memory that a block's tensors are in, and where it will lie; in bytes."""
+
+    begin: int
+    end: int
+    place: int = 0
+
+
+@dataclass
 class _Layout:
     """How a block's frozen tensors will lie side by side; those that share memory share it afterwards."""
 
     tensors: list[Tensor]
-    places: dict[int, int]  # of each memory, in bytes
+    parts: dict[int, _Part]  # by the address of the memory
     num_bytes: int
 
 
 def _layout(block: nn.Module) -> _Layout:
     tensors = frozen_tensors(block)
     tensors += _of_same_memory(block, tensors)
-    places: dict[int, int] = {}
-    size = 0
+    parts: dict[int, _Part] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in places:
-            places[storage.data_ptr()] = size
-            size += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return _Layout(tensors, places, size)
+        begin, end = _extent(tensor)
+        begin = begin // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        part = parts.setdefault(tensor.untyped_storage().data_ptr(), _Part(begin, end))
+        part.begin, part.end = min(part.begin, begin), max(part.end, end)
+    size = 0
+    for part in parts.values():
+        part.place = size
+        size += -(-(part.end - part.begin) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return _Layout(tensors, parts, size)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From where to where a tensor lies in its memory, in bytes."""
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset()
+    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
 def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
@@ -249,22 +268,21 @@ def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
     done: set[int] = set()
     pieces = []
     for tensor in layout.tensors:
-        storage = tensor.untyped_storage()
-        place = layout.places[storage.data_ptr()]
-        if place not in done:
-            host[place : place + storage.nbytes()].copy_(_bytes(storage, tensor.device, transfer))
-            done.add(place)
-        offset = place + tensor.storage_offset() * tensor.element_size()
-        span = (
-            1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        ) * tensor.element_size()
-        pieces.append(_Piece(tensor, offset, span, tensor.dtype, tensor.shape, tensor.stride()))
+        part = layout.parts[tensor.untyped_storage().data_ptr()]
+        if part.place not in done:
+            there = _bytes(tensor.untyped_storage(), tensor.device, transfer, part)
+            host[part.place : part.place + len(there)].copy_(there)
+            done.add(part.place)
+        begin, end = _extent(tensor)
+        offset = part.place + begin - part.begin
+        pieces.append(_Piece(tensor, offset, end - begin, tensor.dtype, tensor.shape, tensor.stride()))
     waiting = _Waiting(host, pieces, int(whole_fingerprint(host)))
     waiting.point_to(host)
     return waiting
 
 
-def _bytes(storage: torch.UntypedStorage, device: torch.device, transfer: DeviceTransfer) -> Tensor:
-    """The bytes of a memory, on the CPU."""
-    there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+def _bytes(storage: torch.UntypedStorage, device: torch.device, transfer: DeviceTransfer, part: _Part) -> Tensor:
+    """The bytes of a part of a memory, on the CPU."""
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    there: Tensor = whole[part.begin : part.end]
     return there if device.type == "cpu" else transfer.receive({"offloaded weights": there})["offloaded weights"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Run, recomputing
-from lora_rocm.train.offload import Offload, copy_into
+from lora_rocm.train.offload import ALIGNMENT_BYTES, Offload, copy_into
 
 CPU = torch.device("cpu")
 WIDTH, BLOCKS, STEPS = 48, 6, 3
@@ -251,6 +251,25 @@ def test_other_layouts_come_back_as_they_are() -> None:
     Offload([conv], DeviceTransfer(CPU, pin=False), pin=False)
     assert torch.equal(conv(x), before)
     assert torch.equal(conv.weight, wanted) and conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> None:
+    """As after an earlier offload, whose blocks lie in one piece of memory, or where a file was read whole."""
+    net, whole = Net(), torch.randn(1_000_000)
+    layer = net.blocks[1].base
+    layer.weight.data = whole[300:].as_strided(layer.weight.shape, (1, len(layer.weight)))
+    wanted = trained(net, CPU)
+    net, transfer = Net(), DeviceTransfer(CPU, pin=False)
+    layer = net.blocks[1].base
+    layer.weight.data = whole[300:].as_strided(layer.weight.shape, (1, len(layer.weight)))
+    net.run = recomputing(LoadedModel({"net": net}, torch.float32, CPU))
+    first = Offload(list(net.blocks[:4]), transfer, pin=False)
+    assert first.host_bytes < whole.numel()
+    first.close()
+    second = Offload(list(net.blocks), transfer, pin=False)
+    alone = Offload(list(Net().blocks), DeviceTransfer(CPU, pin=False), pin=False)
+    assert second.host_bytes <= alone.host_bytes + 2 * ALIGNMENT_BYTES
+    assert same(trained(net, CPU), wanted)
 
 
 @pytest.mark.gpu
