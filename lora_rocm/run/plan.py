@@ -109,7 +109,7 @@ def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: boo
         accumulation=train.gradient_accumulation_steps,
         modes=modes,
         min_parts=min(settings.micro_batch_parts, train.batch_size),
-        graphs=on_gpu and recipe.runtime.graphs == "auto" and not recipe.lora.dropout,
+        graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
         all_offloaded=wanted == "offload",
     )
 

@@ -200,6 +200,7 @@ def test_what_past_failures_made_necessary_holds() -> None:
 )
 def test_graphs_are_counted_where_there_are_some(on_gpu: bool, sections: dict[str, Any], graphs: bool) -> None:
     assert job_of(recipe(**sections), Settings(), on_gpu=on_gpu, can_offload=True).graphs is graphs
+    assert not job_of(recipe(**sections), Settings(graphs=False), on_gpu=on_gpu, can_offload=True).graphs
 
 
 @pytest.mark.parametrize(
