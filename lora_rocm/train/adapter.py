@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.recipe.schema import LoraSection, OptimSection
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
@@ -155,7 +156,7 @@ class Adapter:
 
     def entries(self) -> dict[str, LoraEntry]:
         """The adapter at strength 1 as plain numbers: module name -> entry, on the CPU."""
-        state = self.state()
+        state = {name: tensor.float() for name, tensor in self.state().items()}
         return {
             name: LoraEntry(
                 state[f"{name}.lora_A"],
@@ -299,7 +300,7 @@ def _targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict
 
 def _inject(component: nn.Module, config: LoraConfig) -> None:
     with torch.random.fork_rng(devices=[]):  # PEFT's own initialisation must not move the global generator
-        inject_adapter_in_model(config, component, PEFT_NAME)
+        inject_adapter_in_model(with_lean_layers(config), component, PEFT_NAME)
     for layer in component.modules():
         if isinstance(layer, LoraLayer):
             for name in ("lora_A", "lora_B", "lora_magnitude_vector"):

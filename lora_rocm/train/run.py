@@ -231,6 +231,7 @@ def _load_model(start: Start, family: ModelFamily, transfer: DeviceTransfer) -> 
         transfer.send_parameters(component, name)
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = start.device
+    family.fuse(model)
     if _recomputes(start):
         family.recompute_activations(model)
     empty_pools()

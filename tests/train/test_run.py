@@ -278,7 +278,7 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
 
     def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
         for name, module in trainer.model.components["unet"].named_modules():
-            if name.endswith("to_q.lora_A.default"):
+            if name.endswith("to_q.lora_A.default" if use_dora else "to_out.0"):
                 module.register_forward_pre_hook(
                     lambda _, given: inputs.add(given[0].dtype) if torch.is_grad_enabled() else None
                 )
