@@ -198,6 +198,15 @@ class Found:
     false_alarms: int = 0
     seconds: float = 0.0
 
+    def add(self, other: Found) -> None:
+        """Count another series with this one."""
+        for name in COUNTS:
+            getattr(self, name).update(getattr(other, name))
+        self.compared += other.compared
+        self.differing += other.differing
+        self.false_alarms += other.false_alarms
+        self.seconds += other.seconds
+
     @property
     def faults(self) -> int:
         return sum(self.caught.values()) + sum(self.reached.values())

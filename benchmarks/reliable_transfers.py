@@ -1,15 +1,18 @@
 """Faulty copies to the device, by the thousand: none may reach an optimizer step, and no good one may be refused.
 
 usage: python benchmarks/reliability.py transfers [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
+       [--limit-s 300]    then the figures are of what was made by then, and say so
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from benchmarks.faults import KINDS, TARGETS
 from benchmarks.faulty_training import COUNTS, SHARES, SIZES, Found, faulty_steps
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 
+SERIES = 500  # faults of one series; each begins a run anew
+CLEAN_SERIES = 5000
 CLEAN_IN_A_ROW = 100  # sends between two looks at the verdict, which stays set
 EXPONENTS = {  # float formats, as integers: the bits of the exponent
     torch.float32: (torch.int32, 0x7F800000),
@@ -76,6 +81,15 @@ def clean_sends(wanted: int, device: torch.device, seed: int) -> tuple[int, floa
     return alarms, time.perf_counter() - started
 
 
+def in_series(wanted: int, size: int, limit_s: float) -> Iterator[tuple[int, int]]:
+    """(number, size) of one series after the other, until there are enough or time is over."""
+    started = time.perf_counter()
+    for number, first in enumerate(range(0, wanted, size)):
+        if time.perf_counter() - started > limit_s:
+            return
+        yield number, min(size, wanted - first)
+
+
 def table(found: Found, title: str) -> str:
     """The counts as text."""
     lines = [title, f"  {'kind':16}" + "".join(f"{target:>24}" for target in TARGETS)]
@@ -116,6 +130,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph (on a CPU: the same, eager)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="of each of the two parts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     device = torch.device(options.device)
@@ -126,16 +141,20 @@ def main(argv: list[str]) -> int:
     else:
         torch.set_num_threads(1)
     steps = captured_faults if options.captured else faulty_steps
-    found = steps(options.faulty, device, options.seed)
+    found, alarms, clean, clean_s = Found(), 0, 0, 0.0
+    for number, size in in_series(options.faulty, SERIES, options.limit_s):
+        found.add(steps(size, device, 1000 * options.seed + number))
     how = ("captured in a CUDA graph" if device.type == "cuda" else "static buffers") if options.captured else "eager"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(table(found, f"{name}, torch {torch.__version__}, {how}, seed {options.seed}"), flush=True)
-    alarms, clean_s = clean_sends(options.clean, device, options.seed)
-    print(f"  {options.clean} sends without a fault: {alarms} false alarms; {clean_s:.0f} s")
+    for number, size in in_series(options.clean, CLEAN_SERIES, options.limit_s):
+        new_alarms, seconds = clean_sends(size, device, 1000 * options.seed + number)
+        alarms, clean, clean_s = alarms + new_alarms, clean + size, clean_s + seconds
+    print(f"  {clean} of {options.clean} sends without a fault: {alarms} false alarms; {clean_s:.0f} s")
     if options.json:
         facts = {"device": name, "torch": torch.__version__, "how": how, "seed": options.seed}
-        clean = {"clean": options.clean, "clean_false_alarms": alarms, "clean_seconds": round(clean_s, 1)}
-        options.json.write_text(json.dumps({**facts, **as_json(found), **clean}, indent=1), encoding="utf-8")
+        sends = {"clean": clean, "clean_false_alarms": alarms, "clean_seconds": round(clean_s, 1)}
+        options.json.write_text(json.dumps({**facts, **as_json(found), **sends}, indent=1), encoding="utf-8")
     sound = found.faults >= options.faulty and not (
         found.reached.total() or found.differing or found.false_alarms or alarms
     )
