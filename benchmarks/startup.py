@@ -232,14 +232,12 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def most_resident_mib() -> float:
-    """The most that this process has had in memory."""
-    info = psutil.Process().memory_info()
-    if hasattr(info, "peak_wset"):  # Windows
-        return float(info.peak_wset / 2**20)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    """The most that this process has had in memory; where the system does not tell, what it has now."""
+    info, status = psutil.Process().memory_info(), Path("/proc/self/status")
+    if not status.exists():
+        return float(getattr(info, "peak_wset", info.rss) / 2**20)
+    lines = status.read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:"))
 
 
 def first_step(options: argparse.Namespace) -> dict[str, Any]:
