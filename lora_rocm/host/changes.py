@@ -183,6 +183,16 @@ CHANGES: tuple[Change, ...] = (
         applies=_captures,
     ),
     Change(
+        "triton-off",
+        ("illegal-access", "nonfinite", "hang", "died"),
+        "rounding",
+        (Sets("setting:triton", "false"),),
+        "norms, gates and sums do without this program's own Triton kernels",
+        "decision of this project: nobody has run them on every card; plain PyTorch computes the same",
+        phases=("load", "step"),
+        applies=_on_gpu,
+    ),
+    Change(
         "hipblaslt-off",
         ("illegal-access", "canary", "hang", "died"),
         "rounding",

@@ -44,6 +44,8 @@ class Settings:
     """Activations are recomputed, whatever ``train.gradient_checkpointing`` says."""
     graphs: bool = True
     """Passes may be captured and replayed as graphs."""
+    triton: bool = True
+    """This program's Triton kernels may be used, where they pass their proof."""
     vae_tiling: bool = False
     """The VAE works in tiles on pictures of any size."""
 

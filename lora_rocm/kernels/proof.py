@@ -1,0 +1,198 @@
+"""Our Triton kernels against their plain forms, on the device and in the format that a run will use.
+
+They run on cards and compilers that nobody has tried. So before a model is fused they are compiled and compared here,
+forward and backward; where one fails, the run takes the plain forms, and says so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.device.selftest_judge import poison
+from lora_rocm.kernels.choice import Form, available
+from lora_rocm.kernels.geglu import geglu
+from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far a single number may be from the plain form in float32, as a share of its own size and the root of the mean
+square of all. Rounding makes half of it at most; a number that was not written, or not masked, is off by 0.5."""
+SEED = 20
+CANNOT = (
+    RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
+    AssertionError,
+)  # fmt: skip
+"""What a compiler raises, besides Triton's own errors, where it or a part of it (a C compiler, headers, a linker, a
+driver library, a folder to write to) is missing or does not know the card."""
+
+Run = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call a kernel.
+
+    run: (form, norm, *inputs) -> outputs. norm: made once for each format, or None. means: of the inputs' numbers.
+    pictures are laid out in channels_last.
+    """
+
+    name: str
+    run: Run
+    shapes: tuple[tuple[int, ...], ...]
+    norm: Callable[[], nn.Module] | None = None
+    mean: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} of {' and '.join('x'.join(map(str, shape)) for shape in self.shapes)}"
+
+
+def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
+    return geglu(ag, form)
+
+
+def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return add_layer_norm(x, None, norm, form)[1]
+
+
+def _sum_and_norm(form: Form, norm: nn.LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    return add_layer_norm(x, delta, norm, form)
+
+
+def _group_norm(form: Form, norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return group_norm(x, norm, form)[0]
+
+
+def _group_norm_and_input(form: Form, norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, form, silu=False)
+
+
+def _shifted_group_norm(form: Form, norm: nn.GroupNorm, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, form, shift)
+
+
+def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
+    return residual(x, y, norm.bias, form)
+
+
+def _groups(number: int, channels: int) -> Callable[[], nn.Module]:
+    return lambda: nn.GroupNorm(number, channels)
+
+
+SMALL: tuple[Case, ...] = (
+    Case("GEGLU", _gate, ((3, 5, 140),)),
+    Case("LayerNorm", _norm_alone, ((3, 5, 70),), lambda: nn.LayerNorm(70), mean=3),
+    Case("sum and LayerNorm", _sum_and_norm, ((4, 70), (4, 70)), lambda: nn.LayerNorm(70), mean=1.5),
+    Case("GroupNorm", _group_norm, ((2, 72, 9, 8),), _groups(4, 72), mean=5),
+    Case("GroupNorm without SiLU", _group_norm_and_input, ((2, 72, 5, 8),), _groups(4, 72), mean=5),
+    Case("sum and GroupNorm", _shifted_group_norm, ((2, 72, 9, 7), (2, 72)), _groups(4, 72), mean=2.5),
+    Case("residual sum", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
+)
+"""Odd sizes: no row, width or number of pixels fills its last block."""
+LARGE: tuple[Case, ...] = (
+    replace(SMALL[0], shapes=((2, 160, 2560),)),
+    replace(SMALL[1], shapes=((2, 160, 640),), norm=lambda: nn.LayerNorm(640)),
+    replace(SMALL[2], shapes=((320, 1280), (320, 1280)), norm=lambda: nn.LayerNorm(1280)),
+    replace(SMALL[3], shapes=((1, 320, 160, 164),), norm=_groups(32, 320)),
+    replace(SMALL[4], shapes=((2, 1280, 16, 16),), norm=_groups(32, 1280)),
+    replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
+    replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
+)
+"""Widths of an SDXL UNet, for which Triton compiles other code; the largest picture is cut into the larger chunks."""
+CASES = SMALL + LARGE
+
+
+def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+    """Whether the Triton kernels may be used there; ``say`` gets a sentence where they could, but may not.
+
+    To be called before the device is full: it takes some 400 MB for a moment.
+
+    Raises:
+        RuntimeError: the device reported a fault, after which this process can do nothing more on it, or is full.
+    """
+    if not available(device):
+        return False
+    with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
+        wrong = first_wrong(device, dtype)
+    if wrong is not None:
+        say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
+    return wrong is None
+
+
+def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] = CASES) -> str | None:
+    """The first kernel that cannot be compiled or run, or computes something else than its plain form; else None.
+
+    Raises:
+        RuntimeError: as ``trusted``.
+    """
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for case in cases:
+            fault = _fault(case, device, dtype)
+            if fault is not None:
+                return f"{case} in {str(dtype).removeprefix('torch.')} {fault}"
+    return None
+
+
+def _fault(case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+    from triton.errors import TritonError
+
+    given = _Given(case, device, dtype)
+    wanted = given.outcome("eager", torch.float32)
+    poison(device, *(tensor.numel() * dtype.itemsize for _, tensor in wanted))
+    try:
+        found = given.outcome("triton", dtype)
+    except (TritonError, *CANNOT) as error:
+        if device_fault(error) is not None or out_of_memory(error) is not None:
+            raise
+        return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
+    for (what, one), (_, other) in zip(found, wanted, strict=True):
+        size = other.abs() + other.square().mean().sqrt()
+        off = float(((one - other).abs() / size).max())
+        if not off <= TOLERANCE[dtype]:  # also where it is not a number
+            return f"has wrong numbers ({what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed)"
+    return None
+
+
+class _Given:
+    """Inputs, and the weights of outputs in the loss: the same numbers for both forms, made on the device."""
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+        self._case, self._device, self._dtype = case, device, dtype
+        self._rng = torch.Generator(device).manual_seed(SEED)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            self._norm = None if case.norm is None else case.norm().requires_grad_(False).to(dtype)
+        if self._norm is not None:
+            for parameter in self._norm.parameters():
+                parameter.copy_(self._normal(parameter.shape, dtype))
+        self._inputs = [self._normal(shape, dtype, case.mean) for shape in case.shapes]
+
+    def outcome(self, form: Form, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+        """(name, outputs and gradients of the inputs), in float32."""
+        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in self._inputs]
+        norm = None if self._norm is None else self._norm.to(dtype)
+        outputs = self._case.run(form, norm, *leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        rng = torch.Generator(self._device).manual_seed(SEED + 1)
+        weights = [torch.randn(output.shape, generator=rng, device=self._device) for output in outputs]
+        torch.autograd.backward(outputs, [weight.to(self._dtype).to(dtype) for weight in weights])
+        return list(self._named(outputs, leaves))
+
+    def _named(self, outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for number, output in enumerate(outputs, 1):
+            yield f"output {number}", output.detach().float()
+        for number, leaf in enumerate(leaves, 1):
+            assert leaf.grad is not None, "every input has a gradient"
+            yield f"gradient {number}", leaf.grad.float()
+
+    def _normal(self, shape: Sequence[int], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+        drawn = (torch.randn(tuple(shape), generator=self._rng, device=self._device) + mean).to(dtype)
+        return drawn.contiguous(memory_format=torch.channels_last) if drawn.ndim == 4 else drawn
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[-1][:200]
