@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import overload
 
 KEY_BYTES = 20
@@ -27,9 +26,11 @@ class Column:
 
     def is_whole(self, unit: int = 1) -> bool:
         """Whether the ends fit the bytes, where a thing has a multiple of ``unit``: for columns from a file."""
-        ends = self._ends
-        rising = all(after >= before and after % unit == 0 for before, after in pairwise(ends))
-        return bool(ends) and ends[0] == 0 and ends[-1] == len(self._bytes) and rising
+        import numpy as np
+
+        ends_N = np.array(self._ends)
+        fits = len(ends_N) > 0 and ends_N[0] == 0 and ends_N[-1] == len(self._bytes)
+        return bool(fits and (ends_N[1:] >= ends_N[:-1]).all() and (ends_N % unit == 0).all())
 
 
 class Texts(Column, Sequence[str]):

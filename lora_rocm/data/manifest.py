@@ -95,6 +95,7 @@ class Shelf:
         try:
             with self.path.open("rb") as file:
                 manifest, listing = self._read(file)
+                mark = _old(self.path)  # else its entries have been marked lately too
         except (
             OSError,
             ValueError,
@@ -108,10 +109,11 @@ class Shelf:
             return None
         keys = manifest.pictures.all_keys()
         texts = manifest.texts.raw + manifest.held_out_texts.raw
-        if not self._there("image", keys) or not self._there("text", texts):
+        if not self._there("image", keys, mark) or not self._there("text", texts, mark):
             return None
-        with contextlib.suppress(OSError):
-            os.utime(self.path)  # for ``cache prune``
+        if mark:
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
         return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
@@ -184,8 +186,8 @@ class Shelf:
         _check(empty, len(self._sources))
         return empty, header["listing"]
 
-    def _there(self, kind: str, keys: bytes) -> bool:
-        """Whether the cache lists every one of these entries; they are marked as used, as ``LatentCache.fault`` does.
+    def _there(self, kind: str, keys: bytes, mark: bool) -> bool:
+        """Whether the cache lists every one of these entries; ``mark`` them as used, as ``LatentCache.fault`` does.
 
         Many of them lie in one folder: to read the folder is much less work than to look at each.
         """
@@ -196,20 +198,22 @@ class Shelf:
                 continue
             try:
                 with os.scandir(self._root / kind / f"{part:02x}") as entries:
-                    found = [(entry.name, entry.stat().st_mtime) for entry in entries if entry.name.endswith(ENTRY_END)]
-                there_N = np.frombuffer(bytes.fromhex("".join(name[: 2 * KEY_BYTES] for name, _ in found)), KEY_TYPE)
+                    names = [entry.name for entry in entries if entry.name.endswith(ENTRY_END)]
+                there_N = np.frombuffer(bytes.fromhex("".join(name[: 2 * KEY_BYTES] for name in names)), KEY_TYPE)
             except (OSError, ValueError):  # a name that is no entry's
                 return False
             if not np.isin(wanted_N[first:last], there_N).all():
                 return False
-            used_N = np.isin(there_N, wanted_N[first:last])
-            self._mark(kind, part, [name for (name, at), used in zip(found, used_N, strict=True) if used and _old(at)])
+            if mark:
+                used_N = np.isin(there_N, wanted_N[first:last])
+                self._mark(kind, part, [name for name, used in zip(names, used_N, strict=True) if used])
         return True
 
     def _mark(self, kind: str, part: int, names: Iterable[str]) -> None:
         with contextlib.suppress(OSError):  # a cache that may only be read
-            for name in names:
-                os.utime(self._root / kind / f"{part:02x}" / name)
+            for path in (self._root / kind / f"{part:02x}" / name for name in names):
+                if _old(path):
+                    os.utime(path)
 
 
 def _check(manifest: Manifest, num_sources: int) -> None:
@@ -227,8 +231,8 @@ def _check(manifest: Manifest, num_sources: int) -> None:
         raise ValueError("damaged")
 
 
-def _old(changed_at: float) -> bool:
-    return time.time() - changed_at > MARK_AFTER_S
+def _old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > MARK_AFTER_S
 
 
 def _local(source: ResolvedSource) -> Path | None:

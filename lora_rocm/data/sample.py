@@ -106,6 +106,8 @@ class Samples(Sequence[Sample]):
 
     def files_of_datasets(self) -> Iterator[str]:
         """The pictures that datasets name by their path."""
+        if all(source.path is not None for source in self._sources):
+            return
         for index, place in enumerate(self._places):
             if place and self._sources[self._numbers[NUM_NUMBERS * index]].path is None:
                 yield place

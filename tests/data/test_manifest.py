@@ -199,8 +199,14 @@ def test_entries_in_use_are_marked_once_a_day_and_no_others(starts: Starts) -> N
     for entry in [*entries, other]:
         os.utime(entry, (time.time() - 2 * DAY_S,) * 2)
     starts()
+    assert all(time.time() - entry.stat().st_mtime > DAY_S for entry in entries if "image" in entry.parts), (
+        "the manifest is of today"
+    )
+    (file,) = (starts.root / "cache" / MANIFESTS).iterdir()
+    os.utime(file, (time.time() - 2 * DAY_S,) * 2)
+    starts()
     now = time.time()
-    assert starts.looked == 1
+    assert starts.looked == 1 and now - file.stat().st_mtime < DAY_S
     assert all(now - entry.stat().st_mtime < DAY_S for entry in entries) and now - other.stat().st_mtime > DAY_S
 
 
