@@ -102,15 +102,14 @@ def top(
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the run goes (default: runs/<recipe>-<time>).")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/<recipe>-<time>.")] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="latest|DIR", help="Go on with a run: the newest, a run or a checkpoint.")
     ] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although recipe or pictures changed.")
     ] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train on so many GPUs together.")] = None,
     no_supervisor: Annotated[
         bool, typer.Option("--no-supervisor", help="Do not watch the training process, and never start it again.")
     ] = False,
@@ -125,6 +124,7 @@ def train(
         resume=resume,
         accept_changes=accept_changes,
         supervised=not no_supervisor,
+        gpus=gpus,
     )
 
 

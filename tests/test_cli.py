@@ -24,7 +24,7 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version"},
-    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--no-supervisor"},
+    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card", "--json"},
     "demo": set(),
@@ -137,10 +137,13 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_rocm.run.launch.train", train)
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
-    options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True}
+    options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True, "gpus": None}
     assert seen == [("r.yaml", ["a.b=1", "c.d=2"], options)]
     run("train", "r.yaml", "--no-supervisor")
     assert seen[1][-1]["supervised"] is False
+    run("train", "r.yaml", "--gpus", "2")
+    assert seen[2][-1]["gpus"] == 2
+    assert run("train", "r.yaml", "--gpus", "0")[0] == 2
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -81,7 +82,7 @@ class Workers:
                 self._change(group, str(failure))
             finally:
                 self._give_back(group)
-        yield from data_loader(self.source, orders.after(given))
+        yield from one_ahead(data_loader(self.source, orders.after(given)))
 
     def close(self) -> None:
         """End all worker processes."""
@@ -225,6 +226,19 @@ class _Given:
 
     def __iter__(self) -> Iterator[Order]:
         return iter(self.orders)
+
+
+def one_ahead(results: Iterable[Result]) -> Iterator[Result]:
+    """The same in the same order; the next one is read in a thread while this one is used.
+
+    A step of a GPU leaves the host time to read; a read that comes after it leaves the GPU without work.
+    """
+    with ThreadPoolExecutor(1, "reader") as pool:
+        waiting = iter(results)
+        upcoming = pool.submit(next, waiting, None)
+        while (result := upcoming.result()) is not None:
+            upcoming = pool.submit(next, waiting, None)
+            yield result
 
 
 def data_loader(

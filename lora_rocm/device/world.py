@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ NAMED = 5  # how many differences an error names
 NUM_CHECKS = 5
 
 Beat = Callable[[str], None]
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -192,6 +193,16 @@ class World:
         if self.is_first:
             action()
         self.exchange(what, limit_s=None)
+
+    def in_turn(self, what: str, action: Callable[[], Made]) -> Made:
+        """Have rank 0 do something first, and then the others, who find what it has left; what each of them has made.
+
+        Raises:
+            MachineError: "rank-lost".
+        """
+        made = [action()] if self.is_first else []
+        self.exchange(what, limit_s=None)
+        return made[0] if made else action()
 
     def require_same(self, what: str, facts: Mapping[str, str]) -> None:
         """Refuse to train where ranks are not about the same thing.

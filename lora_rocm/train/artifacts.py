@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprint
+from lora_rocm.device.world import World
 from lora_rocm.errors import DataError, MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.load import fingerprint
@@ -36,7 +37,11 @@ MAX_CONCEPT_PICTURES = 200
 
 @dataclass
 class Artifacts:
-    """Writes files from the state of a run; each is whole or not there, and written again after a kill."""
+    """Writes files from the state of a run; each is whole or not there, and written again after a kill.
+
+    Of several ranks the first writes, once all have found their kernels and weights to be what they should be; the
+    others wait for it.
+    """
 
     session: Session
     recipe: Recipe
@@ -52,6 +57,7 @@ class Artifacts:
     room: Room
     drawn_at: int | None = None  # updates of the newest previews that this start has drawn
     tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
+    world: World = field(default_factory=World)
 
     @property
     def run_dir(self) -> RunDir:
@@ -70,27 +76,43 @@ class Artifacts:
             return
         with self.session.phase("checkpoint"):
             self.guard.check_all(updates)
-            self.run_dir.require()
-            self.room.look_ahead(updates - 1)
-            self.room.require_checkpoint(updates)
-            lora = self.run_dir.checkpoint_lora(updates)
-            with self._shown_weights():
-                self._write("kohya", lora, position)
-            parts = {
-                "adapter": self.adapter.state(),
-                "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
-                "optimizer": self.transfer.receive(self.optimizer.state()),
-            }
-            facts = {
-                "recipe": fingerprint(self.recipe),
-                "data": self.data_identity,
-                "base": self.family.base_facts()["identity"],
-                "threads": torch.get_num_threads(),
-                "metadata": asdict(self._facts(position)),
-            }
-            path = state.save(self.run_dir, position, parts, facts)
-            state.rotate(self.run_dir, self.recipe.output.keep_last)
+            self._require_in_step(updates)
+            self.world.first("checkpoint", lambda: self._save(position))
+
+    def _save(self, position: Position) -> None:
+        updates = position.updates
+        self.run_dir.require()
+        self.room.look_ahead(updates - 1)
+        self.room.require_checkpoint(updates)
+        lora = self.run_dir.checkpoint_lora(updates)
+        with self._shown_weights():
+            self._write("kohya", lora, position)
+        parts = {
+            "adapter": self.adapter.state(),
+            "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
+            "optimizer": self.transfer.receive(self.optimizer.state()),
+        }
+        facts = {
+            "recipe": fingerprint(self.recipe),
+            "data": self.data_identity,
+            "base": self.family.base_facts()["identity"],
+            "threads": torch.get_num_threads(),
+            "ranks": self.world.size,
+            "metadata": asdict(self._facts(position)),
+        }
+        path = state.save(self.run_dir, position, parts, facts)
+        state.rotate(self.run_dir, self.recipe.output.keep_last)
         self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
+
+    def _require_in_step(self, updates: int) -> None:
+        if self.world.size > 1:
+            self.world.require_in_step(str(int(whole_fingerprint(self.optimizer.weights.masters))), updates)
+
+    def before_training(self, updates: int) -> None:
+        """What is due at the start of the loop: a look at the disk, and pictures that are missing."""
+        self.room.look_ahead(updates)
+        self.preview_before()
+        self.preview_again(updates)
 
     def preview_before(self) -> None:
         """The pictures without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
@@ -105,6 +127,10 @@ class Artifacts:
         due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
         if due and not preview.existing(self.run_dir, updates, self.recipe):
             self.preview(updates)
+
+    def preview_once(self, updates: int) -> None:
+        """``preview`` by the first of all ranks, for which the others wait."""
+        self.world.first("previews", lambda: self.preview(updates))
 
     def preview(self, updates: int) -> None:
         """The pictures with the LoRA as it is (its average, where one is kept)."""

@@ -21,6 +21,7 @@ from lora_rocm.data.batches import Batch, split
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import usage
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
+from lora_rocm.device.world import World
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.train.engine import Engine
@@ -28,6 +29,7 @@ from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
+MAX_WRONG_SUMS = 3  # in a row
 NAMED = 3  # how many samples a sentence names
 
 
@@ -55,7 +57,9 @@ class Pending:
     learning_rate: float
     clocks: list[Clock]
     loading_s: float
-    on_device: Tensor  # float64 [6 + samples]: see Trainer._update
+    stop: bool  # this process was asked to stop
+    lost: bool  # see Work
+    on_device: Tensor  # float64 [10 + samples]: see Trainer._update
     on_host: Tensor  # its copy, perhaps still on its way
     arrived: torch.cuda.Event | None
 
@@ -90,6 +94,7 @@ class Work:
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
+    lost: bool = False  # memory ran out on the way: there are no gradients
 
 
 class Outcome(Enum):
@@ -128,6 +133,9 @@ class Trainer:
     beat: Callable[[str], None] = lambda activity: None
     hooks: Sequence[Hook] = ()
     step_extras: Callable[[Position], dict[str, Any]] = lambda position: {}
+    world: World = field(default_factory=World)
+    _stopping: bool = field(default=False, init=False)  # all ranks have heard that they should stop
+    _wrong_sums: int = field(default=0, init=False)  # in a row
     _settled_at: float = field(default=0.0, init=False)  # when a step's time begins to count, perf_counter
 
     def fit(self, max_train_steps: int) -> bool:
@@ -148,10 +156,13 @@ class Trainer:
                 self.optimizer.drop_gradients()
                 batches, pending = self.open_batches(self.position.iteration), None
                 continue
+            if self._stopping:  # said in the verdict that was just read
+                self.optimizer.drop_gradients()
+                return False
             pending = self._update(work)
-            stop = self.stop_requested()
+            now = pending.lost or (pending.stop and self.world.size == 1)  # of several, all have to hear it first
             due = [hook for hook in self.hooks if hook.due(self.position.updates + 1)]
-            if stop or due or self.position.updates + 1 >= max_train_steps:
+            if now or due or self.position.updates + 1 >= max_train_steps:
                 outcome, pending = self._settle(pending), None
                 if outcome is Outcome.RESEND:
                     batches = self.open_batches(self.position.iteration)
@@ -160,12 +171,15 @@ class Trainer:
                         self.beat("hooks")
                         hook.act(self)
                     self._settled_at = time.perf_counter()
-            if stop and pending is None and not self.transfer.resending:
+            if pending is None and self._stopping:
                 return False
         return True
 
     def _work(self, batches: Iterator[Batch]) -> Work | None:
-        """Queue all micro-batches of the next effective batch. None: memory ran out, and now less is needed."""
+        """Queue all micro-batches of the next effective batch. None: memory ran out, and now less is needed.
+
+        Of several ranks the others wait for this one's part, so there it is a work that is ``lost``.
+        """
         work = Work()
         try:
             for _ in range(self.accumulation):
@@ -186,7 +200,7 @@ class Trainer:
         self.engine.release()
         action = self.relief.take(full, seen, self.position.updates)
         self._incident("out-of-memory", work, full.where, action)
-        return None
+        return Work(lost=True) if self.world.size > 1 else None
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
         """One micro-batch, or a part of one: the gradient of the weighted sum accumulates."""
@@ -207,42 +221,47 @@ class Trainer:
         work.losses_B.append(passed.loss_B)
 
     def _update(self, work: Work) -> Pending:
-        """Queue the gated optimizer step and the verdict's way home.
+        """Queue the sum over ranks, the gated optimizer step, and the verdict's way home.
 
         All that it keeps was allocated before the first step. Where memory runs out in here all the same, half an
         update may have been made: the error leaves the loop, and a new start goes on from the last checkpoint.
         """
-        updates = self.position.updates
+        updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
-        blocked = self.transfer.bad
-        stats = self.optimizer.step(updates, blocked)
-        stamp = torch.full((), float(work.iteration + 1), dtype=torch.float64, device=self.model.device)
+        own, stop = self.transfer.bad, self.stop_requested()
+        if work.lost:  # this rank's part is none, and all make the batch again
+            work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
+        loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
+        said = self.world.agree(self.optimizer.weights.gradients, own, loss, losses_B, stop=stop, stamp=iteration)
+        stats = self.optimizer.step(updates, said.blocked)
+        stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
-        values = (stamp, torch.stack(work.losses).sum(), stats.grad_norm, blocked, stats.nonfinite, stats.loss_scale)
-        on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), torch.cat(work.losses_B)])
+        values = (stamp, said.loss, stats.grad_norm, said.blocked, stats.nonfinite, stats.loss_scale)
+        values += (own, said.wrong, said.guilty, said.stop)
+        on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        return Pending(
-            work.iteration, work.samples, learning_rate, work.clocks, work.loading_s, on_device, on_host, arrived
-        )
+        queued = (work.clocks, work.loading_s, stop, work.lost, on_device, on_host, arrived)
+        return Pending(iteration, work.samples, learning_rate, *queued)
 
     def _settle(self, pending: Pending) -> Outcome:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
         self.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, *losses = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, *losses = pending.verdict()
         waited_s = time.perf_counter() - started
         position = self.position
         if bad:
-            self._incident("transfer", pending, f"arrived changed by method {self.transfer.method}", "sent again")
-            self.transfer.failed(f"iteration {pending.iteration}, samples {', '.join(pending.samples)}")
+            self._again(pending, own=bool(own), wrong=bool(wrong))
             return Outcome.RESEND
         self.transfer.succeeded()
+        self._wrong_sums = 0
+        self._stopping = stop > 0 or (pending.stop and self.world.size == 1)
         position.iteration += 1
         if nonfinite:
-            self._skip(pending, loss, grad_norm, scale, losses)
+            self._skip(pending, loss, grad_norm, scale, losses, others_guilty=guilty > 0)
             return Outcome.SKIPPED
         position.nonfinite_in_a_row = 0
         position.updates += 1
@@ -268,15 +287,49 @@ class Trainer:
         self._settled_at = now
         return Outcome.DONE
 
-    def _skip(self, pending: Pending, loss: float, grad_norm: float, scale: float, losses: list[float]) -> None:
+    def _again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
+        """The update was not made, on no rank, because of something that another try may do better.
+
+        Raises:
+            TransferError: nothing is left to try.
+        """
+        where = f"iteration {pending.iteration}, samples {', '.join(pending.samples)}"
+        if own and not pending.lost:
+            self._incident("transfer", pending, f"arrived changed by method {self.transfer.method}", "sent again")
+            self.transfer.failed(where)
+        if not wrong:
+            return
+        self._wrong_sums += 1
+        self._incident("transfer", pending, "the sum of gradients over all GPUs is not their sum", "made again")
+        if self._wrong_sums >= MAX_WRONG_SUMS:
+            raise TransferError(
+                "sum-wrong",
+                f"Gradients of several GPUs were added up wrongly {MAX_WRONG_SUMS} times in a row. Nothing was trained "
+                "on it.",
+                where=where,
+                fix="Copies from card to card fail on some boards: set NCCL_P2P_DISABLE=1, then run the same command "
+                "with --resume latest; or train on one GPU.",
+            )
+
+    def _skip(
+        self,
+        pending: Pending,
+        loss: float,
+        grad_norm: float,
+        scale: float,
+        losses: list[float],
+        *,
+        others_guilty: bool,
+    ) -> None:
         """Nothing was updated. With finite losses that is how the fp16 scale is found, which the losses do not have."""
         guilty = [key for key, its in zip(pending.samples, losses, strict=True) if not math.isfinite(its)]
-        if self.optimizer.use_loss_scale and scale > 1.0 and not guilty:
+        if self.optimizer.use_loss_scale and scale > 1.0 and not guilty and not others_guilty:
             self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")
             return
         self.position.nonfinite_in_a_row += 1
         named = f"{', '.join(guilty[:NAMED])} ({len(guilty)} of {len(losses)} samples)"
-        whose = f"not finite is the loss of {named}" if guilty else "the loss of each sample is finite"
+        here = "the loss of each sample is finite" + (" here, but not on another GPU" if others_guilty else "")
+        whose = f"not finite is the loss of {named}" if guilty else here
         pending.samples = guilty or pending.samples
         self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}; {whose}", "update skipped")
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.world import World
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings
@@ -51,6 +52,7 @@ class Start:
         checkpoint: what to go on from.
         accept_changes: also where recipe, data or base are not those of the checkpoint.
         attempt: no lower one is drawn noise for (``Position.attempt``).
+        world: the processes that train together.
     """
 
     session: Session
@@ -61,6 +63,7 @@ class Start:
     checkpoint: state.Checkpoint | None = None
     accept_changes: bool = False
     attempt: int = 0
+    world: World = field(default_factory=World)
 
 
 @dataclass
@@ -85,7 +88,8 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
         ResumeError: the chosen checkpoint is damaged.
     """
     run_dir = session.run_dir
-    run_dir.discard_unfinished(of_parent=False)
+    if session.rank == 0:
+        run_dir.discard_unfinished(of_parent=False)
     if chosen is not None:
         checkpoint = state.read(chosen)
         if checkpoint is None:
@@ -102,18 +106,18 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
 def train(start: Start) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
-    session.readers.append(TensorBoard(session.run_dir.tensorboard, session.notice))
+    if start.world.is_first:
+        session.readers.append(TensorBoard(session.run_dir.tensorboard, session.notice))
     if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     with session.phase("cache"):
-        data = prepare_data(start, family)
+        data = start.world.in_turn("caches", lambda: prepare_data(start, family))
+        start.world.require_same("the training data", {"pictures and captions": data.identity()})
     with session.phase("load"):
         artifacts, position = load(start, family, data)
     trainer = new_trainer(start, data, position, artifacts)
-    artifacts.room.look_ahead(position.updates)
-    artifacts.preview_before()
-    artifacts.preview_again(position.updates)
+    start.world.first("previews", lambda: artifacts.before_training(position.updates))
     watching = first_time(start.device, "The first step", session.notice)
     with closing(data.workers), session.phase("step"), watching as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
@@ -121,7 +125,7 @@ def train(start: Start) -> tuple[bool, int]:
     artifacts.checkpoint(position)
     if finished:
         with session.phase("export"):
-            artifacts.finish(position)
+            start.world.first("export", lambda: artifacts.finish(position))
     return finished, position.updates
 
 
@@ -141,6 +145,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     position = Position()
     if checkpoint is not None:
         position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
+    start.world.require_same("the base model", {"base model": family.base_facts()["identity"]})
+    if checkpoint is not None and start.world.is_first:
         state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     position.attempt = max(position.attempt, start.attempt)
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, graphs=captures(start))
@@ -160,6 +166,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         steps_per_epoch=data.plan.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
         tiles=start.settings.vae_tiling,
+        world=start.world,
     )
     return artifacts, position
 
@@ -188,7 +195,8 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
 def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
     """The plan over what is prepared, the readers of the cache, and the event that tells of both."""
     session, train = start.session, start.recipe.train
-    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed)
+    ranks = (start.world.size, start.world.me.rank)
+    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
     session.emit(
         "data",
@@ -256,6 +264,8 @@ def _restore(
         ResumeError: recipe or data are not those of the checkpoint.
     """
     facts = checkpoint.facts
+    if not start.accept_changes:
+        checkpoint.require_ranks(start.world.size)
     for key, now, what in (
         ("recipe", fingerprint(start.recipe), "The recipe differs from the checkpoint's in a key that may not change."),
         ("data", data.identity(), "The training pictures are not those of the checkpoint."),
@@ -305,7 +315,7 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
     hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
     engine = _engine(start, artifacts)
     if recipe.sample.prompts:
-        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview, engine.release))
+        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview_once, engine.release))
     return Trainer(
         family=family,
         model=model,
@@ -323,6 +333,7 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         emit=session.emit,
         stop_requested=session.stop_requested,
         beat=session.beat,
+        world=start.world,
         hooks=hooks,
         step_extras=extras,
     )

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.errors import ResumeError, StorageError, storage_error
 from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, make_folder, rename
 from lora_rocm.train.loop import Position
 
@@ -42,6 +42,23 @@ class Checkpoint:
     def digest(self) -> str:
         """Of all that it holds; short, to be compared."""
         return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+
+    def require_ranks(self, ranks: int) -> None:
+        """Refuse another number of GPUs: the same batch size on each makes another effective batch.
+
+        Raises:
+            ResumeError: it was written by so many others.
+        """
+        before = int(self.facts.get("ranks", 1))
+        if before != ranks:
+            raise ResumeError(
+                "resume-gpus-changed",
+                f"The run was made on {before} GPU{'s' * (before > 1)}; on {ranks} its batches would have "
+                f"{'more' if ranks > before else 'fewer'} samples.",
+                where=str(self.path),
+                fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or go on all the same "
+                "with --accept-changes.",
+            )
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none.

@@ -13,20 +13,27 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import filelock
 import torch
 
+from lora_rocm import __version__
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
+from lora_rocm.device.world import World, join
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.host.ranks import Rank, rank_of
 from lora_rocm.host.settings import settings_from
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import fixed_values, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.session import Session
+
+if TYPE_CHECKING:
+    from lora_rocm.train.state import Checkpoint
 
 ORPHAN_LOCK_WAIT_S = 60.0
 
@@ -41,24 +48,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stacks-after", type=json.loads, help="JSON: phase -> write all stacks down after so many seconds of silence"
     )
+    parser.add_argument("--recipe", type=Path, help="this recipe, not that of the run directory (torchrun)")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
+    me = Rank()
     try:
-        run_dir.require()
-        with filelock.FileLock(run_dir.worker_lock, timeout=ORPHAN_LOCK_WAIT_S):
-            session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after)
-            recipe = load_recipe(run_dir.recipe).recipe
-            return _train(session, recipe, options)
+        me = rank_of(os.environ)
+        if options.recipe is None:
+            run_dir.require()
+        with filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S):
+            session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after, rank=me.rank)
+            recipe = load_recipe(options.recipe or run_dir.recipe).recipe
+            return _train(session, recipe, options, me)
     except filelock.Timeout:
         print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log
         return MachineError.exit_code
     except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
-        explained = _explained(error, run_dir)
+        explained = _explained(error, run_dir, me)
         with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
             run_dir.require()
-            emit = session.emit if session is not None else EventWriter(run_dir.events()).write
+            emit = session.emit if session is not None else EventWriter(run_dir.events(me.rank)).write
             emit("error", **explained.to_event())
         settle()
         return explained.exit_code
@@ -68,27 +79,28 @@ def main(arguments: list[str] | None = None) -> int:
                 session.close()
 
 
-def _explained(error: Exception, run_dir: RunDir) -> LoraRocmError:
+def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
     unknown = MachineError(
         "internal",
         f"The training process met an error that it does not know: {type(error).__name__}: {error}",
-        where=f"traceback in {run_dir.worker_log}",
-        fix="Please report it with worker.log attached; --resume latest goes on from the last checkpoint.",
+        where=f"traceback in {run_dir.log_of(me.rank)}",
+        fix="Please report it with that log attached; --resume latest goes on from the last checkpoint.",
     )
     return told(error, run_dir.path, unknown)
 
 
-def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int:
+def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
     from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
 
     settings = settings_from(os.environ)
-    device = choose_device(recipe.runtime.device, settings)
+    device = choose_device(recipe.runtime.device, settings, me.local_rank)
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
     apply(settings, device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
+    world = join(me, device, session.beat)
     checkpoint = run.find_checkpoint(session, options.checkpoint)
     session.emit(
         "start",
@@ -99,13 +111,30 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace) -> int
         precision=str(dtype).removeprefix("torch."),
         resumed_from=checkpoint.position.updates if checkpoint else None,
     )
-    start = run.Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt)
+    _require_same(world, recipe, dtype, checkpoint)
+    start = run.Start(
+        session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
+    )
     finished, updates = run.train(start)
+    world.close()
     code = 0 if finished else StoppedError.exit_code
     session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)
     if device.type == "cuda":
         torch.cuda.synchronize()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
     return code
+
+
+def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: Checkpoint | None) -> None:
+    """Refuse what several processes cannot train together.
+
+    Raises:
+        UserError: their recipes, versions, number formats or checkpoints differ.
+    """
+    values = {key: json.dumps(value, ensure_ascii=False) for key, value in fixed_values(recipe).items()}
+    place = f"{checkpoint.path.name} {checkpoint.digest}" if checkpoint else "the beginning"
+    world.require_same("the recipe", values)
+    world.require_same("software", {"lora-rocm": __version__, "torch": torch.__version__, "precision": str(dtype)})
+    world.require_same("the run directory", {"what they go on from": place})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from lora_rocm.data import workers as under_test
 from lora_rocm.data.buckets import fit
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.reader import Order, Orders, Read
-from lora_rocm.data.workers import Workers, hand_over
+from lora_rocm.data.workers import Workers, hand_over, one_ahead
 from lora_rocm.recipe.schema import RuntimeSection
 
 COUNT = 9
@@ -206,3 +207,45 @@ def test_a_worker_has_one_thread() -> None:
     finally:
         torch.set_num_threads(threads)
         under_test.set_sharing_strategy(sharing)
+
+
+# without workers
+
+
+def test_the_next_is_read_while_one_is_used_and_no_further() -> None:
+    read: list[int] = []
+    arrived = [threading.Event() for _ in range(5)]
+
+    def results() -> Iterator[Any]:
+        for number in range(5):
+            read.append(number)
+            arrived[number].set()
+            yield number + 1
+
+    found = []
+    for number, value in enumerate(one_ahead(results())):
+        found.append(value)
+        if number < 4:
+            assert arrived[number + 1].wait(10.0), "nobody asked for it"
+        time.sleep(0.01)
+        assert len(read) <= number + 2
+    assert found == [1, 2, 3, 4, 5]
+
+
+def test_an_error_comes_where_it_would_have_come() -> None:
+    def results() -> Iterator[Any]:
+        yield 1
+        yield 2
+        raise KeyError("of the source")
+
+    reading = one_ahead(results())
+    assert [next(reading), next(reading)] == [1, 2]
+    with pytest.raises(KeyError):
+        next(reading)
+
+
+def test_a_reading_that_is_left_early_leaves_no_thread() -> None:
+    reading = one_ahead(itertools.count(1))  # type: ignore[arg-type]
+    assert next(reading) == 1
+    reading.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader")]

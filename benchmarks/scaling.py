@@ -1,0 +1,209 @@
+"""What several GPUs gain, and a rank that is killed at a random step, at SDXL's full size with random weights.
+
+usage: python benchmarks/scaling.py ROOT [--gpus 1,2] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
+
+Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. A step's time is the median of
+the run's own ``step`` events, without the first ones. ``--kill``: the largest number of GPUs once undisturbed and once
+with a rank ended by SIGKILL, both at once and with deterministic kernels; the files have to be equal. ``--toy``
+rehearses on the CPU, over gloo, with the tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from PIL import Image
+
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+
+WARM_UP = 10
+PICTURES = 16
+DEADLINE_S = 400.0
+BASES = {True: "builtin:tiny-sdxl", False: "random:stabilityai/stable-diffusion-xl-base-1.0"}
+
+Row = dict[str, Any]
+
+
+def write_recipe(root: Path, *, toy: bool) -> Path:
+    """One bucket of square pictures; previews and held-out samples are none of this."""
+    side_px = 64 if toy else 1024
+    pictures = root / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for number in range(PICTURES):
+        Image.linear_gradient("L").resize((side_px, side_px)).rotate(20 * number).convert("RGB").save(
+            pictures / f"{number:02}.png"
+        )
+        (pictures / f"{number:02}.txt").write_text(f"a zibu, number {number}", encoding="utf-8")
+    recipe = root / "scaling.yaml"
+    recipe.write_text(
+        f"""
+model: {{name_or_path: '{BASES[toy]}'}}
+data: {{path: '{pictures}', resolution: {side_px}, bucket_step: 16}}
+lora: {{rank: {2 if toy else 16}, targets: attention}}
+train: {{max_train_steps: 30, mixed_precision: '{"no" if toy else "bf16"}'}}
+runtime: {{device: {"cpu" if toy else "gpu"}, self_test: 'no'{", threads: 1" if toy else ""}}}
+cache: {{dir: '{root / "cache"}'}}
+output: {{save_every_n_steps: 1000}}
+""",
+        encoding="utf-8",
+    )
+    return recipe
+
+
+def command(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object]) -> list[str]:
+    """The command line of one run."""
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [
+        sys.executable,
+        "-m",
+        "lora_rocm",
+        "train",
+        str(recipe),
+        "--run-dir",
+        str(run_dir),
+        "--gpus",
+        str(gpus),
+        *sets,
+    ]
+
+
+def start(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object]) -> subprocess.Popen[bytes]:
+    """Begin a run; what it says goes into a file beside its directory."""
+    with run_dir.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command(recipe, run_dir, gpus, settings), stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Wait for its end.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    code = process.wait(DEADLINE_S)
+    if code:
+        said = run_dir.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{run_dir.name} ended with {code}:\n{said[-3000:]}")
+
+
+def measure(recipe: Path, run_dir: Path, gpus: int, batch: int, steps: int) -> Row:
+    """One run: median step time after the warm-up, samples a second."""
+    began = time.monotonic()
+    settings: dict[str, object] = {"train.batch_size": batch, "train.max_train_steps": WARM_UP + steps}
+    finish(start(recipe, run_dir, gpus, settings), run_dir)
+    events = read_events(RunDir(run_dir).events())
+    steps_made = [event for event in events if event["type"] == "step"][WARM_UP:]
+    seconds = [event["step_s"] for event in steps_made]
+    median_s = statistics.median(seconds)
+    return {
+        "gpus": gpus,
+        "batch": batch,
+        "device": next(event["device"] for event in events if event["type"] == "start"),
+        "steps": len(seconds),
+        "median_s": median_s,
+        "mean_s": statistics.fmean(seconds),
+        "p95_s": sorted(seconds)[int(0.95 * len(seconds))],
+        "samples_per_s": gpus * batch / median_s,
+        "memory_gib": max(event["memory_bytes"] for event in events if event["type"] == "step") / 2**30,
+        "loading_s": statistics.median(event["loading_s"] for event in steps_made),
+        "wait_s": statistics.median(event["wait_s"] for event in steps_made),
+        "run_s": time.monotonic() - began,
+        "said": [event["text"] for event in events if event["type"] in ("notice", "change")],
+        "phases": {
+            event["phase"]: event["seconds"] for event in events if event["type"] == "phase" and event["state"] == "end"
+        },
+    }
+
+
+def kill(recipe: Path, root: Path, gpus: int, batch: int, steps: int, seed: int) -> Row:
+    """The same run twice; in the second a rank is killed. Whether it came back, and the files are equal."""
+    settings: dict[str, object] = {
+        "train.batch_size": batch,
+        "train.max_train_steps": steps,
+        "runtime.deterministic": "true",
+        "output.save_every_n_steps": max(steps // 4, 1),
+    }
+    dice = random.Random(seed)
+    rank, at = dice.randrange(gpus), dice.randrange(steps // 4 + 1, steps - 1)
+    whole, broken = root / f"whole-{gpus}", root / f"killed-{gpus}"
+    undisturbed = start(recipe, whole, gpus, settings)  # beside the other: their times say nothing
+    process = start(recipe, broken, gpus, settings)
+    updates = _wait_for_step(RunDir(broken), at)
+    starts = [event for event in read_events(RunDir(broken).events(rank)) if event["type"] == "start"]
+    psutil.Process(starts[-1]["pid"]).kill()
+    killed_at = time.time()
+    finish(process, broken)
+    finish(undisturbed, whole)
+    restarts = [event for event in read_events(RunDir(broken).events("supervisor")) if event["type"] == "restart"]
+    again = [e["time"] for e in read_events(RunDir(broken).events()) if e["type"] == "step" and e["time"] > killed_at]
+    files = [path.relative_to(whole) for path in whole.rglob("*.safetensors")]
+    return {
+        "gpus": gpus,
+        "rank": rank,
+        "after_step": updates,
+        "restarts": len(restarts),
+        "from_step": restarts[0]["from_updates"] if restarts else None,
+        "seconds_until_next_step": min(again) - killed_at if again else None,
+        "files": len(files),
+        "equal": all((whole / name).read_bytes() == (broken / name).read_bytes() for name in files),
+    }
+
+
+def _wait_for_step(run_dir: RunDir, at: int) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        done = [event["updates"] for event in read_events(run_dir.events()) if event["type"] == "step"]
+        if done and done[-1] >= at:
+            return int(done[-1])
+        time.sleep(0.01)
+    raise RuntimeError(f"{run_dir.path.name} made no step {at}")
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether the killed run gave the same bytes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--gpus", default="1,2", help="numbers of GPUs, with commas between")
+    parser.add_argument("--batch", type=int, default=4, help="samples of one forward pass on each GPU")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--kill-steps", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    root = options.root.absolute()
+    recipe = write_recipe(root, toy=options.toy)
+    counts = [int(word) for word in options.gpus.split(",") if word]
+    rows, killed = [], None
+    for gpus in counts:
+        rows.append(measure(recipe, root / f"gpus-{gpus}", gpus, options.batch, options.steps))
+        row = rows[-1]
+        row["scaling"] = row["samples_per_s"] / (gpus / rows[0]["gpus"] * rows[0]["samples_per_s"])
+        print(  # noqa: T201
+            f"{gpus} x {row['device']}, batch {row['batch']} each: {1000 * row['median_s']:.1f} ms a step (p95 "
+            f"{1000 * row['p95_s']:.1f}), {row['samples_per_s']:.2f} samples/s, scaling {row['scaling']:.1%}, "
+            f"{row['memory_gib']:.1f} GiB, the whole run {row['run_s']:.0f} s; {row['said']} {row['phases']}",
+            flush=True,
+        )
+    if options.kill:
+        killed = kill(recipe, root, max(counts), options.batch, options.kill_steps, options.seed)
+        print(f"killed: {killed}", flush=True)  # noqa: T201
+    if options.json:
+        about = {"python": sys.version.split()[0], "cpus": os.cpu_count(), "scaling": rows, "killed": killed}
+        options.json.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    return 0 if killed is None or (killed["equal"] and killed["restarts"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
