@@ -27,6 +27,7 @@ from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
+from lora_rocm.train.memory import Memory
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import Room
@@ -55,6 +56,7 @@ class Artifacts:
     data_identity: str
     steps_per_epoch: int
     room: Room
+    memory: Memory
     drawn_at: int | None = None  # updates of the newest previews that this start has drawn
     tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
     world: World = field(default_factory=World)

@@ -34,6 +34,7 @@ from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Hook, Position, Trainer
+from lora_rocm.train.memory import Memory, decide
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief, tell
 from lora_rocm.train.room import CacheRoom, Room
@@ -121,6 +122,7 @@ def train(start: Start) -> tuple[bool, int]:
     watching = first_time(start.device, "The first step", session.notice)
     with closing(data.workers), session.phase("step"), watching as seen:
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
+        first_pass(start, artifacts, trainer)
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     if finished:
@@ -133,7 +135,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     transfer = _transfer(start)
-    model, adapter = _load_model(start, family, transfer)
+    memory = _decide(start, family, data)
+    model, adapter = _load_model(start, family, transfer, memory)
     optimizer = GatedAdamW(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
@@ -166,6 +169,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         steps_per_epoch=data.plan.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
         tiles=start.settings.vae_tiling,
+        memory=memory,
         world=start.world,
     )
     return artifacts, position
@@ -228,26 +232,30 @@ def _pins(start: Start) -> bool:
     return start.device.type == "cuda" and planned and settings.copy_method == "auto"
 
 
-def _load_model(start: Start, family: ModelFamily, transfer: DeviceTransfer) -> tuple[LoadedModel, Adapter]:
+def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
+    """What of a step is kept in memory, for the largest pictures that there are."""
+    largest_hw = max(data.prepared.facts.bucket_counts, key=lambda hw: hw[0] * hw[1])
+    return decide(start.recipe, family, start.device, start.dtype, start.settings, largest_hw, start.session.notice)
+
+
+def _load_model(
+    start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
+) -> tuple[LoadedModel, Adapter]:
     """Load and adapt on the CPU, then send every parameter through the checked door."""
     recipe = start.recipe
     model = family.load(start.dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
+    staying = memory.staying(family, model)
     for name, component in model.components.items():
-        transfer.send_parameters(component, name)
+        transfer.send_parameters(component, name, staying)
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = start.device
     family.fuse(model)
-    if _recomputes(start):
-        family.recompute_activations(model)
+    memory.put(family, model, transfer, _pins(start))
     empty_pools()
     return model, adapter
-
-
-def _recomputes(start: Start) -> bool:
-    return start.recipe.train.gradient_checkpointing or start.settings.checkpointing
 
 
 def _restore(
@@ -328,7 +336,7 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         dropout=recipe.lora.dropout > 0,
         position=position,
         relief=Relief(
-            family, model, train.batch_size, start.settings.micro_batch_parts, _recomputes(start), session.emit
+            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, session.emit
         ),
         emit=session.emit,
         stop_requested=session.stop_requested,
@@ -337,6 +345,14 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         hooks=hooks,
         step_extras=extras,
     )
+
+
+def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer) -> None:
+    """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
+    memory, eager = artifacts.memory, replace(trainer.engine, graphs=None)
+    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, _pins(start), eager.run)
+    trainer.optimizer.drop_gradients()
+    trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
 
 
 def captures(start: Start) -> bool:
