@@ -1,12 +1,15 @@
 """What each way of computing an SDXL LoRA step costs on this GPU: kernels, GPU time, memory, and the error it makes.
 
-usage: python -m benchmarks.step_variants [ROOT] --out JSON [--toy] [--only REGEX] [--batches 4,1] [--budget SECONDS]
+usage: python -m benchmarks.step_variants [ROOT] --out JSON [--toy] [--quick] [--only REGEX] [--batches 4,1] [--budget S]
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
 fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
 captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in
 float32 with the same weights: relative norms; the first variant shows what bf16 itself costs. ``ROOT`` is a checkout to
 import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet, where Triton forms fail.
+
+``--only`` may come several times: what the first names is run first. ``--quick`` is for slow hosts: one eager step is
+timed, GPU time and kernels are those of the graph, and nothing is compared with float32.
 """
 
 from __future__ import annotations
@@ -194,38 +197,73 @@ def build(variant: Variant, toy: bool) -> tuple[UNet2DConditionModel, dict[str, 
     return unet, adapter
 
 
-def measure(variant: Variant, toy: bool, batches: list[int], truth: tuple[Tensor, Tensor]) -> Iterator[dict[str, Any]]:
-    """One row a batch size."""
-    unet, adapter = build(variant, toy)
+class Models:
+    """Builds the UNet of a variant, or takes that of the one before where only its fusion differs."""
+
+    def __init__(self, toy: bool) -> None:
+        self._toy = toy
+        self._last: tuple[Variant, UNet2DConditionModel, dict[str, nn.Parameter]] | None = None
+
+    def get(self, variant: Variant) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
+        if self._last is not None and follows(self._last[0], variant):
+            _, unet, adapter = self._last
+            fuse(unet, variant.fusion or PLAIN)
+        else:
+            self._last = None
+            clean()
+            unet, adapter = build(variant, self._toy)
+        self._last = variant, unet, adapter
+        return unet, adapter
+
+    def drop(self) -> None:
+        """After an error: nothing of it is used again."""
+        self._last = None
+
+
+def follows(before: Variant, variant: Variant) -> bool:
+    """Whether fusing again makes one of the other: nothing compiled, and no layout to be undone."""
+    if before.fusion is None or variant.fusion is None or before.compiled or variant.compiled:
+        return False
+    return before.lean == variant.lean and (variant.fusion.channels_last or not before.fusion.channels_last)
+
+
+def measure(
+    variant: Variant, models: Models, toy: bool, batches: list[int], truth: tuple[Tensor, Tensor] | None, quick: bool
+) -> Iterator[dict[str, Any]]:
+    """One row a batch size; without ``truth`` there is nothing about errors."""
+    unet, adapter = models.get(variant)
     for batch in batches:
         clean()
         started = time.perf_counter()
         step = Step(unet, adapter, make_inputs(toy, batch, torch.bfloat16))
         row: dict[str, Any] = {"variant": variant.name, "batch": batch}
-        if batch == 1:
+        if batch == 1 and truth is not None:
             loss, flat = step.flat_gradient()
             row["loss_error"] = float((loss - truth[0]).abs() / truth[0])
             row["gradient_error"] = float((flat - truth[1]).norm() / truth[1].norm())
-        row |= {f"eager_{key}": value for key, value in timed(step).items()}
-        row |= profiled(step)
+        row |= {f"eager_{key}": value for key, value in timed(step, *((1, 1) if quick else (WARMUP, STEPS))).items()}
+        if not quick or not CUDA:
+            row |= profiled(step)
         if CUDA:
             clean()
             graph = captured(step)
-            row |= {f"graph_{key}": value for key, value in timed(graph.replay).items()}
-            row |= {f"graph_{key}": value for key, value in profiled(graph.replay).items() if key != "top"}
+            row |= {f"graph_{key}": value for key, value in timed(graph.replay, WARMUP, STEPS).items()}
+            found = profiled(graph.replay)
+            row |= {f"graph_{key}": value for key, value in found.items() if key != "top"}
+            row |= found if quick else {}
             del graph
         yield row | {"took_s": time.perf_counter() - started}
 
 
-def timed(run: Callable[[], object]) -> dict[str, float]:
+def timed(run: Callable[[], object], warm_up: int, steps: int) -> dict[str, float]:
     """Median wall milliseconds a step, and the peak of allocated memory in GiB (of a graph: what it holds)."""
-    for _ in range(WARMUP):
+    for _ in range(warm_up):
         run()
     wait()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         begin = time.perf_counter()
         run()
         wait()
@@ -253,10 +291,8 @@ def captured(step: Step) -> torch.cuda.CUDAGraph:
 def profiled(run: Callable[[], object]) -> dict[str, Any]:
     """Of one step: device milliseconds (sum over kernels), kernels, milliseconds by kind, and the longest kernels.
 
-    Without a GPU the operators of the CPU stand in for kernels.
+    It has run before. Without a GPU the operators of the CPU stand in for kernels.
     """
-    run()
-    wait()
     with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as recorded:
         run()
         wait()
@@ -275,6 +311,12 @@ def profiled(run: Callable[[], object]) -> dict[str, Any]:
         entry[0], entry[1] = entry[0] + ms, entry[1] + 1
     top = sorted(([ms, int(n), name] for name, (ms, n) in names.items()), reverse=True)[:TOP]
     return {"busy_ms": total, "kernels": int(count), "kinds": kinds, "top": top}
+
+
+def chosen(patterns: list[str]) -> list[Variant]:
+    """What the first pattern names, then what the second names, and so on."""
+    found = [variant for pattern in patterns for variant in VARIANTS if re.search(pattern, variant.name)]
+    return list(dict.fromkeys(found))
 
 
 def wait() -> None:
@@ -319,7 +361,8 @@ def main() -> None:
     parser.add_argument("root", nargs="?", default=str(HERE))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", action="append")
     parser.add_argument("--batches", default="4,1")
     parser.add_argument("--budget", type=float, default=240)
     args = parser.parse_args()
@@ -329,22 +372,23 @@ def main() -> None:
     where = torch.cuda.get_device_name() if CUDA else "CPU"
     result: dict[str, Any] = {"device": where, "torch": torch.__version__, "rows": [], "failed": {}}
     print(f"{where}, torch {torch.__version__}, {PACKAGE}", flush=True)
-    truth = reference(args.toy)
-    for variant in VARIANTS:
+    truth = None if args.quick else reference(args.toy)
+    models = Models(args.toy)
+    for variant in chosen(args.only or [""]):
         needed = 60 if variant.compiled and CUDA else 15
-        if not re.search(args.only, variant.name):
-            continue
         if time.perf_counter() - began + needed > args.budget:
             print(f"{variant.name:44} | no time left", flush=True)
             continue
         try:
-            for row in measure(variant, args.toy, [int(b) for b in args.batches.split(",")], truth):
+            batches = [int(batch) for batch in args.batches.split(",")]
+            for row in measure(variant, models, args.toy, batches, truth, args.quick):
                 result["rows"].append(row)
                 print(line(row), flush=True)
         except Exception as error:
             said = (str(error).strip().splitlines() or [""])[-1]
             result["failed"][variant.name] = f"{type(error).__name__}: {error}"
             print(f"{variant.name:44} | {type(error).__name__}: {said[:200]}", flush=True)
+            models.drop()
         torch._dynamo.reset()
         clean()
         result["variants"] = {v.name: asdict(v) for v in VARIANTS}
