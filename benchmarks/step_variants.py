@@ -1,6 +1,6 @@
 """What each way of computing an SDXL LoRA step costs on this GPU: kernels, GPU time, memory, and the error it makes.
 
-usage: python -m benchmarks.step_variants [ROOT] --out JSON [--toy] [--quick] [--only REGEX] [--batches 4,1] [--budget S]
+usage: python -m benchmarks.step_variants [ROOT] --out F [--toy] [--quick] [--only REGEX] [--batches 4,1] [--budget S]
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
 fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
