@@ -17,12 +17,13 @@ from lora_rocm.host.quirks import Rule, Situation, When
 from lora_rocm.host.stack import stack_of
 
 Seen = Literal[
-    "loader-hang", "hang", "corruption", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite", "died"
+    "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
+    "died",
 ]  # fmt: skip
 """loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent,
 or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
-graph: a captured graph computes wrong. illegal-access: the device reported a fault, or was lost. died: the process
-ended without a word."""
+sum: gradients of several GPUs were added up wrongly. graph: a captured graph computes wrong. illegal-access: the
+device reported a fault, or was lost. died: the process ended without a word."""
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
 
@@ -40,7 +41,7 @@ SEEN_OF_CODE: dict[str, Seen] = {
     "worker-died": "died",
     "rank-lost": "died",
     "ranks-parted": "corruption",
-    "sum-wrong": "corruption",
+    "sum-wrong": "sum",
 }
 """Codes of errors that a new start, with or without changes, may cure. After any other error there is none."""
 
@@ -170,6 +171,16 @@ CHANGES: tuple[Change, ...] = (
         "copies are made by shaders instead of the copy engines",
         "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
         When(systems=("linux",)),
+        applies=_on_gpu,
+    ),
+    Change(
+        "p2p-off",
+        ("sum", "hang"),
+        "rounding",
+        (Sets("NCCL_P2P_DISABLE", "1"),),
+        "GPUs that train together exchange gradients through main memory, not from card to card",
+        "rocm-systems#11348; ROCm/vllm#390; pytorch#84803",
+        When(amd=False, systems=("linux",), several_ranks=True),
         applies=_on_gpu,
     ),
     Change(

@@ -27,6 +27,7 @@ WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
     "corruption": "data, weights or state had been altered",
+    "sum": "gradients of several GPUs were added up wrongly",
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
