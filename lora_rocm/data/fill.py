@@ -254,9 +254,9 @@ class Caches:
                 progress.step()
 
     def put_behind(self, behind: Behind, kind: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
-        content = self.cache.content_of(kind, key, tensors, item)
+        """Have an entry checked, fingerprinted and written by the thread behind, and told where it was a bad one."""
         tell = partial(self.repaired, kind, item, fault) if fault != MISSING else lambda: None
-        behind.add(partial(self.cache.write, kind, key, content), tell)
+        behind.add(partial(self.cache.put, kind, key, tensors, item), tell)
 
     def _encode_images(
         self, missing: _Missing, there: int, memory: HashMemory, found: Found, failed: dict[str, Problem]
