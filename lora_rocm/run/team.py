@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ def ranks(count: int) -> list[Rank]:
 
 
 def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
-    """The environment of each child: alone as planned, else with its number and a free port to meet at."""
+    """The environment of each child: alone as planned, else with its number and a free port to meet at.
+
+    They share the processor: threads that outnumber its cores wait for each other.
+    """
     if count == 1:
         return [dict(env)]
-    port = free_port()
-    return [{**env, **rank.variables(port)} for rank in ranks(count)]
+    port, threads = free_port(), max((os.cpu_count() or 1) // count, 1)
+    return [{"OMP_NUM_THREADS": str(threads), **env, **rank.variables(port)} for rank in ranks(count)]
 
 
 def free_port() -> int:
