@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 ALIGNMENT = 64
 """Elements: each weight begins at a multiple, as matrix products want it. What lies between is zero and stays zero."""
-SHARED = 2
-"""Numbers behind the gradients that travel with them: whether an update is blocked, and the loss."""
 
 
 class FlatWeights:
@@ -30,7 +28,7 @@ class FlatWeights:
     Attributes:
         masters: [N] ``weight_dtype``.
         parameters: name -> view of it.
-        buffer: float32 [N + SHARED]: ``gradients``, then ``shared``.
+        gradients: float32 [N].
     """
 
     def __init__(
@@ -48,8 +46,7 @@ class FlatWeights:
             size += -(-leaf.numel() // ALIGNMENT) * ALIGNMENT
         self.masters = torch.zeros(size, dtype=weight_dtype, device=device)
         self.parameters = self.views(self.masters)
-        self.buffer = torch.zeros(size + SHARED, device=device)
-        self.gradients, self.shared = self.buffer[:size], self.buffer[size:]
+        self.gradients = torch.zeros(size, device=device)
         same = leaf_dtype is weight_dtype
         self._working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landing = torch.zeros(size, dtype=leaf_dtype, device=device)

@@ -45,7 +45,7 @@ def test_gradients_of_several_passes_add_up_and_missing_ones_count_as_zero() -> 
     assert {name: float(gradient.unique()) for name, gradient in found.items()} == {"a.x": 4.0, "a.y": 2.0, "b.z": 4.0}
     assert float(flat.gradients.sum()) == sum(float(gradient.sum()) for gradient in found.values())  # nothing between
     flat.drop_gradients()
-    assert not flat.buffer.any()
+    assert not flat.gradients.any()
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.data())
