@@ -141,6 +141,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
         "all s": round(total_s, 2),
         "pictures/s": round(len(prepared.items) / total_s, 1),
         "share of the floor": round(floor_s / total_s, 3),
+        "of it without scan and captions": round(floor_s / max(encoding[1] - encoding[0], 1e-9), 3),
         "most resident MiB": round(seen[0]),
     }
 
