@@ -1,0 +1,149 @@
+"""``runtime.compile``: the repeated blocks, or whole components, by ``torch.compile``; never half, never in silence.
+
+What cannot be compiled ends the run in words (``fullgraph``): a part that ran eagerly all the same would be slow, and
+nobody would know why. Each bucket's shapes are compiled by themselves (``dynamic=False``), before the first step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.errors import LoraRocmError, MachineError, UserError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+
+How = Literal["regional", "full"]
+Asked = Literal["auto", "off", "regional", "full"]
+USES = 3  # of each size, at most: a training pass, a held-out pass, a preview of that size
+OFF = "Set runtime.compile to off: this program's own kernels then do what a compiler would do for it."
+
+
+def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = os.environ) -> How | None:
+    """What is to be compiled. ``auto`` is off: our own kernels are faster than compiled blocks (docs/performance.md).
+
+    Raises:
+        UserError: compile-unavailable: asked for where it cannot be.
+    """
+    if asked in ("auto", "off"):
+        return None
+    reason = None
+    if device.type != "cuda":
+        reason = "it is for GPUs, and this run trains on the processor"
+    elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
+        reason = "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/amd.md)"
+    elif find_spec("triton") is None:
+        reason = "Triton, which it compiles with, is not installed (PyTorch for AMD GPUs on Windows comes without)"
+    if reason is not None:
+        raise UserError(
+            "compile-unavailable",
+            f"torch.compile cannot be used: {reason}.",
+            where=f"runtime.compile: {asked}",
+            fix=OFF,
+        )
+    return "full" if asked == "full" else "regional"
+
+
+@dataclass
+class Compiler:
+    """Compiles parts of a model, and counts what it compiles.
+
+    Attributes:
+        how: see ``how_asked``.
+        sizes: number of buckets: with the number of parts, the bound on what is compiled.
+        say: gets a sentence where it begins, and where it is done.
+        beat: called after each piece: it is progress.
+        backend: of ``torch.compile``.
+        pieces: compiled until now.
+    """
+
+    how: How
+    sizes: int
+    say: Callable[[str], None]
+    beat: Callable[[str], None]
+    backend: str = "inductor"
+    pieces: int = field(default=0, init=False)
+
+    def put(self, family: ModelFamily, model: LoadedModel) -> None:
+        """Mark the parts, once the model is as it will be trained. They are compiled when they are called."""
+        from torch._dynamo import config  # takes seconds
+        from torch._dynamo.backends.registry import lookup_backend
+
+        parts = family.blocks(model) if self.how == "regional" else list(model.components.values())
+        limit = USES * len(parts) * max(1, self.sizes)
+        config.cache_size_limit = max(config.cache_size_limit, limit)
+        config.accumulated_cache_size_limit = max(config.accumulated_cache_size_limit, limit)
+        inner = lookup_backend(self.backend)
+
+        def counted(graph: Any, inputs: list[Any], **options: Any) -> Any:
+            compiled = inner(graph, inputs, **options)
+            self.pieces += 1
+            self.beat("step")
+            return compiled
+
+        for part in parts:
+            part.compile(backend=counted, fullgraph=True, dynamic=False)
+
+    def warm_up(self, sizes_hw: Iterable[tuple[int, int]], run: Callable[[int, int], object]) -> None:
+        """A pass of each size (height and width in pixels), the largest first; its gradients are the caller's to drop.
+
+        Raises:
+            LoraRocmError: as ``explained``.
+        """
+        ordered = sorted(sizes_hw, key=lambda hw: -hw[0] * hw[1])
+        for number, (height, width) in enumerate(ordered, 1):
+            self.say(f"Compiling for pictures of {width}x{height} ({number} of {len(ordered)}).")
+            with self.explained():
+                run(height, width)
+            self.beat("step")
+        self.say(f"Compiled: {self.pieces} pieces for {len(ordered)} sizes. They are kept for the next run.")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors of the compiler in words. Faults of the device and full memory pass as they are.
+
+        Raises:
+            LoraRocmError: compile-failed, or compile-limit where more sizes came than were planned.
+        """
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        try:
+            yield
+        except FailOnRecompileLimitHit as error:
+            what = f"More is compiled than {self.sizes} sizes of pictures explain ({self.pieces} pieces)."
+            raise _refused("compile-limit", what, error) from error
+        except TorchDynamoException as error:
+            if device_fault(error) is not None or out_of_memory(error) is not None:
+                raise
+            raise _refused("compile-failed", "A part of the model cannot be compiled.", error) from error
+
+
+def explained(compiler: Compiler | None) -> Any:
+    """``Compiler.explained``, or nothing where nothing is compiled."""
+    return nullcontext() if compiler is None else compiler.explained()
+
+
+def require_no_offload(compiler: Compiler | None, offloads: bool) -> None:
+    """Compiled code holds on to weights, which offloading moves.
+
+    Raises:
+        UserError: compile-offload.
+    """
+    if compiler is not None and offloads:
+        raise UserError(
+            "compile-offload",
+            "Frozen weights have to wait in main memory here, and compiled parts cannot follow them.",
+            where=f"runtime.compile: {compiler.how}",
+            fix="Set runtime.compile to off, or make the step smaller (train.batch_size, data.resolution).",
+        )
+
+
+def _refused(code: str, what: str, error: BaseException) -> LoraRocmError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return MachineError(code, what, where=(lines or [type(error).__name__])[0][:300], fix=OFF)

@@ -1,0 +1,144 @@
+"""Compiled parts compute the same; what cannot be compiled, or too much of it, is said; nothing is eager in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.device.failure import out_of_memory
+from lora_rocm.errors import LoraRocmError, MachineError, UserError
+from lora_rocm.train import compiling
+from lora_rocm.train.compiling import Compiler, How, explained, how_asked, require_no_offload
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at each tensor
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Block(nn.Module):
+    def __init__(self, then: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(3, 3), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def breaks(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+class Said:
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.beats = 0
+
+    def beat(self, activity: str) -> None:
+        self.beats += 1
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(cache_size_limit=1, accumulated_cache_size_limit=1):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(how: How = "regional", sizes: int = 2, blocks: int = 2, **of_block: Any) -> tuple[Compiler, Model, Said]:
+    torch.manual_seed(0)
+    model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
+    compiler = Compiler(how, sizes, said.words.append, said.beat, backend="aot_eager")
+    family: Any = SimpleNamespace(blocks=lambda loaded: list(loaded.components["unet"].blocks))
+    compiler.put(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
+    return compiler, model, said
+
+
+def passes(model: nn.Module) -> Callable[[int, int], object]:
+    return lambda height, width: model(torch.ones(height, width, 3)).sum().backward()
+
+
+@pytest.mark.parametrize(("how", "pieces"), [("regional", 2), ("full", 1)])
+def test_each_size_is_compiled_once_and_gives_the_same(how: How, pieces: int) -> None:
+    compiler, model, said = compiled(how)  # blocks: the first has an input without gradient, so two pieces
+    compiler.warm_up([(2, 2), (4, 3)], passes(model))
+    assert compiler.pieces == 2 * pieces and said.beats == compiler.pieces + 2
+    assert [words.split(" (")[0] for words in said.words[:2]] == [
+        "Compiling for pictures of 3x4",  # the largest first
+        "Compiling for pictures of 2x2",
+    ]
+    x = torch.randn(2, 2, 3)
+    found, plain = model(x), Model(*(Block() for _ in model.blocks))
+    plain.load_state_dict(model.state_dict())
+    assert compiler.pieces == 2 * pieces, "nothing new for a size that is known"
+    torch.testing.assert_close(found, plain(x))
+
+
+def test_a_part_that_cannot_be_whole_ends_in_words() -> None:
+    compiler, model, _ = compiled(then=breaks)
+    with pytest.raises(MachineError) as met:
+        compiler.warm_up([(2, 2)], passes(model))
+    assert met.value.code == "compile-failed" and "runtime.compile to off" in str(met.value.fix)
+    assert compiler.pieces == 0
+
+
+def test_more_sizes_than_planned_end_in_words_and_not_in_slow_steps() -> None:
+    compiler, model, _ = compiled(sizes=1, blocks=1)
+    compiler.warm_up([(2, 2)], passes(model))
+    with pytest.raises(LoraRocmError) as met, compiler.explained():
+        for side in range(3, 9):
+            model(torch.ones(side, 2, 3))
+    assert met.value.code == "compile-limit" and compiler.pieces == compiling.USES
+
+
+def test_full_memory_and_faults_pass_as_they_are() -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    compiler, _, _ = compiled()
+    for words in ("HIP out of memory. Tried to allocate 2 GiB", "HIP error: an illegal memory access was encountered"):
+        with pytest.raises(TorchDynamoException, match="HIP"), compiler.explained():
+            raise TorchDynamoException(words)
+    with pytest.raises(RuntimeError, match="something else"), compiler.explained():
+        raise RuntimeError("something else")
+    with explained(None):
+        assert out_of_memory(RuntimeError("x")) is None
+
+
+def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert how_asked("auto", GPU, {}) is None and how_asked("off", CPU, {}) is None
+    assert (
+        how_asked("regional", GPU, {"TORCHDYNAMO_DISABLE": "0"}) == "regional" and how_asked("full", GPU, {}) == "full"
+    )
+    for device, environ, word in ((CPU, {}, "processor"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
+        with pytest.raises(UserError, match=word):
+            how_asked("regional", device, environ)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="Triton"):
+        how_asked("full", GPU, {})
+    assert how_asked("auto", GPU, {}) is None
+
+
+def test_offloaded_weights_are_refused() -> None:
+    compiler, _, _ = compiled()
+    require_no_offload(None, True)
+    require_no_offload(compiler, False)
+    with pytest.raises(UserError, match="main memory"):
+        require_no_offload(compiler, True)
