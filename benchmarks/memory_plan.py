@@ -279,7 +279,7 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
                 watching(setup, resident_bytes(footprint, plan.offloaded)) as peak,
                 allocator_limit(setup, limit_bytes),
             ):
-                engine = setup.engine(graphs)
+                engine = setup.engine(plan.graphs)
                 seconds = setup.steps(plan, side_px, engine, WARM_UP + 1 + TIMED)[WARM_UP + 1 :]
                 allocated, reserved = peak()
                 captured = engine.graphs is not None and any(engine.graphs.captured.values())

@@ -26,6 +26,8 @@ SLACK_SHARE = 0.06
 """Of the activations: what the allocator holds beside the tensors, because they are of many sizes."""
 GRAPH_BYTES = 256 * MIB
 """What captured steps take besides: the nodes of the graphs."""
+PROOF_SHARE = 0.4
+"""Of the adapter's bytes: its gradients twice more, while a captured pass is compared with what it should give."""
 MIN_CORRECTION = 0.25
 """No measurement is believed that says less: something was not counted as it was."""
 CONTEXT_BYTES = 512 * MIB
@@ -128,12 +130,16 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second. ``known``: measured here; else only ratios of times mean something."""
+    """What a machine does in a second. ``known``: measured here; else only ratios of times mean something.
+
+    ``launch_s``: the least that a launch takes on the device; ``host_launch_s``: on the host, where none is captured.
+    """
 
     flops: float = 100e12
     moved_bytes: float = 900e9
     bus_bytes: float = 12e9
     launch_s: float = 4e-6
+    host_launch_s: float = 30e-6
     known: bool = False
 
 
@@ -145,7 +151,8 @@ class Job:
         batch_size: samples of a micro-batch; accumulation: micro-batches of a step.
         modes: the ways that may be chosen.
         min_parts: into so many parts a micro-batch is cut at least.
-        graphs: passes are captured.
+        graphs: passes may be captured.
+        shapes: sizes of pictures: a pass of one that is new is not captured, and stands beside those that are.
         correction: measured activations over counted ones.
         all_offloaded: offloading means every block, not as few as must be.
     """
@@ -155,6 +162,7 @@ class Job:
     modes: tuple[Mode, ...] = MODES
     min_parts: int = 1
     graphs: bool = False
+    shapes: int = 1
     correction: float = 1.0
     all_offloaded: bool = False
 
@@ -168,6 +176,7 @@ class Plan:
         recomputed, offloaded: places of blocks in ``Footprint.blocks``.
         peak_bytes: what tensors take at most. needed_bytes: what the allocator needs for that.
         step_s: the time of a step.
+        graphs: passes are captured.
     """
 
     mode: Mode
@@ -178,6 +187,7 @@ class Plan:
     peak_bytes: int
     needed_bytes: int
     step_s: float
+    graphs: bool = False
 
 
 def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
@@ -194,9 +204,8 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rate
 
 def smallest(footprint: Footprint, job: Job, rates: Rates) -> Plan:
     """The plan that needs least."""
-    plans = (
-        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
-    )
+    ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
+    plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
     return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
 
@@ -205,7 +214,10 @@ def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
         fit(limit, mode, parts, footprint, job, rates)
-        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
+        or min(
+            (plan for way in _captured_or_not(job) for plan in plans_of(mode, parts, footprint, way, rates)),
+            key=lambda plan: plan.needed_bytes,
+        )
         for parts in parts_of(job)
         for mode in job.modes
     ]
@@ -221,10 +233,15 @@ def parts_of(job: Job) -> list[int]:
 
 def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
     """The fastest plan of a mode that needs no more than the limit: the variants come in order of their time."""
-    return next(
-        (plan for plan in plans_of(mode, parts, footprint, job, rates) if plan.needed_bytes <= limit),
-        None,
-    )
+    found = []
+    for way in _captured_or_not(job):
+        variants = plans_of(mode, parts, footprint, way, rates)
+        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
+    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
+
+
+def _captured_or_not(job: Job) -> tuple[Job, ...]:
+    return (job, replace(job, graphs=False)) if job.graphs else (job,)
 
 
 def plans_of(mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Iterator[Plan]:
@@ -256,12 +273,15 @@ def planned(
 ) -> Plan:
     """A plan with its figures."""
     rows = -(-job.batch_size // parts)
-    resident = resident_bytes(footprint, offloaded)
     activations = int(rows * activation_bytes(footprint, recomputed) * job.correction)
-    peak = resident + activations
-    needed = peak + int(SLACK_SHARE * activations) + (GRAPH_BYTES if job.graphs else 0)
+    peak = resident_bytes(footprint, offloaded) + activations
+    needed = peak + int(SLACK_SHARE * activations)
+    if job.graphs:
+        proof = int(PROOF_SHARE * footprint.adapter_bytes)
+        peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
     seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
-    return Plan(mode, parts, rows, tuple(sorted(recomputed)), tuple(sorted(offloaded)), peak, needed, seconds)
+    blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))
+    return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs)
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint) -> float:
@@ -326,6 +346,9 @@ def step_seconds(
     samples = job.batch_size
     total = _seconds(footprint.work, samples, parts, rates)
     total += sum(_seconds(footprint.blocks[index].forward, samples, parts, rates) for index in recomputed)
+    if not job.graphs:  # else the host launches one thing a pass
+        launches = footprint.work.launches + sum(footprint.blocks[index].forward.launches for index in recomputed)
+        total = max(total, parts * launches * rates.host_launch_s)
     fetched = 2 * parts * sum(footprint.blocks[index].weight_bytes for index in offloaded)
     return job.accumulation * max(total, fetched / rates.bus_bytes)
 

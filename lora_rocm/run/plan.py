@@ -90,7 +90,7 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
     return 0
 
 
-def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool) -> Job:
+def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None) -> Job:
     """What the recipe, and what past failures made necessary, ask of a step.
 
     Args:
@@ -98,6 +98,7 @@ def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: boo
         settings: what the parent planned for this machine.
         on_gpu: where passes may be captured.
         can_offload: main memory is another one than the GPU's; a recipe that asks for it gets it all the same.
+        shapes: sizes of the pictures; None: not known, so several where the recipe has buckets.
     """
     wanted = recipe.runtime.memory
     modes: tuple[Mode, ...] = (wanted,) if wanted != "auto" else MODES if can_offload else MODES[:-1]
@@ -110,6 +111,7 @@ def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: boo
         modes=modes,
         min_parts=min(settings.micro_batch_parts, train.batch_size),
         graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
+        shapes=shapes or (2 if recipe.data.enable_bucket else 1),
         all_offloaded=wanted == "offload",
     )
 
@@ -215,16 +217,16 @@ def _lines(
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {size_text(footprint.adapter_bytes)}"
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
-    yield f"{'memory':<11}{'recomputed':>11}{'offloaded':>11}{'at once':>9}{'peak':>11}{'a step':>11}  fits"
+    blocks = f"{'recomputed':>11}{'offloaded':>11}"
+    yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
     fastest = min(row.step_s for row in rows)
     for row in rows:
         seconds = f"{row.step_s:.3f} s" if rates.known else f"{row.step_s / fastest:.2f} x"
         fits = "" if room.num_bytes is None else "yes" if row.needed_bytes <= room.num_bytes else "no"
         mark = "  <- chosen" if row == chosen else ""
-        yield (
-            f"{row.mode:<11}{len(row.recomputed):>11}{len(row.offloaded):>11}{row.rows:>9}"
-            f"{size_text(row.peak_bytes):>11}{seconds:>11}  {fits}{mark}".rstrip()
-        )
+        graphs, peak = "yes" if row.graphs else "no", size_text(row.peak_bytes)
+        blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
+        yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
     yield ""
     if chosen is not None:
         yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
@@ -238,8 +240,9 @@ def plan_text(chosen: Plan) -> str:
     """A plan in words: "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
     more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
+    blocks = f" ({count} blocks recomputed{more})" if count else ""
     samples = "1 sample" if chosen.rows == 1 else f"{chosen.rows} samples"
-    return chosen.mode + (f" ({count} blocks recomputed{more})" if count else "") + f", {samples} at once"
+    return f"{chosen.mode}{blocks}, {samples} at once{', captured' if chosen.graphs else ''}"
 
 
 def _say(text: str) -> None:

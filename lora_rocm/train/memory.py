@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import nn
@@ -55,6 +55,11 @@ class Memory:
     def parts(self) -> int:
         """Into how many a micro-batch is cut."""
         return self.job.min_parts if self.plan is None else self.plan.parts
+
+    @property
+    def captures(self) -> bool:
+        """Nothing speaks against captured passes."""
+        return self.plan is None or self.plan.graphs
 
     @property
     def recomputes_all(self) -> bool:
@@ -172,7 +177,8 @@ class Memory:
     def _correct(self, factor: float) -> None:
         assert self.plan is not None and self.footprint is not None
         now, self.job = self.plan, replace(self.job, correction=factor)
-        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, self.job, self.rates)
+        job = replace(self.job, graphs=now.graphs)
+        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, job, self.rates)
 
     def _change(
         self, wanted: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool
@@ -185,7 +191,7 @@ class Memory:
 
 def _same(one: Plan, other: Plan) -> bool:
     """Whether two plans do the same, whatever is thought of them."""
-    return (one.parts, one.recomputed, one.offloaded) == (other.parts, other.recomputed, other.offloaded)
+    return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
 
 
 def decide(
@@ -196,6 +202,7 @@ def decide(
     settings: Settings,
     bucket_hw: tuple[int, int],
     say: Callable[[str], None],
+    shapes: int = 1,
 ) -> Memory:
     """What to keep in memory on this device.
 
@@ -207,13 +214,14 @@ def decide(
         settings: what the parent planned for this machine.
         bucket_hw: height and width of the run's largest pictures, in pixels.
         say: gets a sentence where something is given up.
+        shapes: sizes of the pictures.
 
     Raises:
         UserError: does-not-fit: by far; where it is close, it is tried.
     """
     on_gpu = device.type == "cuda"
     shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
-    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared)
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared, shapes=shapes)
     if not on_gpu and recipe.runtime.memory != "selective":
         only = len(job.modes) == 1 and job.modes[0]
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes

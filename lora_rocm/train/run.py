@@ -234,8 +234,10 @@ def _pins(start: Start) -> bool:
 
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
-    largest_hw = max(data.prepared.facts.bucket_counts, key=lambda hw: hw[0] * hw[1])
-    return decide(start.recipe, family, start.device, start.dtype, start.settings, largest_hw, start.session.notice)
+    sizes = data.prepared.facts.bucket_counts
+    largest_hw = max(sizes, key=lambda hw: hw[0] * hw[1])
+    how = (start.device, start.dtype, start.settings, largest_hw, start.session.notice, len(sizes))
+    return decide(start.recipe, family, *how)
 
 
 def _load_model(
@@ -353,6 +355,8 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer) -> None:
     memory.probe(artifacts.family, artifacts.model, artifacts.transfer, _pins(start), eager.run)
     trainer.optimizer.drop_gradients()
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
+    if not memory.captures:
+        trainer.engine.graphs = None
 
 
 def captures(start: Start) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lora_rocm.run.memory_plan import (
     GRAPH_BYTES,
     MODES,
+    PROOF_SHARE,
     SLOTS,
     WORKSPACE_BYTES,
     Block,
@@ -33,7 +34,7 @@ from lora_rocm.run.memory_plan import (
 )
 
 MIB = 2**20
-RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5)
+RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5, host_launch_s=1e-5)
 
 
 def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list[float] | None = None) -> Footprint:
@@ -106,6 +107,7 @@ jobs = st.builds(
     batch_size=st.integers(1, 5),
     accumulation=st.integers(1, 3),
     graphs=st.booleans(),
+    shapes=st.integers(1, 3),
     correction=st.floats(0.5, 2.0),
 )
 budgets = st.integers(0, 6000)
@@ -169,7 +171,7 @@ def test_offloaded_blocks_are_spread_and_more_include_fewer(total: int) -> None:
 @given(blocks, jobs)
 def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int, int, int]], job: Job) -> None:
     net = footprint_of(drawn)
-    plan = next(plans_of("keep", 1, net, job, RATES))
+    plan = next(plans_of("keep", 1, net, replace(job, graphs=False), RATES))
     assert correction(plan, plan.peak_bytes, net) == pytest.approx(job.correction, rel=1e-3)
 
 
@@ -178,11 +180,32 @@ def test_a_measurement_below_what_lies_there_is_not_believed() -> None:
     assert correction(next(plans_of("keep", 1, net, Job(), RATES)), 0, net) == 0.25
 
 
-def test_graphs_need_more() -> None:
+def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
     net = row_of_blocks([10 * MIB])
-    plain, captured = (next(plans_of("keep", 1, net, Job(graphs=graphs), RATES)) for graphs in (False, True))
-    assert captured.needed_bytes - plain.needed_bytes == GRAPH_BYTES
-    assert captured.peak_bytes == plain.peak_bytes
+    plain, one, several = (
+        next(plans_of("keep", 1, net, Job(graphs=shapes > 0, shapes=shapes), RATES)) for shapes in (0, 1, 2)
+    )
+    proof = int(PROOF_SHARE * net.adapter_bytes)
+    assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof
+    assert one.peak_bytes - plain.peak_bytes == proof
+    assert several.needed_bytes - one.needed_bytes == activation_bytes(net, ())
+    assert (plain.graphs, one.graphs) == (False, True)
+
+
+def test_nothing_is_captured_where_only_that_makes_it_fit_or_nothing_is_won() -> None:
+    net = row_of_blocks([10 * MIB, 10 * MIB])
+    host_bound, device_bound = (replace(RATES, host_launch_s=each) for each in (1e-2, 1e-9))
+    job = Job(graphs=True)
+    captured, not_captured = (next(plans_of("keep", 1, net, replace(job, graphs=g), RATES)) for g in (True, False))
+    roomy = choose(captured.needed_bytes, net, job, host_bound)
+    tight = choose(not_captured.needed_bytes, net, job, device_bound)
+    assert roomy is not None and roomy.graphs and roomy.mode == "keep"
+    assert tight is not None and not tight.graphs and tight.mode == "keep"
+    assert not_captured.step_s == pytest.approx(max(_device_s(net), net.work.launches * RATES.host_launch_s))
+
+
+def _device_s(net: Footprint) -> float:
+    return next(plans_of("keep", 1, net, Job(graphs=True), RATES)).step_s
 
 
 def test_offloading_everything_means_everything() -> None:

@@ -72,8 +72,9 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     assert start(recipe, tmp_path / "kept")
     made: list[Memory] = []
 
-    def small(recipe: Recipe, family: ModelFamily, device: Any, dtype: Any, settings: Any, hw: Any, say: Any) -> Memory:
-        net = counted(recipe, family, dtype, settings, hw, on_gpu=False)
+    def small(recipe: Recipe, family: ModelFamily, *how: Any) -> Memory:
+        _, dtype, settings, size, say, _ = how
+        net = counted(recipe, family, dtype, settings, size, on_gpu=False)
         budget = int(resident_bytes(net, ()) + 1.2 * activation_bytes(net, ()))
         made.append(choose_from(recipe, net, Job(modes=("keep", "selective", "recompute")), budget, say))
         return made[0]
