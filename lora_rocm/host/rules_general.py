@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+
 from lora_rocm.host.quirks import SETTING, Rule, Situation, When
 from lora_rocm.host.stack import stack_of
 
@@ -21,6 +23,14 @@ def _threads(situation: Situation) -> str | None:
 def _gpu_expected(situation: Situation) -> str | None:
     hidden = situation.gpu is None and situation.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return None if hidden or stack_of(situation.facts, situation.selection) is None else "true"
+
+
+def _inductor_folder(situation: Situation) -> str | None:
+    recipe = situation.recipe
+    if recipe is None or recipe.runtime.compile in ("auto", "off"):
+        return None
+    path: type[PurePath] = PureWindowsPath if situation.facts.system == "windows" else PurePosixPath
+    return str(path(situation.app_dir) / "inductor")
 
 
 GENERAL_RULES: tuple[Rule, ...] = (
@@ -74,6 +84,15 @@ GENERAL_RULES: tuple[Rule, ...] = (
         "https://docs.pytorch.org/docs/stable/threading_environment_variables.html",
         ANY,
         shown=("", "runtime.threads"),
+    ),
+    Rule(
+        "inductor-cache",
+        "TORCHINDUCTOR_CACHE_DIR",
+        _inductor_folder,
+        "runtime.compile: what was compiled is kept between runs; the default is a temporary folder",
+        "https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html",
+        ANY,
+        shown=("", "inductor in the program's folder, with runtime.compile: regional or full"),
     ),
     Rule(
         "gpu-expected",

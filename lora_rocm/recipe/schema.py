@@ -240,11 +240,16 @@ class RuntimeSection(Section):
         "auto: on a GPU each step is captured and replayed as one graph, once that has given the same gradients; not "
         "with lora.dropout.",
     )
+    compile: Literal["auto", "off", "regional", "full"] = on_resume(
+        "auto",
+        "torch.compile on a GPU: regional: the repeated blocks; full: whole components; each size of pictures is "
+        "compiled before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
+    )
     memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
         "auto",
         "What of a step stays in the GPU's memory. keep: everything; selective: the activations of as many blocks as "
-        "must be are computed again; recompute: those of all; offload: the frozen weights of blocks wait in main memory "
-        "besides. auto: the fastest that fits, also cutting micro-batches into parts (lora-rocm plan shows it).",
+        "must be are computed again; recompute: those of all; offload: the frozen weights of blocks wait in main "
+        "memory besides. auto: the fastest that fits, also cutting micro-batches into parts (lora-rocm plan shows it).",
     )
     canary_every_n_steps: int = on_resume(
         250,

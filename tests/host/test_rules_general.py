@@ -1,11 +1,15 @@
 """Rules for every machine."""
 
+from dataclasses import replace
+
 import pytest
 
 from lora_rocm.host.environ import plan
+from lora_rocm.host.quirks import Situation
 from lora_rocm.host.rules_general import GENERAL_RULES
 from tests.golden import machines
 from tests.host.situations import situation
+from tests.host.test_environ import recipe
 
 
 @pytest.mark.parametrize("name", machines())
@@ -31,3 +35,19 @@ def test_they_hold_on_every_machine(name: str) -> None:
 )
 def test_a_gpu_is_expected_where_torch_is_one_for_it(name: str, environ: dict[str, str], expected: bool) -> None:
     assert plan(situation(name, environ)).settings.expect_gpu is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("linux-rx7900xtx", "/lora-rocm/inductor"), ("windows-rx9070xt", "\\lora-rocm\\inductor")]
+)
+def test_what_was_compiled_is_kept_where_something_is_compiled(name: str, end: str) -> None:
+    def folder(compile_what: str) -> str | None:
+        found = {row.variable: row.value for row in plan(_asking(name, compile_what)).variables}
+        return found.get("TORCHINDUCTOR_CACHE_DIR")
+
+    assert str(folder("regional")).endswith(end) and folder("full") == folder("regional")
+    assert folder("auto") is None and folder("off") is None
+
+
+def _asking(name: str, compile_what: str) -> Situation:
+    return replace(situation(name, {}), recipe=recipe(compile=compile_what))
