@@ -7,7 +7,7 @@ nobody would know why. Each bucket's shapes are compiled by themselves (``dynami
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,8 +16,10 @@ from typing import Any, Literal
 import torch
 
 from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
-from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.recipe.schema import Recipe
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
@@ -56,7 +58,7 @@ class Compiler:
 
     Attributes:
         how: see ``how_asked``.
-        sizes: number of buckets: with the number of parts, the bound on what is compiled.
+        sizes_hw: height and width of the buckets, in pixels; their number, times the parts, bounds what is compiled.
         say: gets a sentence where it begins, and where it is done.
         beat: called after each piece: it is progress.
         backend: of ``torch.compile``.
@@ -64,7 +66,7 @@ class Compiler:
     """
 
     how: How
-    sizes: int
+    sizes_hw: Sequence[tuple[int, int]]
     say: Callable[[str], None]
     beat: Callable[[str], None]
     backend: str = "inductor"
@@ -76,7 +78,7 @@ class Compiler:
         from torch._dynamo.backends.registry import lookup_backend
 
         parts = family.blocks(model) if self.how == "regional" else list(model.components.values())
-        limit = USES * len(parts) * max(1, self.sizes)
+        limit = USES * len(parts) * len(self.sizes_hw)
         config.cache_size_limit = max(config.cache_size_limit, limit)
         config.accumulated_cache_size_limit = max(config.accumulated_cache_size_limit, limit)
         inner = lookup_backend(self.backend)
@@ -90,13 +92,13 @@ class Compiler:
         for part in parts:
             part.compile(backend=counted, fullgraph=True, dynamic=False)
 
-    def warm_up(self, sizes_hw: Iterable[tuple[int, int]], run: Callable[[int, int], object]) -> None:
-        """A pass of each size (height and width in pixels), the largest first; its gradients are the caller's to drop.
+    def warm_up(self, run: Callable[[int, int], object]) -> None:
+        """A pass of each size (given height and width), the largest first; its gradients are the caller's to drop.
 
         Raises:
             LoraRocmError: as ``explained``.
         """
-        ordered = sorted(sizes_hw, key=lambda hw: -hw[0] * hw[1])
+        ordered = sorted(self.sizes_hw, key=lambda hw: -hw[0] * hw[1])
         for number, (height, width) in enumerate(ordered, 1):
             self.say(f"Compiling for pictures of {width}x{height} ({number} of {len(ordered)}).")
             with self.explained():
@@ -116,12 +118,40 @@ class Compiler:
         try:
             yield
         except FailOnRecompileLimitHit as error:
-            what = f"More is compiled than {self.sizes} sizes of pictures explain ({self.pieces} pieces)."
+            what = f"More is compiled than {len(self.sizes_hw)} sizes of pictures explain ({self.pieces} pieces)."
             raise _refused("compile-limit", what, error) from error
         except TorchDynamoException as error:
             if device_fault(error) is not None or out_of_memory(error) is not None:
                 raise
             raise _refused("compile-failed", "A part of the model cannot be compiled.", error) from error
+
+
+def for_run(
+    recipe: Recipe,
+    device: torch.device,
+    sizes_hw: Iterable[tuple[int, int]],
+    say: Callable[[str], None],
+    beat: Callable[[str], None],
+) -> Compiler | None:
+    """The compiler of a run over pictures of these sizes; None where nothing is to be compiled."""
+    how = how_asked(recipe.runtime.compile, device)
+    return None if how is None else Compiler(how, tuple(sizes_hw), say, beat)
+
+
+def zero_passes(
+    family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
+) -> Callable[[int, int], object]:
+    """What runs a micro-batch of zeros of a size: for ``Compiler.warm_up``."""
+
+    def one(height: int, width: int) -> object:
+        batch = family.example(height, width, rows)
+        draws = family.draw(batch, [0] * rows).tensors
+        batch["weight"] = torch.zeros(rows)
+        tensors = {**batch, **draws}
+        sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
+        return run({name: sent[name] for name in batch}, {name: sent[name] for name in draws})
+
+    return one
 
 
 def explained(compiler: Compiler | None) -> Any:

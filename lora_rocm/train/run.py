@@ -24,9 +24,10 @@ from lora_rocm.device.world import World
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.host.settings import Settings
+from lora_rocm.kernels import proof
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe, RuntimeSection
-from lora_rocm.train import state
+from lora_rocm.train import compiling, state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.engine import Engine
@@ -112,6 +113,7 @@ def train(start: Start) -> tuple[bool, int]:
     if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
+    compiling.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
     with session.phase("cache"):
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"pictures and captions": data.identity()})
@@ -120,9 +122,10 @@ def train(start: Start) -> tuple[bool, int]:
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position.updates))
     watching = first_time(start.device, "The first step", session.notice)
-    with closing(data.workers), session.phase("step"), watching as seen:
+    compiler = compiling.for_run(recipe, start.device, data.prepared.facts.bucket_counts, session.notice, session.beat)
+    with closing(data.workers), session.phase("step"), watching as seen, compiling.explained(compiler):
         session.readers.append(lambda event: seen() if event["type"] == "step" else None)
-        first_pass(start, artifacts, trainer)
+        first_pass(start, artifacts, trainer, compiler)
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     if finished:
@@ -245,6 +248,8 @@ def _load_model(
 ) -> tuple[LoadedModel, Adapter]:
     """Load and adapt on the CPU, then send every parameter through the checked door."""
     recipe = start.recipe
+    compiled = compiling.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
+    triton = start.settings.triton and not compiled and proof.trusted(start.device, start.dtype, start.session.notice)
     model = family.load(start.dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.cast_inputs(False)
@@ -254,7 +259,7 @@ def _load_model(
         transfer.send_parameters(component, name, staying)
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = start.device
-    family.fuse(model)
+    family.fuse(model, triton=triton)
     memory.put(family, model, transfer, _pins(start))
     empty_pools()
     return model, adapter
@@ -349,10 +354,16 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
     )
 
 
-def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer) -> None:
+def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compiling.Compiler | None) -> None:
     """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
     memory, eager = artifacts.memory, replace(trainer.engine, graphs=None)
+    if compiler is not None:
+        compiler.put(artifacts.family, artifacts.model)
     memory.probe(artifacts.family, artifacts.model, artifacts.transfer, _pins(start), eager.run)
+    if compiler is not None:
+        rows = -(-start.recipe.train.batch_size // memory.parts)
+        compiling.require_no_offload(compiler, memory.offload is not None)
+        compiler.warm_up(compiling.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
     trainer.optimizer.drop_gradients()
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
     if not memory.captures:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.device.failure import out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
-from lora_rocm.train import compiling
+from lora_rocm.families.base import family_for
+from lora_rocm.host.settings import Settings
+from lora_rocm.kernels import proof
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import compiling, run
 from lora_rocm.train.compiling import Compiler, How, explained, how_asked, require_no_offload
+from lora_rocm.train.memory import decide
+from tests.train.test_run import make_recipe, material, start
+
+__all__ = ["material"]  # the fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at each tensor
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -63,7 +75,9 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(how: How = "regional", sizes: int = 2, blocks: int = 2, **of_block: Any) -> tuple[Compiler, Model, Said]:
+def compiled(
+    how: How = "regional", sizes: tuple[tuple[int, int], ...] = ((2, 2), (4, 3)), blocks: int = 2, **of_block: Any
+) -> tuple[Compiler, Model, Said]:
     torch.manual_seed(0)
     model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
     compiler = Compiler(how, sizes, said.words.append, said.beat, backend="aot_eager")
@@ -79,7 +93,7 @@ def passes(model: nn.Module) -> Callable[[int, int], object]:
 @pytest.mark.parametrize(("how", "pieces"), [("regional", 2), ("full", 1)])
 def test_each_size_is_compiled_once_and_gives_the_same(how: How, pieces: int) -> None:
     compiler, model, said = compiled(how)  # blocks: the first has an input without gradient, so two pieces
-    compiler.warm_up([(2, 2), (4, 3)], passes(model))
+    compiler.warm_up(passes(model))
     assert compiler.pieces == 2 * pieces and said.beats == compiler.pieces + 2
     assert [words.split(" (")[0] for words in said.words[:2]] == [
         "Compiling for pictures of 3x4",  # the largest first
@@ -95,14 +109,14 @@ def test_each_size_is_compiled_once_and_gives_the_same(how: How, pieces: int) ->
 def test_a_part_that_cannot_be_whole_ends_in_words() -> None:
     compiler, model, _ = compiled(then=breaks)
     with pytest.raises(MachineError) as met:
-        compiler.warm_up([(2, 2)], passes(model))
+        compiler.warm_up(passes(model))
     assert met.value.code == "compile-failed" and "runtime.compile to off" in str(met.value.fix)
     assert compiler.pieces == 0
 
 
 def test_more_sizes_than_planned_end_in_words_and_not_in_slow_steps() -> None:
-    compiler, model, _ = compiled(sizes=1, blocks=1)
-    compiler.warm_up([(2, 2)], passes(model))
+    compiler, model, _ = compiled(sizes=((2, 2),), blocks=1)
+    compiler.warm_up(passes(model))
     with pytest.raises(LoraRocmError) as met, compiler.explained():
         for side in range(3, 9):
             model(torch.ones(side, 2, 3))
@@ -142,3 +156,61 @@ def test_offloaded_weights_are_refused() -> None:
     require_no_offload(compiler, False)
     with pytest.raises(UserError, match="main memory"):
         require_no_offload(compiler, True)
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in read_events(RunDir(folder).events()) if event["type"] == "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["regional", "full"])
+def test_a_compiled_run_is_the_eager_run(
+    how: How, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"max_train_steps": 2, "gradient_accumulation_steps": 1}
+    assert start(make_recipe(material, train=short), tmp_path / "eager")
+    original, compilers = compiling.for_run, []
+
+    def opened(*given: Any) -> Compiler | None:
+        found = original(*given)
+        compilers.extend([replace(found, backend="aot_eager")] if found is not None else [])
+        return compilers[0]
+
+    monkeypatch.setattr(compiling, "how_asked", lambda asked, device: None if asked == "auto" else asked)
+    monkeypatch.setattr(compiling, "for_run", opened)
+    assert start(make_recipe(material, train=short, runtime={"compile": how}), tmp_path / how)
+    assert compilers[0].pieces > 0
+    torch.testing.assert_close(losses(tmp_path / how), losses(tmp_path / "eager"), rtol=1e-5, atol=1e-6)
+    said = [event["text"] for event in read_events(RunDir(tmp_path / how).events()) if event["type"] == "notice"]
+    assert [text for text in said if text.startswith("Compiled: ")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "proven", "compile_what", "used"),
+    [
+        (Settings(), True, "auto", True),
+        (Settings(), False, "auto", False),
+        (Settings(triton=False), True, "auto", False),
+        (Settings(), True, "regional", False),
+    ],
+)
+def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
+    settings: Settings, proven: bool, compile_what: str, used: bool, material: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FusedError(Exception):
+        pass
+
+    def fuse(model: Any, triton: bool) -> None:
+        assert triton is used
+        raise FusedError
+
+    monkeypatch.setattr(compiling, "how_asked", lambda asked, device: None if asked == "auto" else asked)
+    monkeypatch.setattr(proof, "trusted", lambda *_: proven)
+    recipe = make_recipe(material, runtime={"compile": compile_what})
+    family = family_for(recipe)
+    monkeypatch.setattr(family, "fuse", fuse)
+    session: Any = SimpleNamespace(notice=lambda text: None)
+    begin = run.Start(session, recipe, CPU, torch.float32, settings)
+    memory = decide(recipe, family, CPU, torch.float32, settings, (64, 64), session.notice)
+    with pytest.raises(FusedError):
+        run._load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)
