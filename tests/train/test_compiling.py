@@ -27,7 +27,10 @@ from tests.train.test_run import make_recipe, material, start
 
 __all__ = ["material"]  # the fixture
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at each tensor
+pytestmark = [  # the compiler's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
