@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -79,8 +78,7 @@ class Data:
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
-        parts = repr([(item.key, item.repeats, item.picture_keys, item.text_keys) for item in self.prepared.items])
-        return hashlib.sha256(parts.encode("utf-8")).hexdigest()
+        return self.prepared.identity()
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
