@@ -23,10 +23,13 @@ def geglu(ag: Tensor, form: Form) -> Tensor:
         ag: [..., 2N], contiguous; a in the first half, g in the second.
         form: see ``choice``.
     """
-    if form == "triton" and not ag.is_meta:
+    if torch.compiler.is_compiling():  # the compiler fuses it itself, and refuses to write into halves
+        a, g = ag.chunk(2, dim=-1)
+        output: Tensor = a * F.gelu(g)
+    elif form == "triton" and not ag.is_meta:
         from lora_rocm.kernels.geglu_triton import TritonGeglu
 
-        output: Tensor = TritonGeglu.apply(ag)
+        output = TritonGeglu.apply(ag)
     else:
         output = _Geglu.apply(ag)
     return output
