@@ -102,7 +102,7 @@ def test_a_gpu_that_is_away_may_come_back_where_it_was_there_before() -> None:
     assert seen_of(StorageError("disk-full", "x"), None, (), 1, first=False) is None
     met = failure("illegal-access", code="gpu-not-seen")
     assert after(met, history(), on(AMD)) == Restart((), 0)
-    assert after(failure("illegal-access"), history(), on(AMD)) == Restart(("attention-float32",), 0)  # the control
+    assert after(failure("illegal-access"), history(), on(AMD)) == Restart(("graphs-off",), 0)  # the control
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_without_a_budget_everything_is_raised(seen: Seen) -> None:
         (AMD, "loader-hang", "workers-0"),
         (AMD, "hang", "copies-unpinned"),
         (AMD, "corruption", "copies-unpinned"),
-        (AMD, "illegal-access", "attention-float32"),
+        (AMD, "illegal-access", "graphs-off"),
         (AMD, "out-of-memory", "micro-batch-halved"),
-        (AMD, "nonfinite", "attention-float32"),
+        (AMD, "nonfinite", "triton-off"),
         (AMD, "died", None),
         (CPU, "loader-hang", "workers-0"),
         (CPU, "hang", None),
@@ -163,7 +163,7 @@ def test_what_the_user_set_stays() -> None:
     free, set_by_user = on(AMD), on(AMD, environ={"HSA_ENABLE_SDMA": "1"})
     done = ("copies-unpinned", "copies-blocking")
     assert after(failure("hang"), history(), changed(free, *done)) == Restart(("sdma-off",), 0)
-    assert after(failure("hang"), history(), changed(set_by_user, *done)) == Restart((), 0)
+    assert after(failure("hang"), history(), changed(set_by_user, *done)) == Restart(("graphs-off",), 0)
 
 
 @given(st.sampled_from((AMD, WINDOWS, CPU, "nvidia-rtx4090")), st.sampled_from(list(WORDS)), st.integers(0, 2))
