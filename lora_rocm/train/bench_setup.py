@@ -24,7 +24,7 @@ from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe, SampleSection
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train import run
+from lora_rocm.train import compiling, run
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Trainer
@@ -94,6 +94,7 @@ class Bench(AbstractContextManager["Bench"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.closing.close()
+        self.start.session.readers.clear()  # its thread that watches the parent lives on, and what it holds with it
 
 
 def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights: bool, watch_parent: bool) -> Bench:
@@ -126,6 +127,9 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         stack.enter_context(closing(data.workers))
         artifacts, position = run.load(start, family, data)
         bench = Bench(start, data, artifacts, run.new_trainer(start, data, position, artifacts))
+        sizes = data.prepared.facts.bucket_counts
+        compiler = compiling.for_run(recipe, device, sizes, session.notice, session.beat)
+        run.first_pass(start, artifacts, bench.trainer, compiler)
         session.readers.append(bench.read)
         bench.closing = stack.pop_all()
     return bench
