@@ -1,4 +1,4 @@
-"""A graph that sets no memory, keeps old inputs or does not run is noticed. Here a graph is a function that runs again."""
+"""A graph that sets no memory or does not run is noticed. Here a graph is a function that runs again."""
 
 from __future__ import annotations
 

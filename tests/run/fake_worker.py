@@ -37,18 +37,11 @@ def main() -> int:
     checkpoint each time. ``MODE@1``: of several ranks only that one ends so, the others wait for it. What it was
     started with is in the file ``started``, a line for each start.
     """
-    mode, run_dir = sys.argv[1], RunDir(Path(sys.argv[2]))
-    rank = int(os.environ.get("RANK", "0"))
+    run_dir, rank = RunDir(Path(sys.argv[2])), int(os.environ.get("RANK", "0"))
     before = sum(event["type"] == "start" for event in read_events(run_dir.events(rank)))
-    when, _, mode = mode.rpartition(":")
-    mode, _, whose = mode.partition("@")
-    if whose and rank != int(whose):
-        mode = "wait"
+    when, mode = mode_of(sys.argv[1], rank, before)
     with (run_dir.path / "started").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"options": sys.argv[3:], "environ": dict(os.environ)}) + "\n")
-    for word in when.replace("first", "1").split(","):
-        if word.isdigit() and before >= int(word):
-            mode = "done"
     if mode in BEFORE_A_WORD:
         BEFORE_A_WORD[mode]()
     writer = EventWriter(run_dir.events(rank), session=before + 1)
@@ -73,6 +66,18 @@ def main() -> int:
     if mode == "wait":
         heartbeat.beat("verdict")
     return ENDINGS[mode](run_dir, writer)
+
+
+def mode_of(text: str, rank: int, before: int) -> tuple[str, str]:
+    """(when, how this start ends) of a mode, for a rank that was started so often before."""
+    when, _, mode = text.rpartition(":")
+    mode, _, whose = mode.partition("@")
+    if whose and rank != int(whose):
+        mode = "wait"
+    for word in when.replace("first", "1").split(","):
+        if word.isdigit() and before >= int(word):
+            mode = "done"
+    return when, mode
 
 
 def save(run_dir: RunDir, writer: EventWriter, updates: int) -> None:

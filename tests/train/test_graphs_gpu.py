@@ -11,7 +11,7 @@ import torch
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.graphs import Captured, Graphs
-from tests.train.test_run import bytes_of, make_recipe, material, start  # noqa: F401  # a fixture
+from tests.train.test_run import bytes_of, make_recipe, start, write_material
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -24,6 +24,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"lora": {"use_dora": True}},
     "bf16 weights": {"lora": {"weight_dtype": "bf16"}},
 }
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_material(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture

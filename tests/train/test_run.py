@@ -31,8 +31,11 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_material(tmp_path_factory.mktemp("Bilder und Modell"))
+
+
+def write_material(folder: Path) -> Path:
     """A tiny model, five pictures in two buckets, and a place for caches that all tests share."""
-    folder = tmp_path_factory.mktemp("Bilder und Modell")
     write_tiny_sdxl(folder / "model")
     generator = random.Random(5)
     for number in range(5):
