@@ -267,7 +267,12 @@ def test_other_keys_of_the_model(program: Program, files: Path, new: Path) -> No
         program.train(new / vae, f"model.vae={vae}").refused(2, vae, words)
     program.train(new / "c", "model.config=configs").refused(2, "model.config", "single-file", "Take model.config out")
     one = "model.name_or_path=one.safetensors"
-    said = program.train(new / "d", one).refused(2, "one.safetensors", "vae", "expected shape")
+    program.train(new / "d", one).refused(2, "one.safetensors", "tokenizer", "model.config")
+    shutil.copytree(files / "configs", files / "other")
+    vae = json.loads((files / "other" / "vae" / "config.json").read_text(encoding="utf-8"))
+    vae["block_out_channels"] = [2 * width for width in vae["block_out_channels"]]
+    (files / "other" / "vae" / "config.json").write_text(json.dumps(vae), encoding="utf-8")
+    said = program.train(new / "f", one, "model.config=other").refused(2, "one.safetensors", "vae", "expected shape")
     assert "ignore_mismatched_sizes" not in said  # the library's advice to programmers
     assert program.train(new / "e", one, "model.config=configs").code == 0
 

@@ -67,6 +67,7 @@ def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="sees none"):
         choose_device("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert choose_device("auto") == choose_device("gpu") == GPU and choose_device("cpu") == CPU
 
 
