@@ -168,6 +168,7 @@ def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: b
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere tensors are handed over through files from the start")
 def test_files_where_descriptors_run_out(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []

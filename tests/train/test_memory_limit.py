@@ -63,6 +63,7 @@ def events(run_dir: RunDir, event_type: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run_dir.events()) if event["type"] == event_type]
 
 
+@pytest.mark.slow
 def test_a_process_that_may_not_grow_finishes_in_smaller_parts(tmp_path: Path) -> None:
     free, tight = prepare(tmp_path, "free"), prepare(tmp_path, "tight")
     assert start_here(load_recipe(free.recipe).recipe, free.path)

@@ -105,7 +105,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=list(VARIANTS))
+OFTEN = ("accumulation, two buckets", "average", "text encoders", "fp16 with loss scale")
+"""The others are stopped by tests/crash as well."""
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in VARIANTS]
+)
 def test_any_number_of_stops_gives_the_same_bytes(material: Path, tmp_path: Path, variant: str) -> None:
     recipe = make_recipe(material, **VARIANTS[variant])
     assert start(recipe, tmp_path / "straight")
@@ -200,6 +206,7 @@ def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after
     assert [updates for updates, _ in directory.list_samples()] == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +276,7 @@ def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_h
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("use_dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_dora: bool
 ) -> None:
