@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lora_rocm.device.failure import device_fault
 from lora_rocm.device.graph_check import captured_sums
 from lora_rocm.device.selftest_attention import attention
 from lora_rocm.device.selftest_judge import DTYPES, WrongAnswerError, judge, poison, whole_numbers
@@ -72,6 +73,8 @@ class Canary:
                 try:
                     captured_sums(self.device, self.dtype, scale)
                 except (WrongAnswerError, RuntimeError) as error:
+                    if device_fault(error) is not None:
+                        raise
                     return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
             changed = self.transfer.changed()
         if not changed:

@@ -56,6 +56,7 @@ DEVICE_FAULTS = (
 """What says that the GPU, its driver or a kernel failed. The first two begin every error of the runtime."""
 
 NO_FAULTS = (
+    "captur",  # all that CUDA and HIP say of what a graph cannot hold; nothing has run
     "no kernel image is available",
     "invalid device function",
     "capable device is detected",

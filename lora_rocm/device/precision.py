@@ -55,7 +55,7 @@ def describe(device: torch.device) -> str:
 
 
 def compute_dtype(mixed_precision: str, device: torch.device, settings: Settings) -> torch.dtype:
-    """The dtype of the frozen base and of autocast; the adapter itself is always float32.
+    """The dtype of the frozen base, and of what computes beside it (autocast, or the LoRA layers' own copies).
 
     ``auto`` is what the plan says. Where it says nothing, a GPU gets bf16 if it is known to compute it natively
     (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py), else fp16, which every GPU computes.

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 
 from lora_rocm.device.failure import device_fault, out_of_memory
-from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.engine import send_zeros
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
@@ -142,16 +143,7 @@ def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
 ) -> Callable[[int, int], object]:
     """What runs a micro-batch of zeros of a size: for ``Compiler.warm_up``."""
-
-    def one(height: int, width: int) -> object:
-        batch = family.example(height, width, rows)
-        draws = family.draw(batch, [0] * rows).tensors
-        batch["weight"] = torch.zeros(rows)
-        tensors = {**batch, **draws}
-        sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
-        return run({name: sent[name] for name in batch}, {name: sent[name] for name in draws})
-
-    return one
+    return lambda height, width: run(*send_zeros(family, transfer, height, width, rows))
 
 
 def explained(compiler: Compiler | None) -> Any:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lora_rocm.device.failure import device_fault
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.families.base import Tensors
 from lora_rocm.train.flat import FlatWeights
@@ -123,6 +124,8 @@ class Graphs:
         try:
             graph = self._captured(eager, first)
         except (RuntimeError, MemoryError) as error:
+            if device_fault(error) is not None:
+                raise
             self.weights.drop_leaf_gradients()
             self.weights.gradients.copy_(wanted_N)
             self.captured[shape] = None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
-from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.recompute import recomputing
 from lora_rocm.host.settings import Settings
@@ -18,6 +18,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
 from lora_rocm.run.plan import does_not_fit, job_of, plan_text
 from lora_rocm.run.wording import size_text
+from lora_rocm.train.engine import send_zeros
 from lora_rocm.train.footprint import counted, room_bytes
 from lora_rocm.train.offload import Offload, frozen_tensors
 
@@ -127,15 +128,11 @@ class Memory:
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
         """Bytes of tensors at most; None where they were too many."""
         assert self.footprint is not None
-        batch = family.example(self.footprint.height, self.footprint.width, rows)
-        draws = family.draw(batch, [0] * rows).tensors
-        batch["weight"] = torch.zeros(rows)
-        tensors = {**batch, **draws}
-        sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
+        zeros = send_zeros(family, transfer, self.footprint.height, self.footprint.width, rows)
         empty_pools()
         reset_peak(transfer.device)
         try:
-            run({name: sent[name] for name in batch}, {name: sent[name] for name in draws})
+            run(*zeros)
             return peak_bytes(transfer.device)
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error) is None:

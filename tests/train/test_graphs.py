@@ -94,13 +94,25 @@ def test_what_cannot_be_captured_stays_eager_and_is_said_once() -> None:
 
     def refuses(run: Callable[[], Passed]) -> Replay:
         run()
-        raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand so on")
 
     said = fake.into(rig)
     fake.graphs.new_capture = lambda: refuses
     rig.fit(6)
     assert len(said) == 1 and "not permitted" in said[0] and "and so on" not in said[0]
     assert fake.replays == 0 and same(rig, Rig().fit(6))
+
+
+def test_a_fault_of_the_device_is_no_reason_to_go_on() -> None:
+    def faults(run: Callable[[], Passed]) -> Replay:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rig, fake = Rig(), Fake()
+    said = fake.into(rig)
+    fake.graphs.new_capture = lambda: faults
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rig.fit(6)
+    assert said == []
 
 
 def test_overflow_in_the_second_pass_is_no_reason_to_give_graphs_up() -> None:
