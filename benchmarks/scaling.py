@@ -1,11 +1,11 @@
 """What several GPUs gain, and a rank that is killed at a random step, at SDXL's full size with random weights.
 
-usage: python benchmarks/scaling.py ROOT [--gpus 1,2] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
+usage: python benchmarks/scaling.py ROOT [--gpus 2,4] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
 
-Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. A step's time is the median of
-the run's own ``step`` events, without the first ones. ``--kill``: the largest number of GPUs once undisturbed and once
-with a rank ended by SIGKILL, both at once and with deterministic kernels; the files have to be equal. ``--toy``
-rehearses on the CPU, over gloo, with the tiny model.
+Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. First each GPU in a run of its
+own, all at once; then together. A step's time is the median of the run's own ``step`` events, without the first ones.
+``--kill``: the largest number of GPUs once undisturbed and once with a rank ended by SIGKILL, both at once and with
+deterministic kernels; the files have to be equal. ``--toy`` rehearses on the CPU, over gloo, with the tiny model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lora_rocm.run.layout import RunDir
 
 WARM_UP = 10
 PICTURES = 16
+PARTS = ("step_s", "loading_s", "copy_s", "check_s", "wait_s")
 DEADLINE_S = 400.0
 BASES = {True: "builtin:tiny-sdxl", False: "random:stabilityai/stable-diffusion-xl-base-1.0"}
 
@@ -78,10 +79,18 @@ def command(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object])
     ]
 
 
-def start(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Begin a run; what it says goes into a file beside its directory."""
+def start(
+    recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object], only: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Begin a run; what it says goes into a file beside its directory. only: the one GPU that it may see."""
+    visible = {} if only is None else {"CUDA_VISIBLE_DEVICES": str(only)}
     with run_dir.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command(recipe, run_dir, gpus, settings), stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command(recipe, run_dir, gpus, settings),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **visible},
+        )
 
 
 def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
@@ -96,28 +105,43 @@ def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         raise RuntimeError(f"{run_dir.name} ended with {code}:\n{said[-3000:]}")
 
 
-def measure(recipe: Path, run_dir: Path, gpus: int, batch: int, steps: int) -> Row:
-    """One run: median step time after the warm-up, samples a second."""
-    began = time.monotonic()
+def measure(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -> Row:
+    """One run on several GPUs: step times after the warm-up."""
     settings: dict[str, object] = {"train.batch_size": batch, "train.max_train_steps": WARM_UP + steps}
+    run_dir = root / f"gpus-{gpus}"
     finish(start(recipe, run_dir, gpus, settings), run_dir)
+    return times_of(run_dir, gpus, batch)
+
+
+def measure_alone(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -> list[Row]:
+    """Each GPU in a run of its own, all at the same time: what they do where nobody waits for another."""
+    settings: dict[str, object] = {"train.batch_size": batch, "train.max_train_steps": WARM_UP + steps}
+    run_dirs = [root / f"alone-{gpu}" for gpu in range(gpus)]
+    runs = [start(recipe, run_dir, 1, settings, only=gpu) for gpu, run_dir in enumerate(run_dirs)]
+    for process, run_dir in zip(runs, run_dirs, strict=True):
+        finish(process, run_dir)
+    return [times_of(run_dir, 1, batch) for run_dir in run_dirs]
+
+
+def times_of(run_dir: Path, gpus: int, batch: int) -> Row:
+    """What the events of a run say."""
     events = read_events(RunDir(run_dir).events())
+    ranks = [events, *(read_events(RunDir(run_dir).events(rank)) for rank in range(1, gpus))]
     steps_made = [event for event in events if event["type"] == "step"][WARM_UP:]
     seconds = [event["step_s"] for event in steps_made]
-    median_s = statistics.median(seconds)
     return {
         "gpus": gpus,
         "batch": batch,
         "device": next(event["device"] for event in events if event["type"] == "start"),
         "steps": len(seconds),
-        "median_s": median_s,
+        "median_s": statistics.median(seconds),
         "mean_s": statistics.fmean(seconds),
         "p95_s": sorted(seconds)[int(0.95 * len(seconds))],
-        "samples_per_s": gpus * batch / median_s,
+        "samples_per_s": gpus * batch / statistics.median(seconds),
         "memory_gib": max(event["memory_bytes"] for event in events if event["type"] == "step") / 2**30,
-        "loading_s": statistics.median(event["loading_s"] for event in steps_made),
-        "wait_s": statistics.median(event["wait_s"] for event in steps_made),
-        "run_s": time.monotonic() - began,
+        "ranks": [
+            {name: statistics.median(e[name] for e in rank if e["type"] == "step") for name in PARTS} for rank in ranks
+        ],
         "said": [event["text"] for event in events if event["type"] in ("notice", "change")],
         "phases": {
             event["phase"]: event["seconds"] for event in events if event["type"] == "phase" and event["state"] == "end"
@@ -169,11 +193,23 @@ def _wait_for_step(run_dir: RunDir, at: int) -> int:
     raise RuntimeError(f"{run_dir.path.name} made no step {at}")
 
 
+def tell(row: Row) -> None:
+    """One line of what was measured."""
+    scaling = f", {row['scaling']:.1%} of {row['gpus']} times the first" if "scaling" in row else " alone"
+    scaling += f", {row['of_sum']:.1%} of what each did alone" if "of_sum" in row else ""
+    print(  # noqa: T201
+        f"{row['gpus']} x {row['device']}{scaling}: batch {row['batch']} each, {1000 * row['median_s']:.1f} ms a step "
+        f"(p95 {1000 * row['p95_s']:.1f}), {row['samples_per_s']:.2f} samples/s, {row['memory_gib']:.1f} GiB; "
+        f"{row['ranks']} {row['said']} {row['phases']}",
+        flush=True,
+    )
+
+
 def main() -> int:
     """Measure, print, and say by the exit code whether the killed run gave the same bytes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("root", type=Path)
-    parser.add_argument("--gpus", default="1,2", help="numbers of GPUs, with commas between")
+    parser.add_argument("--gpus", default="2", help="numbers of GPUs, with commas between")
     parser.add_argument("--batch", type=int, default=4, help="samples of one forward pass on each GPU")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kill", action="store_true")
@@ -185,22 +221,27 @@ def main() -> int:
     root = options.root.absolute()
     recipe = write_recipe(root, toy=options.toy)
     counts = [int(word) for word in options.gpus.split(",") if word]
+    alone = measure_alone(recipe, root, max(counts), options.batch, options.steps)
+    for row in alone:
+        tell(row)
     rows, killed = [], None
     for gpus in counts:
-        rows.append(measure(recipe, root / f"gpus-{gpus}", gpus, options.batch, options.steps))
-        row = rows[-1]
-        row["scaling"] = row["samples_per_s"] / (gpus / rows[0]["gpus"] * rows[0]["samples_per_s"])
-        print(  # noqa: T201
-            f"{gpus} x {row['device']}, batch {row['batch']} each: {1000 * row['median_s']:.1f} ms a step (p95 "
-            f"{1000 * row['p95_s']:.1f}), {row['samples_per_s']:.2f} samples/s, scaling {row['scaling']:.1%}, "
-            f"{row['memory_gib']:.1f} GiB, the whole run {row['run_s']:.0f} s; {row['said']} {row['phases']}",
-            flush=True,
-        )
+        row = measure(recipe, root, gpus, options.batch, options.steps)
+        row["scaling"] = row["samples_per_s"] / (gpus * alone[0]["samples_per_s"])
+        row["of_sum"] = row["samples_per_s"] / sum(each["samples_per_s"] for each in alone[:gpus])
+        rows.append(row)
+        tell(row)
     if options.kill:
         killed = kill(recipe, root, max(counts), options.batch, options.kill_steps, options.seed)
         print(f"killed: {killed}", flush=True)  # noqa: T201
     if options.json:
-        about = {"python": sys.version.split()[0], "cpus": os.cpu_count(), "scaling": rows, "killed": killed}
+        about = {
+            "python": sys.version.split()[0],
+            "cpus": os.cpu_count(),
+            "alone": alone,
+            "scaling": rows,
+            "killed": killed,
+        }
         options.json.write_text(json.dumps(about, indent=1), encoding="utf-8")
     return 0 if killed is None or (killed["equal"] and killed["restarts"]) else 1
 

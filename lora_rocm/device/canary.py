@@ -15,8 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lora_rocm.device.failure import device_fault
-from lora_rocm.device.graph_check import captured_sums
+from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.device.frozen import CapturedFingerprints
+from lora_rocm.device.graph_check import Capture, captured_sums
 from lora_rocm.device.selftest_attention import attention
 from lora_rocm.device.selftest_judge import DTYPES, WrongAnswerError, judge, poison, whole_numbers
 from lora_rocm.device.selftest_maths import convolution, products
@@ -46,7 +47,7 @@ class Canary:
         transfer: the door that the frozen weights came through.
         weights: what those are.
         consequence: what it means for the run if one of them is not right.
-        graphs: the run replays captured graphs.
+        capture: what captures a graph, where the run replays such; else None.
     """
 
     device: torch.device
@@ -55,8 +56,9 @@ class Canary:
     transfer: DeviceTransfer
     weights: str = "base weights"
     consequence: str = STEPS_ARE_LOST
-    graphs: bool = False
+    capture: Capture | None = None
     _looks: int = field(default=0, init=False)
+    _fingerprints: CapturedFingerprints | None = field(default=None, init=False)
 
     def failure(self) -> CanaryError | None:
         """What is wrong, or None; waits for the device. Neither generators nor switches are left changed."""
@@ -69,23 +71,30 @@ class Canary:
                 except WrongAnswerError as error:
                     what = "A calculation whose answer is known came out wrong"
                     return self._failed("canary-kernel", what, name, error)
-            if self.graphs:
-                try:
-                    captured_sums(self.device, self.dtype, scale)
-                except (WrongAnswerError, RuntimeError) as error:
-                    if device_fault(error) is not None:
-                        raise
-                    return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
-            changed = self.transfer.changed()
+            try:
+                changed = self._changed(scale)
+            except (WrongAnswerError, RuntimeError) as error:
+                if self.capture is None or device_fault(error) is not None or out_of_memory(error) is not None:
+                    raise
+                return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
         if not changed:
             return None
         told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
         return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
 
+    def _changed(self, scale: float) -> list[str]:
+        """Names of the frozen weights that have changed. Where the run uses graphs one is tried, and then used here."""
+        if self.capture is None:
+            self._fingerprints = None  # with the memory of its graph
+            return self.transfer.changed()
+        captured_sums(self.device, self.dtype, scale, self.capture)
+        self._fingerprints = self._fingerprints or CapturedFingerprints(self.capture)
+        return self.transfer.changed(self._fingerprints)
+
     @property
     def checks(self) -> list[str]:
         """The names of what is looked at."""
-        graph = [GRAPH] if self.graphs else []
+        graph = [GRAPH] if self.capture else []
         return [*(name for name, _ in self._kernels(1.0)), *graph, self.weights]
 
     def _failed(self, code: str, what: str, name: str, detail: object) -> CanaryError:

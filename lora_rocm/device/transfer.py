@@ -11,7 +11,7 @@ Silent zeros, stale and garbled copies are real on ROCm: TheRock#8379, legacy-ro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
-CHUNKS_AT_ONCE = 8  # of a weight that is compared: 64 MiB of products
+CHUNKS_AT_ONCE = 4  # of a weight that is compared: 32 MiB of products
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
 """The ladder: a failed batch is sent again by the next method. On a host without pinning it starts at "unpinned"."""
@@ -54,6 +54,11 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
     parts = [fingerprint(rows_RN) for rows_RN in words_N[:full].view(-1, chunk).split(at_once)]
     parts.append(fingerprint(words_N[full:][None]))
     return fingerprint(torch.cat(parts)[None])[0]
+
+
+def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
+    """``whole_fingerprint`` of each tensor, xor-ed with the salt: int64 [K]. The salt is as for ``salted``."""
+    return torch.stack([whole_fingerprint(tensor) for tensor in tensors]) ^ salt
 
 
 def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
@@ -222,12 +227,12 @@ class DeviceTransfer:
             if not tensor.requires_grad:
                 self.frozen[name] = (tensor, expected)
 
-    def changed(self) -> list[str]:
+    def changed(self, fingerprints: Callable[[Sequence[Tensor], int], Tensor] = whole_fingerprints) -> list[str]:
         """Names of the frozen tensors whose bytes on the device are not those that were sent; one wait for all."""
         if not self.frozen:
             return []
         salt = self.next_salt()  # so that an answer of the time before is no answer
-        found_K = torch.stack([whole_fingerprint(tensor) for tensor, _ in self.frozen.values()]) ^ salt
+        found_K = fingerprints([tensor for tensor, _ in self.frozen.values()], salt)
         wanted_K = [expected ^ salt for _, expected in self.frozen.values()]
         self.checks += len(wanted_K)
         pairs = zip(self.frozen, found_K.tolist(), wanted_K, strict=True)
@@ -260,7 +265,7 @@ class DeviceTransfer:
             TransferError: a tensor did not come back unchanged.
         """
         salt = self.next_salt()
-        wanted_K = torch.stack([whole_fingerprint(tensor) for tensor in tensors.values()]) ^ salt
+        wanted_K = whole_fingerprints(list(tensors.values()), salt)
         received = {}
         for (name, tensor), wanted in zip(tensors.items(), wanted_K.tolist(), strict=True):
             for _ in range(READS):

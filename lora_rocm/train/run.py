@@ -17,6 +17,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.device.world import World
@@ -153,7 +154,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     if checkpoint is not None and start.world.is_first:
         state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     position.attempt = max(position.attempt, start.attempt)
-    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, graphs=captures(start))
+    capture = capture_on_gpu if captures(start) else None
+    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
     guard = Guard(canary, optimizer, session.emit)
     guard.check_kernels(position.updates)
     artifacts = Artifacts(
@@ -365,7 +367,7 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
     trainer.optimizer.drop_gradients()
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
     if not memory.captures:
-        trainer.engine.graphs = None
+        trainer.engine.graphs = artifacts.guard.canary.capture = None
 
 
 def captures(start: Start) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.device.canary import SCALES, Canary
-from lora_rocm.device.graph_check import captured_sums
+from lora_rocm.device.graph_check import capture_on_gpu, captured_sums
 from lora_rocm.device.selftest_judge import WrongAnswerError
 from lora_rocm.device.transfer import DeviceTransfer
 
@@ -46,10 +46,12 @@ def test_a_wrong_graph_does_not(dtype: torch.dtype, capture: Any) -> None:
 
 def test_the_canary_looks_at_graphs_only_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    monkeypatch.setattr("lora_rocm.device.canary.captured_sums", lambda device, dtype, scale: looked.append(scale))
+    monkeypatch.setattr(
+        "lora_rocm.device.canary.captured_sums", lambda device, dtype, scale, capture: looked.append(scale)
+    )
     plain = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False))
     assert plain.failure() is None and looked == [] and "captured graph" not in plain.checks
-    uses = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), graphs=True)
+    uses = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), capture=capture_on_gpu)
     assert uses.failure() is None and looked == [1.0] and "captured graph" in uses.checks
 
 
@@ -61,7 +63,7 @@ def test_a_graph_that_is_wrong_or_cannot_be_captured_fails_the_canary(
         raise error
 
     monkeypatch.setattr("lora_rocm.device.canary.captured_sums", fails)
-    found = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), graphs=True).failure()
+    found = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), capture=capture_on_gpu).failure()
     assert found is not None and found.code == "canary-graph" and str(error) in found.where
     assert "runtime.graphs" in found.fix
 
