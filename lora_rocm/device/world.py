@@ -117,9 +117,8 @@ class World:
         before = torch.stack([flat_N.sum(dtype=torch.float64), flat_N.abs().sum(dtype=torch.float64)])
         self._reduce(flat_N)
         after = flat_N.sum(dtype=torch.float64)
-        place = torch.full((2,), float(stamp), dtype=torch.float64, device=flat_N.device)
-        place[0] = 1.0
-        numbers = torch.cat([before, after.reshape(1), place, votes_K])
+        here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # no wait, as an assignment is
+        numbers = torch.cat([before, after.reshape(1), here, place, votes_K])
         self._reduce(numbers)
         sent, magnitude, arrived, present, places = numbers[:NUM_CHECKS].unbind()
         far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude

@@ -55,7 +55,11 @@ def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tens
     """
     states = []
     for encoder, ids in zip(encoders, ids_BS, strict=True):
-        output = encoder(ids, output_hidden_states=True)
+        length = ids.shape[-1]
+        # Said, though CLIP would do it anyway: while a graph is captured some versions of transformers (5.17) make
+        # such a mask, else none, and its attention is another kernel, with other roundings.
+        causal_11SS = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
+        output = encoder(ids, attention_mask=causal_11SS, output_hidden_states=True)
         states.append(output.hidden_states[-2])
     return torch.cat(states, dim=-1), output.text_embeds
 
