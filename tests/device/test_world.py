@@ -181,3 +181,17 @@ def test_real_processes_over_gloo(end: str) -> None:
     assert [lines[0] for lines in said] == ["[2.0] [3.0, 3.0, 3.0, 3.0] ['0', '1']"] * 2
     assert said[0][1:] == ([] if end == "leave" else ["rank-lost"])
     assert [child.returncode for child in children] == ([0, 0] if end == "leave" else [0, 9])
+
+
+@pytest.mark.gpu
+def test_an_update_of_several_ranks_waits_for_no_gpu() -> None:
+    gpu = torch.device("cuda", 0)
+    world = World(Rank(0, 2), "nccl", _all_reduce=lambda flat_N: None)
+    flat_N, losses_B = torch.ones(1000, device=gpu), torch.ones(2, device=gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, stamp=3)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # an assignment copies its number from main memory
+            flat_N[0] = 1.0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
