@@ -40,6 +40,7 @@ from lora_rocm.run.wording import size_text, time_text
 MODULE = "lora_rocm.train.footprint"
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
 SMALLEST_RESOLUTION = 256
+PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
 
@@ -58,7 +59,7 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
     """Print what each way of computing a step takes, and the one that training would choose.
 
     Args:
-        recipe_path: its model has to be there; its pictures are not looked at.
+        recipe_path: nothing is downloaded for its model; its pictures are not looked at.
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
         as_json: print one object.
@@ -79,12 +80,15 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     if as_json:
-        found = {"footprint": _facts(footprint), "precision": counted["precision"], "room": asdict(room)}
+        found = {"footprint": _facts(footprint), "room": asdict(room)}
+        found |= {name: counted[name] for name in ("precision", "model_is_here")}
         plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
         _say(json.dumps({**found, **plans, "seconds_are_known": rates.known}, indent=1))
     else:
         for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
             _say(legible(line))
+        if not counted["model_is_here"]:
+            _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
     if chosen is None and room.num_bytes is not None:
         raise does_not_fit(recipe, footprint, job, rates, room.num_bytes)
     return 0
@@ -164,7 +168,7 @@ def card_bytes(text: str) -> int:
 
 
 def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
-    env = environment_plan(situation).applied_to(os.environ)
+    env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         job = Path(folder) / "job.json"
         write_json(job, {"recipe": recipe.model_dump(mode="json"), "for_card": for_card})

@@ -59,7 +59,7 @@ def write(tmp_path: Path) -> Any:
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The heavy child's answer, to be changed; "asked" gets the job."""
-    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "gpu": None}
+    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True, "gpu": None}
 
     def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
@@ -141,6 +141,17 @@ def test_the_real_child_counts_the_tiny_model(write: Any, capsys: pytest.Capture
     assert found["precision"] == "bf16"
     assert found["chosen"]["mode"] == "keep" and found["chosen"]["parts"] == 1
     assert found["footprint"]["work"]["flops"] > 1e8
+
+
+def test_a_model_that_is_not_here_is_counted_all_the_same(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(model={"name_or_path": "somebody/a-fine-tune"})
+    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert "is not on this machine" not in capsys.readouterr().out
+    child["model_is_here"] = False
+    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert "somebody/a-fine-tune is not on this machine: counted by" in capsys.readouterr().out
 
 
 def test_a_wrong_recipe_is_said(write: Any) -> None:
