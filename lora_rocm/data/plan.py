@@ -91,19 +91,22 @@ class BatchPlan:
 
     def rows(self, iteration: int) -> list[Row]:
         """Every row of one effective batch, on all ranks. The weights of its real samples are equal and sum to 1."""
+        return self._rows(iteration, range(self.effective_batch))
+
+    def micro(self, iteration: int, index: int) -> list[Row]:
+        """This rank's rows of one micro-batch."""
+        start = (index * self.world + self.rank) * self.batch_size
+        return self._rows(iteration, range(start, start + self.batch_size))
+
+    def _rows(self, iteration: int, positions: range) -> list[Row]:
         epoch, step = divmod(iteration, self.steps_per_epoch)
         places = self._epoch(epoch)[step]
         return [
             self._row(
                 epoch, *places[position % len(places)], position, 1.0 / len(places) if position < len(places) else 0.0
             )
-            for position in range(self.effective_batch)
+            for position in positions
         ]
-
-    def micro(self, iteration: int, index: int) -> list[Row]:
-        """This rank's rows of one micro-batch."""
-        start = (index * self.world + self.rank) * self.batch_size
-        return self.rows(iteration)[start : start + self.batch_size]
 
     def _row(self, epoch: int, index: int, repeat: int, position: int, weight: float) -> Row:
         item = self.items[index]

@@ -1,5 +1,6 @@
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,16 @@ def test_ranks_and_micro_batches_partition_the_batch(found: list[Item], split: t
     assert all(len(rows) == batch for rows in slices)
     together = sorted((row for rows in slices for row in rows), key=lambda row: row.position)
     assert together == ranks[0].rows(1)
+
+
+def test_a_micro_batch_draws_for_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cost of an update grew with the square of its micro-batches and ranks."""
+    plan, drawn = BatchPlan([item(index) for index in range(64)], 2, 8, 0, 4, 1), list[int]()
+    row = plan._row
+    monkeypatch.setattr(plan, "_row", lambda *where: drawn.append(where[3]) or row(*where))
+    for index in range(8):
+        plan.micro(0, index)
+    assert drawn == [position for position in range(64) if position // 2 % 4 == 1]
 
 
 def test_order_follows_seed_and_epoch() -> None:
