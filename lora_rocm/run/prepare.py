@@ -129,7 +129,7 @@ def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
         StorageError: the run directory cannot be written.
     """
     run_dir = chosen.run_dir
-    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe) and run_dir.result.exists():
+    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe):
         return False
     write_atomic(run_dir.recipe_of(rank), dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
@@ -166,6 +166,6 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
         return False
     try:
         json.loads(run_dir.result.read_bytes())
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):  # of several processes rank 0 may take it away at any time
         return False
     return True

@@ -157,3 +157,20 @@ def test_a_damaged_saved_recipe_is_said(loaded: LoadedRecipe, tmp_path: Path) ->
     with pytest.raises(ResumeError, match="cannot be read"):
         again(loaded, run_dir)
     assert run_dir.recipe.read_bytes() == b"\xff\xff"
+
+
+def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
+    loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    write_json(run_dir.result, {})
+    chosen = prepare.choose(loaded, run_dir.path, "latest")
+    assert not prepare.settle_rank(chosen, loaded.recipe, 1)  # complete
+    read = prepare.load_recipe
+
+    def meanwhile(path: Path) -> LoadedRecipe:
+        run_dir.result.unlink()
+        return read(path)
+
+    monkeypatch.setattr(prepare, "load_recipe", meanwhile)
+    assert prepare.settle_rank(chosen, loaded.recipe, 1) and run_dir.recipe_of(1).exists()
