@@ -16,6 +16,7 @@ from lora_rocm.host.select import CUDA, HIP, ROCR, Selection, select, set_by_use
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 STARTS = "TORCHELASTIC_RESTART_COUNT"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own process listens at the port, and no rank does
 NEEDED = (RANK, WORLD_SIZE, ADDRESS, PORT)
 HERE = "127.0.0.1"
 MAX_ON_CPU = 64
@@ -43,7 +44,7 @@ class Rank:
         """What tells a process on this machine which one it is. ``port``: where the first of them listens."""
         values = {RANK: self.rank, WORLD_SIZE: self.size, LOCAL_RANK: self.local_rank}
         values |= {LOCAL_WORLD_SIZE: self.local_size, PORT: port}
-        return {ADDRESS: HERE} | {name: str(value) for name, value in values.items()}
+        return {ADDRESS: HERE, AGENT_STORE: "False"} | {name: str(value) for name, value in values.items()}
 
 
 def rank_of(environ: Mapping[str, str]) -> Rank:

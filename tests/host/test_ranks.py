@@ -33,6 +33,7 @@ def test_a_process_knows_its_place() -> None:
     assert rank_of(LAUNCHED | {"TORCHELASTIC_RESTART_COUNT": "2"}).start == 2
     mine = Rank(1, 2, 1, 2)
     assert rank_of(mine.variables(4711)) == mine and mine.variables(4711)["MASTER_ADDR"] == "127.0.0.1"
+    assert mine.variables(4711)["TORCHELASTIC_USE_AGENT_STORE"] != "True", "a torchrun above would be waited for"
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
