@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import TypeVar, overload
 
+Thing = TypeVar("Thing")
 KEY_BYTES = 20
 """Of a cache key, which is 40 hex digits."""
 
@@ -13,6 +15,21 @@ KEY_BYTES = 20
 def all_below(numbers: Sequence[int], limit: int) -> bool:
     """Whether each is an index into something of so many."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < limit)
+
+
+class Lazy(Sequence[Thing]):
+    """A sequence whose things are made when they are asked for, by ``_made`` from an index that is not negative."""
+
+    @abstractmethod
+    def _made(self, index: int) -> Thing: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Thing: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Thing]: ...
+    def __getitem__(self, index: int | slice) -> Thing | Sequence[Thing]:
+        at = range(len(self))[index]
+        return self._made(at) if isinstance(at, int) else [self._made(each) for each in at]
 
 
 class Column:
@@ -33,7 +50,7 @@ class Column:
         return bool(fits and (ends_N[1:] >= ends_N[:-1]).all() and (ends_N % unit == 0).all())
 
 
-class Texts(Column, Sequence[str]):
+class Texts(Column, Lazy[str]):
     """Texts one behind the other, in UTF-8 (also what is no letter: names of files may be anything)."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -45,15 +62,8 @@ class Texts(Column, Sequence[str]):
         self._bytes += text.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._bytes))
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        return self._bytes[self._ends[at] : self._ends[at + 1]].decode("utf-8", "surrogatepass")
+    def _made(self, index: int) -> str:
+        return self._bytes[self._ends[index] : self._ends[index + 1]].decode("utf-8", "surrogatepass")
 
 
 class Keys(Column):
@@ -74,8 +84,8 @@ class Keys(Column):
         return tuple(self._bytes[at : at + KEY_BYTES].hex() for at in range(start, end, KEY_BYTES))
 
 
-class Few(Sequence[str]):
-    """The first names of many, and how many there are: for sentences."""
+class Few(Lazy[str]):
+    """The first names of many, and how many there are: for sentences. Only the first can be asked for."""
 
     def __init__(self, most: int) -> None:
         self._most, self._names, self._count = most, list[str](), 0
@@ -88,9 +98,5 @@ class Few(Sequence[str]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+    def _made(self, index: int) -> str:
         return self._names[index]

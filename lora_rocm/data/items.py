@@ -9,12 +9,12 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.columns import KEY_BYTES, Keys, all_below
+from lora_rocm.data.columns import KEY_BYTES, Keys, Lazy, all_below
 from lora_rocm.data.plan import Item
 from lora_rocm.data.ready import Looked, Picture
 from lora_rocm.data.samples import Sample, Samples
@@ -33,7 +33,7 @@ def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
     return (False, True) if options.flip_aug else (False,)
 
 
-class Pictures(Sequence[Picture]):
+class Pictures(Lazy[Picture]):
     """The samples that can be cut; each has a place here, which is not its index among the samples."""
 
     def __init__(self, samples: Samples) -> None:
@@ -54,14 +54,7 @@ class Pictures(Sequence[Picture]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Picture: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Picture]: ...
-    def __getitem__(self, index: int | slice) -> Picture | Sequence[Picture]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def _made(self, index: int) -> Picture:
         sample = self.sample(index)
         sha256 = self.sha256(index).hex() if self._ready[index] else ""
         return Picture(sample, self.geometry(index), flips_of(sample.options), sha256)
@@ -191,7 +184,7 @@ class ItemView:
         return hash(self.key)
 
 
-class Items(Sequence[Item]):
+class Items(Lazy[Item]):
     """The items of a plan. ``held_out``: of the validation loss, neither mirrored, repeated nor without caption."""
 
     def __init__(
@@ -203,14 +196,8 @@ class Items(Sequence[Item]):
     def __len__(self) -> int:
         return len(self.places)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        return cast("Item", ItemView(self, range(len(self))[index]))
+    def _made(self, index: int) -> Item:
+        return cast("Item", ItemView(self, index))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -219,7 +206,7 @@ class Items(Sequence[Item]):
         return id(self)
 
 
-class SamplesOf(Sequence[Sample]):
+class SamplesOf(Lazy[Sample]):
     """The samples of items, in their order."""
 
     def __init__(self, pictures: Pictures, places: Sequence[int]) -> None:
@@ -228,13 +215,7 @@ class SamplesOf(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def _made(self, index: int) -> Sample:
         return self._pictures.sample(self._places[index])
 
 

@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
-from lora_rocm.data.columns import Texts, all_below
+from lora_rocm.data.columns import Lazy, Texts, all_below
 from lora_rocm.data.rows import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -38,7 +37,7 @@ class Sample:
     options: ResolvedSource
 
 
-class Samples(Sequence[Sample]):
+class Samples(Lazy[Sample]):
     """Samples in columns: each is made when it is asked for."""
 
     def __init__(self, sources: Sequence[ResolvedSource], folders: Iterable[str] = ()) -> None:
@@ -62,21 +61,15 @@ class Samples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        source, folder, width, height, repeats, row = self._numbers[NUM_NUMBERS * at : NUM_NUMBERS * (at + 1)]
+    def _made(self, index: int) -> Sample:
+        numbers = self._numbers[NUM_NUMBERS * index : NUM_NUMBERS * (index + 1)]
+        source, folder, width, height, repeats, row = numbers
         options = self._sources[source]
-        location: Path | DatasetRow = Path(self._places[at])
+        location: Path | DatasetRow = Path(self._places[index])
         if row >= 0:
             location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
-        folder_name, caption = self.folders[folder], self._captions[at]
-        return Sample(self._keys[at], source, folder_name, location, caption, width, height, repeats, options)
+        folder_name, caption = self.folders[folder], self._captions[index]
+        return Sample(self._keys[index], source, folder_name, location, caption, width, height, repeats, options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and tuple(self) == tuple(other)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.data.columns import Few, Keys, Texts
+from lora_rocm.data.columns import Few, Keys, Lazy, Texts
 
 any_text = st.text(st.characters(codec=None), max_size=12)  # also halves of letters, as names of files may have
 keys = st.integers(0, 99).map(lambda number: hashlib.sha256(bytes([number])).hexdigest()[:40])
@@ -37,3 +37,21 @@ def test_few(names: list[str]) -> None:
     for name in names:
         few.append(name)
     assert len(few) == len(names) and few[:3] == names[:3] and bool(few) == bool(names)
+
+
+@given(st.lists(st.integers(), max_size=9), st.integers(-12, 12), st.slices(9))
+def test_what_is_made_when_it_is_asked_for_is_asked_for_as_a_list(made: list[int], at: int, part: slice) -> None:
+    class Made(Lazy[int]):
+        def __len__(self) -> int:
+            return len(made)
+
+        def _made(self, index: int) -> int:
+            assert index >= 0
+            return made[index]
+
+    assert list(Made()) == made and Made()[part] == made[part]
+    if -len(made) <= at < len(made):
+        assert Made()[at] == made[at]
+    else:
+        with pytest.raises(IndexError):
+            Made()[at]
