@@ -120,6 +120,10 @@ class RunDir:
         name = f"rank{writer}" if isinstance(writer, int) else writer
         return self.path / ("events.jsonl" if name == "rank0" else f"events.{name}.jsonl")
 
+    def events_of_others(self) -> list[Path]:
+        """Those of ranks beside rank 0."""
+        return sorted(self.path.glob("events.rank*.jsonl"))
+
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"
 

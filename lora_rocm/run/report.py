@@ -13,14 +13,14 @@ from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import SUPERVISOR, RunDir, write_atomic
+from lora_rocm.run.layout import RunDir, write_atomic
 from lora_rocm.run.page import header, page, paragraph, picture, picture_table, preformatted, section, table
 from lora_rocm.run.plot import Point, Series, line_plot
 from lora_rocm.run.slow import spilled
 from lora_rocm.run.smoothing import Smoothed
 from lora_rocm.run.spikes import spikes_section
 from lora_rocm.run.status import result_files
-from lora_rocm.run.trouble import failure_text, in_time, last_word, trouble_section
+from lora_rocm.run.trouble import failure_text, last_word, trouble_of, trouble_section
 from lora_rocm.run.wording import number_text, rate_text, size_text, time_text
 
 MAX_ROUNDS = 12
@@ -71,7 +71,7 @@ def write_report(run_dir: RunDir) -> Path:
         StorageError: it cannot be written.
     """
     events = read_events(run_dir.events())
-    trouble = in_time(events, read_events(run_dir.events(SUPERVISOR)))
+    trouble = trouble_of(run_dir, events)
     try:
         recipe = load_recipe(run_dir.recipe).recipe
     except RecipeError:

@@ -9,11 +9,11 @@ from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import SUPERVISOR, RunDir
+from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import is_running
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.smoothing import Smoothed
-from lora_rocm.run.trouble import in_time, last_word
+from lora_rocm.run.trouble import last_word, trouble_of
 from lora_rocm.run.wording import number_text, rate_text, time_text
 
 RATE_STEPS = 50
@@ -39,7 +39,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     again; changes: names of what is done otherwise because of failures (``host.changes``), each as often as made.
     """
     events = read_events(run_dir.events())
-    trouble = in_time(events, read_events(run_dir.events(SUPERVISOR)))
+    trouble = trouble_of(run_dir, events)
     hung = last_word(events, trouble)
     steps = current_steps(events)
     last = {event["type"]: event for event in events}

@@ -55,6 +55,7 @@ from lora_rocm.run.process import (
     unkillable,
 )
 from lora_rocm.run.team import DIED, End, environments, verdict
+from lora_rocm.run.trouble import trouble_of
 from lora_rocm.run.watch import Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
@@ -77,9 +78,10 @@ def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) 
     Only a run that begins takes those that the machine remembers, and has them on record from then on: a run that goes
     on is done as it was begun, whatever other runs have met in the meantime.
     """
-    events = read_events(run_dir.events()) + read_events(run_dir.events(SUPERVISOR))
-    if events:
-        return replace(situation, changes=changes_of(events))
+    events = read_events(run_dir.events())
+    trouble = trouble_of(run_dir, events)
+    if events or trouble:
+        return replace(situation, changes=changes_of(trouble))
     for sentence in kept.notices(situation):
         say(sentence)
     for change in situation.changes:
@@ -230,11 +232,16 @@ class Supervisor:
         )
 
     def _take(self, states: Sequence[WatchState], rank: int, event: Event) -> None:
-        states[rank].on_event(event, self.clock())
+        state = states[rank]
+        state.on_event(event, self.clock())
         if rank == 0:
             self.on_event(event)
         if event["type"] == "change":
-            self._change([event["id"]], event["seen"])
+            change = event["id"]  # ranks run out of memory together: what several of them do is done once
+            if all(state.changes[change] > other.changes[change] for other in states if other is not state):
+                if rank:
+                    self.on_event(event)
+                self._change([change], event["seen"])
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
         """Where several are silent, most of them wait for another: it is the one that does something else."""

@@ -1,11 +1,14 @@
-"""What went wrong in a run and was got over: failures, changes and restarts, from both event files, by time."""
+"""What went wrong in a run and was got over: failures, changes and restarts, from all event files, by time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import SUPERVISOR, RunDir
 from lora_rocm.run.page import paragraph, preformatted, section, table
 
 Event = dict[str, Any]
@@ -28,9 +31,34 @@ OTHER_NOISE = (
 )
 
 
-def in_time(*streams: Iterable[Event]) -> list[Event]:
-    """Failures, changes and restarts of several event files, in the order of time."""
-    found = [event for stream in streams for event in stream if event["type"] in TYPES]
+def trouble_of(run_dir: RunDir, events: Sequence[Event]) -> list[Event]:
+    """``in_time`` for a run. ``events``: of rank 0, which are at hand.
+
+    Raises:
+        StorageError: see ``events.read_events``.
+    """
+    others = [read_events(path) for path in run_dir.events_of_others()]
+    return in_time(read_events(run_dir.events(SUPERVISOR)), [events, *others])
+
+
+def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> list[Event]:
+    """Failures, changes and restarts of the supervisor and of all ranks, in the order of time.
+
+    Ranks that train together run out of memory together: what several of them changed at one start is there once.
+    """
+    found = [event for event in supervisor if event["type"] in TYPES]
+    made = Counter[tuple[int, str]]()
+    for events in ranks:
+        here = Counter[tuple[int, str]]()
+        for event in events:
+            if event["type"] == "change":
+                change = (event["session"], event["id"])
+                here[change] += 1
+                if here[change] > made[change]:
+                    found.append(event)
+            elif event["type"] in TYPES:
+                found.append(event)
+        made |= here
     return sorted(found, key=lambda event: float(event["time"]))
 
 

@@ -6,7 +6,7 @@ Pure: no clock, no file. Who watches hands in the time of each sign, in seconds 
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -153,6 +153,7 @@ class WatchState:
         steps: confirmed by this start.
         checkpoints: written by this start.
         items: what -> how many are in the cache.
+        changes: that this start has made itself -> how often.
         beat, log_bytes: heartbeat and size of the log as they were last seen, also of the worker before.
         left_at: when it said its last word.
     """
@@ -166,6 +167,7 @@ class WatchState:
     steps: int = 0
     checkpoints: int = 0
     items: dict[str, int] = field(default_factory=dict)
+    changes: Counter[str] = field(default_factory=Counter)
     beat: Heartbeat | None = None
     log_bytes: int = 0
     left_at: float | None = None
@@ -207,6 +209,8 @@ class WatchState:
                 self.learned.step_s.append(event["step_s"])
             case "checkpoint":
                 self.checkpoints += 1
+            case "change":
+                self.changes[event["id"]] += 1
             case "end" | "error":
                 self.left_at = now
 

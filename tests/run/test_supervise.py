@@ -22,6 +22,8 @@ from lora_rocm.host.settings import settings_from
 from lora_rocm.run import judge, process, supervise, watch
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
+from lora_rocm.run.report import write_report
+from lora_rocm.run.status import status
 from tests.run.supervised import ROOT, supervisor
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
@@ -440,6 +442,20 @@ def test_a_silent_rank_is_told_from_those_that_wait_for_it(run: Run) -> None:
 def test_what_any_rank_changed_itself_stays(run: Run) -> None:
     assert run("first:change-then-die@1", "train.batch_size=4", size=2) == 0
     assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 1, 2, 2]
+    assert run("done", "train.batch_size=4", size=2) == 0
+    assert run.supervisor.situation.changes == ("micro-batch-halved",), "also for the next command on this run"
+    assert status(run.run_dir)["changes"] == ["micro-batch-halved"] and len(run.of("change")) == 1
+    assert "not its bytes" in write_report(run.run_dir).read_text(encoding="utf-8")
+
+
+def test_what_all_ranks_changed_themselves_counts_once(run: Run) -> None:
+    """They run out of memory together: the machine would else remember a half of a half, with each rank one more."""
+    assert run("first:change-then-die", "train.batch_size=8", size=3) == 0
+    assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1] * 3 + [2] * 3
+    assert run.kept == [("micro-batch-halved", "out-of-memory")]
+    assert run("done", "train.batch_size=8", size=3) == 0
+    assert run.supervisor.situation.changes == ("micro-batch-halved",), "also for the next command on this run"
+    assert status(run.run_dir)["changes"] == ["micro-batch-halved"]
 
 
 def test_a_stop_is_one_for_all(run: Run) -> None:
