@@ -30,13 +30,15 @@ from lora_rocm.data.filling import Filling, Progress, Report
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut, quiet, readable_formats
 from lora_rocm.data.proven import HeldBack, Look, OpenDoor, plain_door
-from lora_rocm.data.ready import Entry, ImageJob, Looked, Picture, looked_at, made_ready, pixels_of
-from lora_rocm.data.samples import load_image
+from lora_rocm.data.ready import Entry, ImageJob, Looked, Picture, hash_of, looked_at, made_ready, pixels_of
+from lora_rocm.data.samples import Sample, image_bytes, load_image
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.errors import DataError, Problem
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Encoder, Tensors
 
@@ -173,10 +175,10 @@ class Caches:
             self._encode_texts([(caption, reason)], 1, 1)
             return
         hashed = (picture for picture in self._pictures if picture.sha256)
-        jobs = chain.from_iterable(self.jobs_of(picture, picture.sha256) for picture in hashed)
-        job = next(job for job in jobs if key in (job.key, job.tiled_key))
+        jobs = ((job, picture.sha256) for picture in hashed for job in self.jobs_of(picture, picture.sha256))
+        job, sha256 = next((job, sha256) for job, sha256 in jobs if key in (job.key, job.tiled_key))
         try:
-            image = load_image(job.sample)
+            image = _image_as_before(job.sample, sha256)
         except DataError as error:
             raise DataError(
                 "image-unreadable",
@@ -294,6 +296,19 @@ class Caches:
         finally:
             del encode, held, door
             empty_pools()
+
+
+def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
+    """The picture, if its bytes are those that its key stands for.
+
+    Raises:
+        DataError: it cannot be read, or is another one by now: under that key it would be taken for the first for good.
+    """
+    content = image_bytes(sample)
+    if hash_of(content) != sha256:
+        what = "The picture has changed since the run began."
+        raise DataError("image-changed", what, where=shown(sample.location))
+    return load_image(sample, content)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,10 @@ DECODED_BYTES, PIXEL_BYTES = 6, 12
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture that is wanted in the cache; ``flips``: as it is, mirrored, or both. ``sha256``: where it is known."""
+    """A picture that is wanted in the cache.
+
+    flips: as it is, mirrored, or both. sha256: of the bytes that its entries were made from; empty before they are.
+    """
 
     sample: Sample
     geometry: Geometry
@@ -97,11 +100,12 @@ def looked_at(memory: HashMemory, entries_of: EntriesOf, pictures: Sequence[Pict
 
 
 def _looked_at(memory: HashMemory, entries_of: EntriesOf, picture: Picture) -> Looked:
-    location, sha256 = picture.sample.location, picture.sha256
+    location = picture.sample.location
     try:
-        if not sha256:
-            known = memory.recall(FileState.of(location)) if isinstance(location, Path) else None
-            sha256 = known or ("" if isinstance(location, Path) else _sha256(image_bytes(picture.sample)))
+        if isinstance(location, Path):
+            sha256 = memory.recall(FileState.of(location)) or ""
+        else:
+            sha256 = hash_of(image_bytes(picture.sample))
     except (OSError, DataError) as error:
         return _unusable(picture, error)
     return Looked(sha256, entries_of(picture, sha256) if sha256 else ())
@@ -118,7 +122,7 @@ def made_ready(entries_of: EntriesOf, picture: Picture) -> Looked:
     try:
         file = FileState.of(sample.location) if isinstance(sample.location, Path) else None
         content = image_bytes(sample)
-        sha256 = picture.sha256 or _sha256(content)
+        sha256 = hash_of(content)
         entries = entries_of(picture, sha256)
         if not any(entry.fault for entry in entries):
             return Looked(sha256, entries, file)
@@ -147,5 +151,6 @@ def _unusable(picture: Picture, error: OSError | DataError) -> Looked:
     return Looked(problem=Problem(shown(picture.sample.location), what, fix), passing=passing)
 
 
-def _sha256(content: bytes) -> str:
+def hash_of(content: bytes) -> str:
+    """SHA-256 (hex) of a picture's undecoded bytes."""
     return hashlib.sha256(content).hexdigest()

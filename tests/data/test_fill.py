@@ -21,8 +21,8 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches
 from lora_rocm.data.filling import Progress
 from lora_rocm.data.prepare import prepare
-from lora_rocm.data.ready import Picture, pixels_of
-from lora_rocm.data.samples import geometries, scan
+from lora_rocm.data.ready import Picture, hash_of, pixels_of
+from lora_rocm.data.samples import geometries, image_bytes, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, MachineError, StorageError
 from tests.data.conftest import latents_of
@@ -44,7 +44,7 @@ def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> lis
     found = scan(data).samples
     cuts, _ = geometries(found, data)
     flips = (False, True) if flip else (False,)
-    return [Picture(sample, cuts[sample.key], flips, sample.key) for sample in found]
+    return [Picture(sample, cuts[sample.key], flips, hash_of(image_bytes(sample))) for sample in found]
 
 
 def test_pixels() -> None:
@@ -197,6 +197,24 @@ def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleN
     with pytest.raises(DataError) as caught:
         caches.repair("image", key, "damaged")
     assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
+
+
+def test_a_picture_that_has_changed_is_not_encoded_under_the_key_of_the_one_before(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches
+) -> None:
+    path = make.picture(tmp_path / "data" / "a.png", seed=1, caption="x")
+    pictures = pictures_for(make, tmp_path / "data")
+    caches.fill_images(pictures)
+    (job,) = caches.jobs_of(pictures[0], pictures[0].sha256)
+    (file,) = caches.cache.root.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    make.picture(path, seed=2)  # of the same size
+    with pytest.raises(DataError, match="has changed since the run began") as caught:
+        caches.repair("image", job.key, "damaged")
+    assert str(path) in caught.value.where and not list(caches.cache.root.rglob("*-1.safetensors"))
+    make.picture(path, seed=1)  # negative control
+    caches.repair("image", job.key, "damaged")
+    assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
 
 
 def test_progress_is_passed_on_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
