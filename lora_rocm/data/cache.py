@@ -206,11 +206,16 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What a file is known by: as long as these are the same, so are its bytes."""
+    """What a file is known by: as long as these are the same, so are its bytes.
+
+    inode_changed_ns: files that come out of one archive have the same times, and those without compression the same
+    sizes; of two that exchange their names this alone tells (on Windows it is the time at which the file was made).
+    """
 
     path: str
     num_bytes: int
     changed_ns: int
+    inode_changed_ns: int
 
     @classmethod
     def of(cls, file: Path) -> FileState:
@@ -220,15 +225,15 @@ class FileState:
             OSError: it cannot be looked at.
         """
         stat = file.stat()
-        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
+        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     @property
     def identity(self) -> list[Any]:
-        return [self.path, self.num_bytes, self.changed_ns]
+        return [self.path, self.num_bytes, self.changed_ns, self.inode_changed_ns]
 
 
 class HashMemory:
-    """SHA-256 of files, remembered by (absolute path, size, time of change) in ``hashes.jsonl``, which only grows.
+    """SHA-256 of files, remembered by (absolute path, size, times of change) in ``hashes.jsonl``, which only grows.
 
     The file is read when it is first asked. Each line carries a digest of itself: one that was torn by a crash or
     damaged is skipped, and its file is hashed again. ``recall`` may be called in any thread once ``begin`` was.

@@ -35,12 +35,16 @@ class RepeatFolder:
 
 @dataclass
 class Folder:
-    """What a walk found. ``relatives``: paths below ``root``, as they can be shown and as they are; sorted."""
+    """What a walk found. ``relatives``: paths below ``root``, as they can be shown and as they are; sorted.
+
+    ``lasting``: no folder could not be read for now.
+    """
 
     root: Path
     relatives: list[tuple[str, str]] = field(default_factory=list)
     captions: dict[str, str] = field(default_factory=dict)  # path without extension -> extension
     notices: list[str] = field(default_factory=list)
+    lasting: bool = True
 
     @property
     def name(self) -> str:
@@ -102,7 +106,7 @@ def walk(root: Path, caption_extension: str) -> Folder:
     others: Counter[str] = Counter()
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     taken: set[str] = set()
-    for path in _files(root, folder.notices):
+    for path in _files(folder):
         if path.suffix.lower() in wanted:
             real = path.relative_to(root).as_posix()
             relative = real if real.isascii() and real.isprintable() else shown(real)
@@ -131,8 +135,9 @@ def walk(root: Path, caption_extension: str) -> Folder:
     return folder
 
 
-def _files(root: Path, notices: list[str]) -> Iterator[Path]:
+def _files(folder: Folder) -> Iterator[Path]:
     """Every file of the tree, folder by folder."""
+    root = folder.root
     visited, outside = set[tuple[int, int]](), list[str]()
     real_root = os.path.realpath(root)
     pending = [(root, real_root)]  # no recursion: a tree can be deeper than Python's stack
@@ -146,7 +151,8 @@ def _files(root: Path, notices: list[str]) -> Iterator[Path]:
             with os.scandir(parent) as listed:
                 entries = sorted((entry for entry in listed if not entry.name.startswith(".")), key=lambda e: e.name)
         except OSError as error:
-            notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
+            folder.notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
+            folder.lasting &= isinstance(error, PermissionError)
             continue
         below = []
         for entry in entries:
@@ -162,7 +168,7 @@ def _files(root: Path, notices: list[str]) -> Iterator[Path]:
         pending += reversed(below)
     if outside:
         files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
-        notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
+        folder.notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,6 +1,6 @@
 """What a large dataset came to, kept beside the cache, so that a start does not look at each of its pictures again.
 
-It is taken where the same recipe (as far as the data goes) finds the same files, by name, size and time of change, and
+It is taken where the same recipe (as far as the data goes) finds the same files, by name, size and times of change, and
 the cache lists every entry. What is inside an entry is looked at when it is read, and made again then. Below KEPT_FROM
 pictures nothing is kept: to look at each costs seconds, and tells of a damaged entry before training begins.
 """
@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
+from PIL import Image
 
 from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
+from lora_rocm.data.entries import SPEC_VERSION
 from lora_rocm.data.folders import source_folder
 from lora_rocm.data.items import Pictures
+from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
 from lora_rocm.data.upkeep import MANIFESTS
 from lora_rocm.errors import DataError, Problem, StorageError
@@ -86,7 +89,9 @@ class Shelf:
 
     def __init__(self, root: Path, recipe: Recipe, fingerprints: Sequence[str]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
-        about = [FORMAT, sys.byteorder, *fingerprints, recipe.train.seed, recipe.data.model_dump(mode="json")]
+        readers = [Image.__version__, *sorted(readable_extensions())]  # others find or read other files
+        about = [FORMAT, SPEC_VERSION, sys.byteorder, readers, *fingerprints]
+        about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
         self.path = root / MANIFESTS / name
 
@@ -138,7 +143,7 @@ class Shelf:
             write_atomic(self.path, content + hashlib.sha256(content).digest())
 
     def listing(self) -> str | None:
-        """A hash of name, size and time of change of every file in the sources; None where nobody can tell."""
+        """A hash of name, size and times of change of every file in the sources; None where nobody can tell."""
         digest = hashlib.sha256()
         for index, source in enumerate(self._sources):
             try:
@@ -242,7 +247,7 @@ def _local(source: ResolvedSource) -> Path | None:
 
 
 def _listed(root: Path) -> Iterator[bytes]:
-    """Name, size and time of change of each file of a tree, links followed, folder by folder."""
+    """Name, size and times of change of each file of a tree, links followed, folder by folder."""
     if root.is_file():
         yield _state(root)
         return
@@ -263,15 +268,20 @@ def _listed(root: Path) -> Iterator[bytes]:
         yield "".join(f"{folder}/{name}\0{size}\0{at}\n" for name, size, at in rows).encode("utf-8", "surrogatepass")
 
 
-def _row(entry: os.DirEntry[str]) -> tuple[str, int, int]:
-    """Name, bytes (-1: a folder) and time of change."""
+def _row(entry: os.DirEntry[str]) -> tuple[str, int, str]:
+    """Name, bytes (-1: a folder) and times of change."""
     try:
         if entry.is_dir():
-            return entry.name, -1, 0
+            return entry.name, -1, ""
         found = entry.stat()
     except OSError:  # a link to nowhere
-        return entry.name, 0, -1
-    return entry.name, found.st_size, found.st_mtime_ns
+        return entry.name, 0, "nowhere"
+    return entry.name, found.st_size, _times(found)
+
+
+def _times(found: os.stat_result) -> str:
+    """Both, as ``cache.FileState`` has them."""
+    return f"{found.st_mtime_ns}\0{found.st_ctime_ns}"
 
 
 def _state(path: str | Path) -> bytes:
@@ -279,7 +289,7 @@ def _state(path: str | Path) -> bytes:
         found = os.stat(path)
     except OSError:
         return f"{path}\n".encode("utf-8", "surrogatepass")
-    return f"{path}\0{found.st_size}\0{found.st_mtime_ns}\n".encode("utf-8", "surrogatepass")
+    return f"{path}\0{found.st_size}\0{_times(found)}\n".encode("utf-8", "surrogatepass")
 
 
 def _states(paths: Iterable[str]) -> str:

@@ -140,10 +140,11 @@ def made_ready(entries_of: EntriesOf, picture: Picture) -> Looked:
 
 
 def _unusable(picture: Picture, error: OSError | DataError) -> Looked:
-    cause = error.__cause__ if isinstance(error, DataError) else error
-    passing = (
-        isinstance(cause, OSError) and cause.errno is not None
-    )  # the system's word, not Pillow's about the content
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    system = isinstance(cause, OSError) and cause.errno is not None  # not Pillow's word about the content
+    passing = system or isinstance(cause, MemoryError)
     if isinstance(error, DataError):
         return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
     what = f"The picture cannot be read: {error.strerror}."

@@ -41,7 +41,7 @@ UNREADABLE_FIX = "Replace the file or take it away."
 class Scan:
     """What was found: samples in a fixed order, what was set aside and why, and what the user should know.
 
-    lasting: none was set aside because it could not be read for now.
+    lasting: nothing was left out because it could not be read for now.
     """
 
     samples: Samples
@@ -181,6 +181,7 @@ def _scan_folder(found: _Findings) -> None:
     options = found.options
     folder = walk(source_folder(options.path or "", found.index), options.caption_extension)
     found.notices += folder.notices
+    found.lasting &= folder.lasting
     for path, relative in folder.pictures:
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         try:

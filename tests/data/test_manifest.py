@@ -18,6 +18,7 @@ import torch
 from lora_rocm.data import manifest, prepare
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.pictures import UnreadablePicture
 from lora_rocm.data.prepare import Prepared
 from lora_rocm.data.upkeep import MANIFESTS, prune
 
@@ -34,6 +35,7 @@ class Starts:
         self.sections: dict[str, Any] = {"sample": {"prompts": ["a house"]}}
         self.vae = "fake-vae-1"
         self.looked = 0
+        self.monkeypatch = monkeypatch
         scan = prepare.scan
 
         def counted(*args: Any, **how: Any) -> Any:
@@ -59,6 +61,8 @@ def starts(tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: 
     for index in range(6):
         make.picture(tmp_path / "data" / f"{index} ü.png", 96 + 16 * index, 64, seed=index, caption=f"picture {index}")
     make.picture(tmp_path / "data" / "3_two" / "copy.png", 96, 64, seed=0, caption="a, b, c")
+    for path in (tmp_path / "data").glob("*.txt"):
+        os.utime(path, (10**9, 10**9))
     (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes()[:2000])
     return Starts(tmp_path, make, new_family, monkeypatch)
 
@@ -87,6 +91,29 @@ def picture_changes(starts: Starts) -> None:
 
 def caption_changes(starts: Starts) -> None:
     (starts.root / "data" / "2 ü.txt").write_text("another", encoding="utf-8")
+
+
+def captions_exchanged(starts: Starts) -> None:
+    one, other = (starts.root / "data" / f"{index} ü.txt" for index in (2, 3))
+    assert one.stat().st_size == other.stat().st_size and one.stat().st_mtime_ns == other.stat().st_mtime_ns
+    time.sleep(0.05)  # a tick of the system's clock
+    one.rename(one.with_suffix(".old"))
+    other.rename(one)
+    one.with_suffix(".old").rename(other)
+
+
+def another_reader(starts: Starts) -> None:
+    starts.monkeypatch.setattr(manifest.Image, "__version__", "99")
+
+
+def another_format(starts: Starts) -> None:
+    """One that a plugin has taught to Pillow since."""
+    extensions = manifest.readable_extensions()
+    starts.monkeypatch.setattr(manifest, "readable_extensions", lambda: {*extensions, ".heic"})
+
+
+def entries_of_another_version(starts: Starts) -> None:
+    starts.monkeypatch.setattr(manifest, "SPEC_VERSION", 99)
 
 
 def touched(starts: Starts) -> None:
@@ -140,8 +167,9 @@ def none_is_kept_of_few(starts: Starts) -> None:
 
 
 CHANGES = [
-    picture_changes, caption_changes, touched, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder,
-    other_seed, other_data, damage, cut_short, none_is_kept_of_few,
+    picture_changes, caption_changes, touched, another_reader, another_format, entries_of_another_version, one_more,
+    one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed, other_data, damage, cut_short,
+    none_is_kept_of_few, *([] if os.name == "nt" else [captions_exchanged]),
 ]  # fmt: skip
 
 
@@ -175,6 +203,45 @@ def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch:
     monkeypatch.setattr(samples, "read_plain", fails)
     assert len(starts().set_aside) == 2
     assert not (starts.root / "cache" / MANIFESTS).exists()
+
+
+def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_rocm.data import folders
+
+    listed = os.scandir
+
+    def fails(path: Any, code: int = 5) -> Any:
+        if Path(path).name == "3_two":
+            raise OSError(code, os.strerror(code))
+        return listed(path)
+
+    monkeypatch.setattr(folders.os, "scandir", fails)
+    monkeypatch.setattr(manifest, "_listed", lambda root: [b"as before"])
+    assert any("cannot be read" in notice for notice in starts().notices)
+    assert not (starts.root / "cache" / MANIFESTS).exists()
+    monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission is no matter of the moment
+    starts()
+    assert len(list((starts.root / "cache" / MANIFESTS).iterdir())) == 1
+
+
+def test_memory_that_ran_out_at_a_picture_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_rocm.data import samples
+
+    decode, full = samples.decode, UnreadablePicture("no memory")
+    full.__cause__ = MemoryError()
+    broken = (starts.root / "data" / "broken.png").read_bytes()
+
+    def fails(content: bytes) -> Any:
+        if content == broken:
+            raise full
+        return decode(content)
+
+    monkeypatch.setattr(samples, "decode", fails)
+    assert len(starts().set_aside) == 1
+    assert not (starts.root / "cache" / MANIFESTS).exists()
+    monkeypatch.undo()  # negative control: a picture that is broken stays so
+    monkeypatch.setattr(manifest, "KEPT_FROM", 3)
+    assert len(starts().set_aside) == 1 and (starts.root / "cache" / MANIFESTS).exists()
 
 
 def test_a_damaged_entry_is_made_again_when_it_is_read(starts: Starts) -> None:
