@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,10 @@ class Prepared:
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:  # of a million items it takes half a minute, and a start asks for it several times
         return identity(self.items)
 
 

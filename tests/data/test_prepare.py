@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lora_rocm.data import prepare as prepare_module
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.data.seeds import fraction
@@ -58,6 +59,12 @@ def test_the_items(runs: Runs) -> None:
     for prompt in ("", "a house", "a tree", "bad", "picture 3"):
         prepared.text_lookup(prompt)
     assert prepared.held_out == () and prepared.set_aside == ()
+
+
+def test_what_is_trained_on_is_hashed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, hashed = runs(), list[int]()
+    monkeypatch.setattr(prepare_module, "identity", lambda items: hashed.append(len(items)) or "same")
+    assert prepared.identity() == prepared.identity() == "same" and hashed == [4]
 
 
 def test_a_complete_cache_loads_no_encoder(runs: Runs) -> None:
