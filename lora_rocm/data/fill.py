@@ -26,9 +26,10 @@ from torch import Tensor
 from lora_rocm.data.ahead import Behind, ahead
 from lora_rocm.data.cache import MISSING, HashMemory, LatentCache, image_key, text_key
 from lora_rocm.data.entries import CacheEntryBad
-from lora_rocm.data.filling import Filling, Progress, Report
+from lora_rocm.data.filling import Filling
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut, quiet, readable_formats
+from lora_rocm.data.progress import Progress, Report
 from lora_rocm.data.proven import HeldBack, Look, OpenDoor, plain_door
 from lora_rocm.data.ready import Entry, ImageJob, Looked, Picture, hash_of, looked_at, made_ready, pixels_of
 from lora_rocm.data.samples import Sample, image_bytes, load_image

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from lora_rocm.data.ahead import Behind
 from lora_rocm.data.folders import shown
+from lora_rocm.data.progress import Progress
 from lora_rocm.data.proven import HeldBack
 from lora_rocm.data.ready import Entry, Looked
 from lora_rocm.device.encoder_speed import watched
@@ -23,35 +22,6 @@ from lora_rocm.errors import MachineError
 if TYPE_CHECKING:
     from lora_rocm.data.fill import Caches
     from lora_rocm.families.base import Tensors
-
-Report = Callable[[str, int, int, float], None]
-"""Called with what, done, total, per_second. It may raise: caching stops there, and goes on there the next time."""
-
-REPORT_EVERY_S = 0.25
-
-
-class Progress:
-    """Passes progress on, at most a few times a second, and always the end."""
-
-    def __init__(self, what: str, total: int, report: Report, done: int = 0) -> None:
-        self._what, self._total, self._report = what, total, report
-        self._done = self._done_before = done
-        self._started = time.perf_counter()
-        self._last = float("-inf")
-
-    def skip(self, count: int) -> None:
-        """So many more were there before: they say nothing about the speed."""
-        self._done += count
-        self._done_before += count
-
-    def step(self, count: int = 1) -> None:
-        """So many more are done."""
-        self._done += count
-        now = time.perf_counter()
-        if now - self._last >= REPORT_EVERY_S or self._done == self._total:
-            self._last = now
-            rate = (self._done - self._done_before) / max(now - self._started, 1e-9)
-            self._report(self._what, self._done, self._total, rate)
 
 
 class Filling:

@@ -17,10 +17,11 @@ from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
 from lora_rocm.data.columns import Keys
-from lora_rocm.data.fill import Caches, Repaired, Report
+from lora_rocm.data.fill import Caches, Repaired
 from lora_rocm.data.items import Items, Pictures, SamplesOf, identity
 from lora_rocm.data.manifest import Facts, Manifest, Shelf
 from lora_rocm.data.plan import Item
+from lora_rocm.data.progress import QUIET_S, Progress, Report
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
 from lora_rocm.data.samples import Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
 from lora_rocm.data.seeds import fraction
@@ -106,7 +107,7 @@ def prepare(
         shelf.keep(kept, listing)
     else:
         caches.fill_texts(("", *_prompts(recipe)))
-    caches.belong(kept.pictures, _Texts(recipe, kept.pictures, kept.training, kept.held_out))
+    caches.belong(kept.pictures, _Texts(recipe, kept.pictures, kept.training, kept.held_out, emit))
     dropout_key = caches.text_key("")
     return Prepared(
         items=Items(kept.pictures, kept.training, kept.texts, dropout_key),
@@ -122,7 +123,8 @@ def prepare(
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
-    data, found = recipe.data, scan(recipe.data, copies=False)  # it would have to read them; here they are hashed
+    data = recipe.data
+    found = scan(data, caches.report, copies=False)  # it would have to read them; here they are hashed
     pictures, too_small = _cut(found.samples, data)
     failed = caches.fill_images(pictures, HashMemory(caches.cache.root), pictures.found)
     set_aside = (*found.set_aside, *too_small, *failed.values())
@@ -130,7 +132,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         raise nothing_left(set_aside)
     held = _held_out(pictures, usable, data.validation_split)
     training = array("q", (place for place in usable if place not in held))
-    texts = _Texts(recipe, pictures, training, array("q", sorted(held)))
+    texts = _Texts(recipe, pictures, training, array("q", sorted(held)), caches.report)
     caches.fill_texts(texts)
     return Manifest(
         pictures,
@@ -165,6 +167,7 @@ class _Texts:
     pictures: Pictures
     training: array[int]
     held_out: array[int]
+    report: Report
 
     def __iter__(self) -> Iterator[str]:
         """All of the run, with those of previews and the one without words."""
@@ -173,7 +176,10 @@ class _Texts:
 
     def of(self, places: Sequence[int], held_out: bool) -> Iterator[tuple[str, ...]]:
         """Those of each; the first is the caption itself."""
-        return (_texts(self.recipe, self.pictures.sample(place), held_out) for place in places)
+        progress = Progress("texts", len(places), self.report, quiet_s=QUIET_S)
+        for place in places:
+            yield _texts(self.recipe, self.pictures.sample(place), held_out)
+            progress.step()
 
     def keys(self, key_of: Callable[[str], str], held_out: bool) -> Keys:
         """Their cache keys."""

@@ -56,6 +56,16 @@ class DatasetRow:
         return f"{self.dataset} [{self.split}] row {self.index}"
 
 
+def num_rows(source: ResolvedSource) -> int:
+    """How many rows there are.
+
+    Raises:
+        DataError: no such dataset or split.
+    """
+    assert source.dataset is not None
+    return len(_open(source.dataset, source.split))
+
+
 def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | UnreadableCell | None]]:
     """Every row and its caption: None where there is none, the reason where it cannot be used.
 

@@ -22,7 +22,8 @@ from lora_rocm.data.folders import (
     walk,
 )
 from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_size
-from lora_rocm.data.rows import UnreadableCell, as_file, leads_out, picture_in, rows_of
+from lora_rocm.data.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.data.rows import UnreadableCell, as_file, leads_out, num_rows, picture_in, rows_of
 from lora_rocm.data.sample import Sample, Samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.host.plain import read_plain
@@ -58,6 +59,7 @@ class _Findings:
     prefix: str
     options: ResolvedSource
     samples: Samples
+    report: Report
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -76,8 +78,13 @@ class _Findings:
         return caption
 
 
-def scan(data: DataSection, copies: bool = True) -> Scan:
-    """Find every picture of every source, in a fixed order. ``copies``: look for files with the same content too.
+def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
+    """Find every picture of every source, in a fixed order.
+
+    Args:
+        data: where they are.
+        report: gets the progress where there are very many.
+        copies: look for files with the same content too.
 
     Raises:
         DataError: a folder or dataset is missing or empty, a caption is missing where the recipe asks for one, or
@@ -87,7 +94,7 @@ def scan(data: DataSection, copies: bool = True) -> Scan:
     findings: list[_Findings] = []
     samples = Samples(sources)
     for index, options in enumerate(sources):
-        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options, samples)
+        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options, samples, report)
         if options.path is not None:
             _scan_folder(found)
         else:
@@ -182,7 +189,9 @@ def _scan_folder(found: _Findings) -> None:
     folder = walk(source_folder(options.path or "", found.index), options.caption_extension)
     found.notices += folder.notices
     found.lasting &= folder.lasting
+    progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
     for path, relative in folder.pictures:
+        progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         try:
             width, height = read_size(path)
@@ -208,7 +217,9 @@ def _scan_folder(found: _Findings) -> None:
 def _scan_dataset(found: _Findings) -> None:
     options = found.options
     name, outside = Path(options.dataset or "").name, list[str]()
+    progress = Progress("sizes", num_rows(options), found.report, quiet_s=QUIET_S)
     for row, text in rows_of(options):
+        progress.step()
         key = f"{found.prefix}{options.split}/{row.index}"
         try:
             picture = picture_in(row)

@@ -26,7 +26,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "phase": ("phase", "state", "seconds"),
     # what the data came to
     "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
-    # caching goes on: what (images, captions), done, total, per_second
+    # caching goes on: what (images, captions; sizes, hashes, texts: what is only looked at), done, total, per_second
     "cache": ("what", "done", "total", "per_second"),
     # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
     "repaired": ("kind", "item", "reason"),

@@ -26,7 +26,13 @@ PHASES = {
     "export": "Writing and checking the LoRA",
 }
 
-CACHE_WORK = {"hashes": "Reading pictures", "images": "Caching images", "captions": "Caching captions"}
+CACHE_WORK = {
+    "sizes": "Looking for pictures",
+    "hashes": "Reading pictures",
+    "images": "Caching images",
+    "texts": "Looking at captions",
+    "captions": "Caching captions",
+}
 MAX_REPAIRS_SAID = 5
 
 Event = dict[str, Any]

@@ -56,7 +56,7 @@ from lora_rocm.run.process import (
 )
 from lora_rocm.run.team import DIED, End, environments, verdict
 from lora_rocm.run.trouble import trouble_of
-from lora_rocm.run.watch import Hung, Learned, Limits, WatchState, culprit, decide, limits_of
+from lora_rocm.run.watch import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 UNKILLABLE = "worker-unkillable"
@@ -329,7 +329,7 @@ class Supervisor:
     def _has_progressed(self, state: WatchState) -> bool:
         """Whether that start came further than the one before: a newer checkpoint, or more in the cache."""
         newest = newest_checkpoint(self.run_dir)
-        items = {what: done for what, done in state.items.items() if what != "hashes"}
+        items = {what: done for what, done in state.items.items() if what in ENCODED}
         further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
         self._newest, self._items = newest, {**self._items, **items}
         return further

@@ -25,6 +25,8 @@ LOADER_EXTRA_S = 150.0
 ABSENT_S = 10.0
 """A pause between two looks that is longer was one of the whole machine (suspend) or of the one who looks."""
 RECENT = 50
+ENCODED = ("images", "captions")
+"""What an encoder makes, in the words of the event ``cache``; other work there is looking at files."""
 WAITING = ("verdict", "ranks")
 """Activities of a worker that waits for what others do."""
 LEAST_STACKS_S = 0.2
@@ -227,10 +229,11 @@ class WatchState:
     def _on_cache(self, event: dict[str, Any], now: float) -> None:
         what, done = event["what"], event["done"]
         more = done - self.items.get(what, done)
-        if self._filling and more > 0 and what != "hashes":
+        if self._filling and more > 0 and what in ENCODED:
             self.learned.item_s.append((now - self._item_at) / more)
         self.items[what] = done
-        self._item_at, self._filling = now, done < event["total"]
+        waits_for_encoder = what in ENCODED and not event["per_second"]  # all so far were there before
+        self._item_at, self._filling = now, done < event["total"] and not waits_for_encoder
 
     def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
         """Take in what its heartbeat says; only a count that moved is a sign of life."""

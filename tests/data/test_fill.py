@@ -19,12 +19,11 @@ from PIL import Image
 from lora_rocm.data import ahead, filling, ready
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches
-from lora_rocm.data.filling import Progress
 from lora_rocm.data.prepare import prepare
 from lora_rocm.data.ready import Picture, hash_of, pixels_of
 from lora_rocm.data.samples import geometries, image_bytes, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
-from lora_rocm.errors import DataError, MachineError, StorageError
+from lora_rocm.errors import DataError, MachineError, StoppedError, StorageError
 from tests.data.conftest import latents_of
 
 CPU = torch.device("cpu")
@@ -217,16 +216,26 @@ def test_a_picture_that_has_changed_is_not_encoded_under_the_key_of_the_one_befo
     assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
 
 
-def test_progress_is_passed_on_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = [0.0], []
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    progress = Progress("images", 100, lambda *facts: said.append(facts), done=20)
-    for _ in range(80):
-        now[0] += 0.05
-        progress.step()
-    assert said[0] == ("images", 21, 100, pytest.approx(20.0))
-    assert said[-1] == ("images", 100, 100, pytest.approx(20.0))
-    assert len(said) < 20
+def test_pictures_that_are_only_hashed_anew_are_told_of_and_can_be_left(
+    tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
+) -> None:
+    """Their times have changed, or the memory of hashes is gone: nothing is encoded, but each is read."""
+    for index in range(5):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    pictures, said = pictures_for(make, tmp_path / "data"), list[tuple[str, int, int, float]]()
+    caches.fill_images(pictures)
+    caches.report = lambda *facts: said.append(facts)
+    caches.fill_images(pictures)
+    images = [facts for facts in said if facts[0] == "images"]
+    assert len(family.image_encoder.encoded) == 5 and images[0][1:] == (1, 5, 0.0) and images[-1][1:] == (5, 5, 0.0)
+
+    def stop(what: str, done: int, total: int, per_second: float) -> None:
+        if what == "images":
+            raise StoppedError("stopped", "Stopped.")
+
+    caches.report = stop
+    with pytest.raises(StoppedError):
+        caches.fill_images(pictures)
 
 
 def test_a_slow_encoder_is_said_and_left_for_every_later_picture(

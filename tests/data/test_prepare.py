@@ -200,6 +200,14 @@ def test_progress(runs: Runs) -> None:
     assert last == {"hashes": (4, 4), "images": (4, 4), "captions": (5, 5)}
 
 
+def test_progress_with_very_many_captions(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is gone through several times, which takes minutes where there are very many."""
+    monkeypatch.setattr(prepare_module, "QUIET_S", 0.0)
+    said: list[tuple[str, int, int, float]] = []
+    runs(emit=lambda *facts: said.append(facts))
+    assert [facts[:3] for facts in said].count(("texts", 4, 4)) >= 3
+
+
 def test_holding_out(runs: Runs) -> None:
     runs.keys = {"validation_split": 0.5, "flip_aug": True, "repeats": 3, "caption_dropout_rate": 0.5}
     for index in range(4, 12):

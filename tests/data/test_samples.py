@@ -9,6 +9,7 @@ import skimage
 from PIL import Image
 from pyarrow import parquet
 
+from lora_rocm.data import samples
 from lora_rocm.data.samples import Scan, geometries, image_bytes, load_image, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
@@ -105,6 +106,24 @@ def test_what_cannot_be_used_is_set_aside_with_its_reason(tmp_path: Path, make: 
     assert set(reasons) == {"empty.png", "text.jpg", "cut [1].png", "latin.png", "broken link.png"}
     assert "empty" in reasons["empty.png"] and "format" in reasons["text.jpg"] and "UTF-8" in reasons["latin.png"]
     assert all(problem.fix and str(tmp_path) in problem.where for problem in found.set_aside)
+
+
+@pytest.mark.parametrize("kind", ["folder", "dataset"])
+def test_of_very_many_pictures_is_told_while_they_are_looked_for(
+    tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    (tmp_path / "list.jsonl").write_text("".join(f'{{"image": "data/{n}.png"}}\n' for n in range(3)), encoding="utf-8")
+    keys = {"path": str(tmp_path / "data")}
+    if kind == "dataset":
+        keys = {"sources": ({"dataset": str(tmp_path / "list.jsonl"), "caption_column": None},)}  # type: ignore[dict-item]
+    said: list[tuple[Any, ...]] = []
+    scan(make.data(**keys), lambda *facts: said.append(facts))
+    assert said == [], "it was done in a moment"
+    monkeypatch.setattr(samples, "QUIET_S", 0.0)
+    scan(make.data(**keys), lambda *facts: said.append(facts))
+    assert said[-1][:3] == ("sizes", 3, 3)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -13,6 +13,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe, TimeoutsSection
 from lora_rocm.run.events import EVENT_FIELDS
 from lora_rocm.run.heartbeat import Heartbeat
+from lora_rocm.run.progress import CACHE_WORK
 from lora_rocm.run.watch import (
     LEAVING,
     LEAVING_S,
@@ -59,8 +60,8 @@ class Worker:
             self.says("step", **step_fields(self.state.steps + 1, step_s=step_s))
         return self
 
-    def caches(self, what: str, done: int, total: int) -> Worker:
-        return self.says("cache", what=what, done=done, total=total, per_second=1.0)
+    def caches(self, what: str, done: int, total: int, per_second: float = 1.0) -> Worker:
+        return self.says("cache", what=what, done=done, total=total, per_second=per_second)
 
     def beats(self, activity: str, count: int | None = None) -> Worker:
         self.count = self.count + 1 if count is None else count
@@ -125,6 +126,18 @@ def test_caching_is_compared_with_its_items_once_the_encoder_works() -> None:
     assert worker.state.learned.item_s[-1] == 20.0 and worker.hangs_after() == ("cache", 400.0)
     worker.after(1).caches("images", 100, 100)
     assert worker.state.limit == "cache_first"  # the text encoders are loaded
+
+
+def test_an_encoder_is_waited_for_also_behind_pictures_that_were_there_before() -> None:
+    worker = Worker().starts().begins("cache").caches("hashes", 100, 100)
+    for done in range(1, 50):
+        worker.after(1).caches("images", done, 100, per_second=0.0)
+    assert worker.state.limit == "cache_first" and not worker.state.learned.item_s
+    worker.after(1500).caches("images", 50, 100, per_second=0.001).after(2).caches("images", 51, 100)
+    assert worker.state.limit == "cache" and list(worker.state.learned.item_s) == [2.0]
+    for what in ("sizes", "texts"):  # no encoder is loaded there, and what they take is no measure for one
+        worker.after(1).caches(what, 5, 10).after(1).caches(what, 6, 10)
+        assert worker.state.limit == "cache" and list(worker.state.learned.item_s) == [2.0]
 
 
 def test_previews_are_compared_with_the_longest() -> None:
@@ -245,7 +258,7 @@ SIGNS = st.one_of(
     st.tuples(st.just("begin"), st.sampled_from(PHASES)),
     st.tuples(st.just("end"), st.sampled_from(PHASES)),
     st.tuples(st.just("step"), st.floats(0.0, 1e4)),
-    st.tuples(st.just("cache"), st.tuples(st.sampled_from(("hashes", "images", "captions")), st.integers(0, 9))),
+    st.tuples(st.just("cache"), st.tuples(st.sampled_from(tuple(CACHE_WORK)), st.integers(0, 9))),
     st.tuples(st.just("beat"), st.sampled_from(("loader", "step", "verdict", "cache"))),
     st.tuples(st.just("start"), st.none()),
 )
