@@ -104,7 +104,7 @@ class Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event | None] = [None] * SLOTS
         self._now: int | None = None  # the block that was entered last
-        self._grads = self._turned = False  # the pass is one with gradients; it is on its way back
+        self._back = False  # that was by the backward pass
         self._trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         self._returns = [False] * len(blocks)  # whether the backward pass will come back to a block
         for place in self._places[:1]:
@@ -135,17 +135,14 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _goes_back(self, index: int, args: Any) -> bool:
-        """Whether a block is entered by the backward pass: that begins with the block that was entered last."""
+        """Whether a block is entered by the backward pass, which computes it again."""
         before, self._now = self._now, index
-        grads = torch.is_grad_enabled()
-        if before is not None and grads and self._grads and self._returns[index]:
-            if index == (before - 1 if self._turned else before):
-                self._turned = True
-                return True
-        if before is None or index <= before:  # a new pass owes nothing to the one before: it may be captured
-            self._forget()
-            self._grads, self._turned = grads, False
-        self._returns[index] = grads and (
+        was_back, self._back = self._back, torch._C._current_graph_task_id() >= 0  # as torch.utils.checkpoint asks
+        if self._back:
+            return True
+        if before is None or was_back or index <= before:
+            self._forget()  # a new pass owes nothing to the one before: either may be captured, and that one broken off
+        self._returns[index] = torch.is_grad_enabled() and (
             self._trained[index] or any(isinstance(each, Tensor) and each.requires_grad for each in args)
         )
         return False

@@ -182,6 +182,48 @@ def _full(module: nn.Module, args: Any) -> None:
     raise MemoryError
 
 
+class Capturing:
+    """Copies, but for the time that a graph is captured: then nothing is done. made: sizes of blocks that came."""
+
+    def __init__(self) -> None:
+        self.now, self.made = False, list[int]()
+
+    def __call__(self, place: Tensor, source: Tensor) -> None:
+        if not self.now:
+            copy_into(place, source)
+            self.made.append(source.numel())
+
+
+@pytest.mark.parametrize(("number", "entry"), [(1, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(number: int, entry: int) -> None:
+    """At the first block going forward, and at the second going back, the next pass begins beside where it ended."""
+    copy = Capturing()
+    net, transfer, _ = prepared(CPU, slice(1, None), copy)
+
+    def passed() -> list[int]:
+        copy.made.clear()
+        net(torch.randn(2, WIDTH)).sum().backward()
+        net.zero_grad()
+        return list(copy.made)
+
+    def full(module: nn.Module, args: Any) -> None:
+        entries.append(1)
+        if len(entries) == entry:
+            raise MemoryError
+
+    wanted, entries = passed(), list[int]()
+    copy.now, handle = True, net.blocks[number].register_forward_pre_hook(full)
+    with pytest.raises(MemoryError):
+        passed()
+    copy.now = False
+    handle.remove()
+    net.zero_grad()
+    transfer.clear()  # here, where what is captured is computed too
+    assert passed() == wanted == passed()
+    assert same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
+    assert not transfer.bad
+
+
 def test_what_waits_is_not_among_what_is_looked_at_on_the_device() -> None:
     net, transfer, _ = prepared(CPU, slice(0, 3))
     frozen = {name for name, _ in transfer.frozen.items()}
