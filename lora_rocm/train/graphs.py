@@ -2,11 +2,13 @@
 
 A shape's first two passes are eager. The second is then captured with the inputs of the first, replayed with its own,
 and used from then on if that gave the gradients of the eager pass: a graph that has baked in a value, or whose memset
-nodes do nothing (as of some ROCm versions), does not. Where capturing fails, the shape stays eager.
+nodes do nothing (as of some ROCm versions), does not. A pass without gradients proves nothing: then it is the next one.
+Where capturing fails, the shape stays eager.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +24,8 @@ from lora_rocm.train.flat import FlatWeights
 TOLERANCE = 1e-2
 """Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some
 1e-4; a wrong kernel by 1."""
+KIND_TOLERANCE = 0.3
+"""The same for the A, or the B, of all layers: early in a run A's gradients are too small to show in the whole."""
 MAX_GRAPHS = 32
 """Shapes that are captured: each costs some tens of MB for its nodes."""
 
@@ -93,6 +97,7 @@ class Graphs:
     _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)
     _capture: Capturing | None = field(default=None, init=False)
     _off: bool = field(default=False, init=False)
+    _full: bool = field(default=False, init=False)  # and it was said
 
     def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
         """The pass: replayed where its shape is captured, else eager."""
@@ -100,7 +105,10 @@ class Graphs:
         known = self.captured.get(shape)
         if known is not None and not self._off:
             return known.run(batch, draws)
-        if self._off or shape in self.captured or len(self.captured) >= MAX_GRAPHS:
+        if self._off or shape in self.captured:
+            return eager(batch, draws)
+        if len(self.captured) >= MAX_GRAPHS:
+            self._say_full()
             return eager(batch, draws)
         first = self._seen.pop(shape, None)
         if first is None:
@@ -120,6 +128,10 @@ class Graphs:
         before_N = self.weights.gradients.clone()
         passed = eager(*now)
         wanted_N = self.weights.gradients.clone()
+        made_N = wanted_N - before_N
+        if not all(0.0 < norm < math.inf for norm in self._norms(made_N).values()):
+            self._seen[shape] = now  # overflow, samples of no weight, A behind a B of zeros: the next one may tell
+            return passed
         empty_pools()  # what the eager pass took is there for the graph
         try:
             graph = self._captured(eager, first)
@@ -133,14 +145,19 @@ class Graphs:
             return passed
         self.weights.gradients.copy_(before_N)
         again = graph.run(*now)
-        if self._agree(passed, again, wanted_N - before_N, self.weights.gradients - before_N):
+        if self._agree(passed, again, made_N, self.weights.gradients - before_N):
             self.captured[shape] = graph
-        elif bool(wanted_N.isfinite().all()):  # else there is nothing to compare with: the next one will tell
+        else:
             self._off = True
             self.release()
             self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
         self.weights.gradients.copy_(wanted_N)
         return passed
+
+    def _say_full(self) -> None:
+        if not self._full:
+            self._full = True
+            self.say(f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Those of others are not, and run slower.")
 
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
         if self._capture is None:
@@ -153,7 +170,17 @@ class Graphs:
         pairs = ((wanted.loss, found.loss), (wanted.loss_B, found.loss_B), (wanted_N, found_N))
         if self.exact:
             return all(torch.equal(one, other) for one, other in pairs)
-        return all(bool((other - one).norm() <= TOLERANCE * one.norm()) for one, other in pairs)
+        sizes, off = self._norms(wanted_N), self._norms(found_N - wanted_N)
+        return all(bool((other - one).norm() <= TOLERANCE * one.norm()) for one, other in pairs) and all(
+            off[kind] <= KIND_TOLERANCE * sizes[kind] for kind in sizes
+        )
+
+    def _norms(self, flat_N: Tensor) -> dict[str, float]:
+        """Kind of weight (the last part of its name: lora_A, lora_B, magnitude) -> norm of all of that kind."""
+        kinds: dict[str, list[Tensor]] = {}
+        for name, part in self.weights.views(flat_N).items():
+            kinds.setdefault(name.rpartition(".")[2], []).append(part)
+        return {kind: float(torch.stack(torch._foreach_norm(parts)).norm()) for kind, parts in kinds.items()}
 
 
 def first_line(error: BaseException) -> str:

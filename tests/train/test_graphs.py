@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
 from tests.train.test_loop import Rig, same
 
@@ -134,8 +135,98 @@ def test_released_graphs_come_again() -> None:
     assert len(fake.graphs.captured) == 1 and fake.replays == 3 + 3
 
 
-def test_shapes_without_end_stay_eager() -> None:
+def test_shapes_without_end_stay_eager_and_that_is_said_once() -> None:
     fake, rig = Fake(), Rig()
-    fake.into(rig)
+    said = fake.into(rig)
     fake.graphs.captured = {((str(n), torch.Size(), torch.float32),): None for n in range(MAX_GRAPHS)}
     assert same(rig.fit(4), Rig().fit(4)) and fake.replays == 0
+    assert len(said) == 1 and str(MAX_GRAPHS) in said[0]
+
+
+class Layer:
+    """``x A^T B^T``, alone; ``spoil`` changes what a replay adds to the gradients."""
+
+    def __init__(self, spoil: Callable[[dict[str, torch.Tensor]], None], b: float = 1.0) -> None:
+        self.leaves = {"lora_A": torch.nn.Parameter(torch.ones(2, 3)), "lora_B": torch.nn.Parameter(torch.ones(1, 2))}
+        self.weights, self.spoil, self.said, self.replays = FlatWeights(self.leaves), spoil, [], 0
+        self.weights.parameters["lora_B"].fill_(b)
+        self.graphs = Graphs(self.weights, exact=False, say=self.said.append, new_capture=lambda: self.capture)
+
+    said: list[str]
+
+    def eager(self, batch: dict[str, torch.Tensor], draws: dict[str, torch.Tensor]) -> Passed:
+        loss_B = (batch["x"] @ self.leaves["lora_A"].t() @ self.leaves["lora_B"].t())[:, 0]
+        loss = (loss_B * batch["weight"]).sum()
+        loss.backward()
+        self.weights.gather()
+        return Passed(loss.detach(), loss_B.detach())
+
+    def capture(self, run: Callable[[], Passed]) -> Replay:
+        kept = self.weights.gradients.clone()
+        passed = run()
+        self.weights.gradients.copy_(kept)
+
+        def replay() -> None:
+            before = self.weights.gradients.clone()
+            self.weights.gradients.zero_()
+            for static, found in zip(passed, run(), strict=True):
+                static.copy_(found)
+            self.spoil(self.weights.views(self.weights.gradients))
+            self.weights.gradients.add_(before)
+            self.replays += 1
+
+        return replay, passed
+
+    def passes(self, *weights: float) -> list[dict[str, torch.Tensor]]:
+        """Gradients of passes whose samples have these weights."""
+        found = []
+        for number, weight in enumerate(weights):
+            self.weights.drop_gradients()
+            x_BD = torch.full((2, 3), number + 1.0)
+            self.graphs.run(self.eager, {"x": x_BD, "weight": torch.full((2,), weight)}, {})
+            found.append({name: view.clone() for name, view in self.weights.views(self.weights.gradients).items()})
+        return found
+
+
+def alike(one: Layer, other: Layer, *weights: float) -> bool:
+    pairs = zip(one.passes(*weights), other.passes(*weights), strict=True)
+    return all(torch.equal(mine[name], theirs[name]) for mine, theirs in pairs for name in mine)
+
+
+def sound(gradients: dict[str, torch.Tensor]) -> None:
+    pass
+
+
+def doubled(gradients: dict[str, torch.Tensor]) -> None:
+    for gradient in gradients.values():
+        gradient.mul_(2.0)
+
+
+def without_a(gradients: dict[str, torch.Tensor]) -> None:
+    gradients["lora_A"].zero_()
+
+
+@pytest.mark.parametrize(
+    "weights", [(1, 1, 1, 1), (1, 0, 1, 1), (0, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 0, 1, 1)], ids=str
+)
+def test_samples_of_no_weight_prove_no_graph(weights: tuple[float, ...]) -> None:
+    """As the micro-batches that fill up a bucket's last one: a graph that counts double gives their gradients too."""
+    layer, control = Layer(doubled), Layer(sound)
+    assert alike(layer, Layer(sound), *weights)
+    assert layer.replays == 1 and len(layer.said) == 1 and "other gradients" in layer.said[0]
+    control.passes(*weights)
+    assert control.replays == len(weights) - max(1, weights.index(1)) - (weights[1] == 0 and weights[0] == 1)
+    assert control.said == []
+
+
+@pytest.mark.parametrize("b", [0.0, 1e-4], ids=["before the first update", "after it"])
+def test_gradients_of_a_are_looked_at_by_themselves(b: float) -> None:
+    """Those of B are so much larger that the whole does not tell; while B is zero there are none to compare."""
+    layer, control = Layer(without_a, b), Layer(sound, b)
+    for each in (layer, control):
+        each.passes(1, 1, 1)
+        each.weights.parameters["lora_B"].fill_(1e-4)
+    assert alike(layer, Layer(sound, 1e-4), 1, 1, 1)
+    assert layer.replays == 1 and len(layer.said) == 1
+    control.passes(1, 1, 1)
+    assert control.said == [] and control.replays == (3 if b == 0.0 else 5)
