@@ -122,7 +122,7 @@ class Memory:
             if wanted is None:
                 return
             met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
-            self.say(f"A first pass {met}. From here on: {plan_text(wanted)}.")
+            self.say(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
             self._change(wanted, family, model, transfer, pin)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
@@ -165,6 +165,8 @@ class Memory:
         assert self.footprint is not None
         self._ran_out = True
         least = smallest(self.footprint, self.job, self.rates)
+        if self.budget_bytes is None:  # no correction would ever make a plan too large for that
+            return least
         wanted: Plan | None = now
         while wanted is not None and _same(wanted, now) and not _same(now, least):
             self._correct(self.job.correction * SHORT)
@@ -237,9 +239,14 @@ def choose_from(
         plan = smallest(footprint, job, rates)
         if budget_bytes is not None and plan.peak_bytes > budget_bytes:
             raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
-    if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1):
-        say(f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {plan_text(plan)}.")
+    if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1 or plan.graphs != job.graphs):
+        say(f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {_text(plan, job)}.")
     return Memory(job, False, False, say, footprint, plan, budget_bytes, rates)
+
+
+def _text(plan: Plan, job: Job) -> str:
+    """A plan in words, with what they leave out where it is given up."""
+    return plan_text(plan) + (", not captured: there is no room for graphs" if job.graphs and not plan.graphs else "")
 
 
 def apply(

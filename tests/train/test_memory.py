@@ -145,6 +145,15 @@ def test_without_it_what_is_given_up_is_said(footprint: Footprint) -> None:
     assert len(said) == 1 and memory.plan.mode in said[0]
 
 
+@pytest.mark.parametrize("graphs", [True, False])  # False: the control, nothing is given up
+def test_graphs_that_there_is_no_room_for_are_not_given_up_in_silence(footprint: Footprint, graphs: bool) -> None:
+    said: list[str] = []
+    job = Job(batch_size=BATCH, graphs=graphs)
+    memory = choose_from(recipe(), footprint, job, needs(footprint), said.append)
+    assert memory.plan is not None and memory.plan.mode == "keep" and not memory.captures
+    assert [text for text in said if "no room for graphs" in text] == said and len(said) == graphs
+
+
 def test_what_cannot_fit_is_refused_before_loading(footprint: Footprint) -> None:
     with pytest.raises(UserError) as caught:
         memory_of(footprint, 1000)
@@ -216,6 +225,19 @@ def test_where_nothing_is_left_the_run_goes_on_to_its_own_relief(
     machine = Machine(monkeypatch, memory_of(footprint, budget), 1.0, 0)
     machine.probe()
     assert machine.full == machine.passes <= memory_module.TRIES
+
+
+def test_without_a_limit_a_pass_that_runs_out_takes_the_plan_that_needs_least(
+    footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU with runtime.memory: selective; its memory is full all the same."""
+    job = Job(batch_size=BATCH, modes=("selective",))
+    memory = choose_from(recipe("selective"), footprint, job, None, str)
+    machine = Machine(monkeypatch, memory, 1.0, 0)
+    before = memory.plan
+    machine.probe()
+    assert before is not None and memory.plan is not None and machine.full == 2
+    assert memory.plan.parts == BATCH and memory.plan.needed_bytes < before.needed_bytes
 
 
 def test_another_error_of_the_pass_is_not_taken_for_memory(
