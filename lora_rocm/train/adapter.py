@@ -5,10 +5,13 @@ Adapter weights are made on the CPU in float32 from one seed, whatever the base 
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,14 @@ from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
 
 PEFT_NAME = "default"
 EXAMPLES = 4
+MATCHING_S = 20.0
+"""For all modules of a component; what people write takes some milliseconds, and the process that does it some more."""
+MATCHER = """
+import json, re, sys, warnings
+warnings.simplefilter("ignore")
+pattern, paths = json.load(sys.stdin)
+print(json.dumps([path for path in paths if re.fullmatch(pattern, path)]))
+"""
 
 
 class Adapter:
@@ -278,14 +289,23 @@ def _targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict
         if component not in model.components:
             continue
         paths = [path for path, _ in adaptable(model.components[component])]
+        fix = f"Presets: {', '.join(presets)}. Else a regular expression of Python's for whole module names."
         try:
-            matching = [path for path in paths if re.fullmatch(pattern, path)]
-        except re.error as error:
+            ours = pattern in (preset[component] for preset in presets.values())
+            matching = [path for path in paths if re.fullmatch(pattern, path)] if ours else _matching(pattern, paths)
+        except (re.error, OverflowError, RecursionError) as error:
             raise AdapterError(
                 "targets-invalid",
                 f"This is no regular expression: {error}.",
                 where=f"lora.targets: {pattern}",
-                fix=f"Presets: {', '.join(presets)}. Else a regular expression of Python's for whole module names.",
+                fix=fix,
+            ) from error
+        except subprocess.SubprocessError as error:
+            raise AdapterError(
+                "targets-endless",
+                f"The modules' names could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
+                where=f"lora.targets: {pattern}",
+                fix=f"Write it without repetitions inside repetitions, such as (.*)*. {fix}",
             ) from error
         if not matching:
             raise AdapterError(
@@ -296,6 +316,27 @@ def _targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict
             )
         chosen[component] = _either(matching)
     return chosen
+
+
+def _matching(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The paths that a user's regular expression matches whole.
+
+    Some expressions try more ways than there is time for, and nothing in a process can stop them: so another one does.
+
+    Raises:
+        re.error, OverflowError, RecursionError: it is none.
+        subprocess.SubprocessError: it took too long, or too much.
+    """
+    re.compile(pattern)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", MATCHER],
+        input=json.dumps([pattern, list(paths)]).encode("ascii"),
+        capture_output=True,
+        timeout=MATCHING_S,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
 def _inject(component: nn.Module, config: LoraConfig) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
+from lora_rocm.train import adapter as adapter_module
 from lora_rocm.train import export
 from lora_rocm.train.adapter import Adapter, attach_file, inject, trained_scale
 from lora_rocm.train.facts import Facts
@@ -110,6 +111,8 @@ def test_text_encoders_are_adapted_when_asked(folder: Path) -> None:
     ("nothing", "targets-match-nothing"),
     ("attention-mpl", "targets-match-nothing"),
     ("(", "targets-invalid"),
+    ("a{99999999999}", "targets-invalid"),
+    ("(" * 5000 + ")" * 5000, "targets-invalid"),
     (r"down_blocks\.0", "targets-match-nothing"),
 ])  # fmt: skip
 def test_targets_that_cannot_be(folder: Path, targets: str, code: str) -> None:
@@ -118,6 +121,15 @@ def test_targets_that_cannot_be(folder: Path, targets: str, code: str) -> None:
     assert caught.value.code == code and "attention-mlp" in caught.value.fix
     if code == "targets-match-nothing":
         assert "transformer_blocks" in caught.value.fix
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("targets", [r"(([a-z_0-9]+)*\.?)*!", r".*.*.*.*.*.*.*.*.*.*.*.*.*!"])
+def test_targets_that_would_be_tried_without_end(folder: Path, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_module, "MATCHING_S", 0.3)
+    with pytest.raises(AdapterError) as caught:
+        injected(folder, targets=targets)
+    assert caught.value.code == "targets-endless" and targets in caught.value.where
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of Python, at "[[": a word in worker.log
