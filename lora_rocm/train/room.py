@@ -16,6 +16,7 @@ from lora_rocm.train.export import DTYPES
 from lora_rocm.train.preview import picture_size
 
 MOMENTS = 2
+AVERAGE_ITEMSIZE = 4  # float32, whatever the weights are
 HEADER_BYTES = 200
 """Of one tensor in a safetensors file: name, shape, place."""
 METADATA_BYTES = 16384
@@ -28,7 +29,7 @@ class Room:
     """Compares what is to come with what is free.
 
     Attributes:
-        parameters: the trained ones, float32.
+        parameters: the trained ones.
         say: gets a sentence, once, where the disk may not last.
         free: bytes that are free at a path.
     """
@@ -73,8 +74,10 @@ class Room:
     @property
     def checkpoint_bytes(self) -> int:
         """Weights, moments, and the average where one is kept."""
-        parts = 1 + MOMENTS + bool(self.recipe.train.ema_decay)
-        return parts * sum(_file_bytes(tensor, tensor.element_size()) for tensor in self.parameters.values())
+        found = self.parameters.values()
+        state = (1 + MOMENTS) * sum(_file_bytes(tensor, tensor.element_size()) for tensor in found)
+        average = sum(_file_bytes(tensor, AVERAGE_ITEMSIZE) for tensor in found)
+        return state + (average if self.recipe.train.ema_decay else 0)
 
     @property
     def lora_bytes(self) -> int:

@@ -49,6 +49,20 @@ def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(("dtype", "ema_decay", "bytes_a_weight"), [
+    (torch.float32, 0.0, 3 * 4),
+    (torch.float32, 0.9, 4 * 4),
+    (torch.bfloat16, 0.0, 3 * 2),
+    (torch.bfloat16, 0.9, 3 * 2 + 4),
+])  # fmt: skip
+def test_an_average_is_float32_beside_any_weights(
+    tmp_path: Path, dtype: torch.dtype, ema_decay: float, bytes_a_weight: int
+) -> None:
+    found, _ = room(tmp_path, None, train={"ema_decay": ema_decay})
+    found.parameters = {name: tensor.to(dtype) for name, tensor in PARAMETERS.items()}
+    assert found.checkpoint_bytes == pytest.approx(bytes_a_weight * 1000 * 100 * 10, rel=0.01)
+
+
 def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
     """Late in a run with its checkpoints on the disk, little is still to come; without them more."""
     free = 40 * MIB
