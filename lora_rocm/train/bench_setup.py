@@ -129,7 +129,8 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         bench = Bench(start, data, artifacts, run.new_trainer(start, data, position, artifacts))
         sizes = data.prepared.facts.bucket_counts
         compiler = compiling.for_run(recipe, device, sizes, session.notice, session.beat)
-        run.first_pass(start, artifacts, bench.trainer, compiler)
+        with compiling.explained(compiler):
+            run.first_pass(start, artifacts, bench.trainer, compiler)
         session.readers.append(bench.read)
         bench.closing = stack.pop_all()
     return bench

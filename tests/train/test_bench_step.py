@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train import bench_measure, bench_step
+from lora_rocm.train import bench_measure, bench_step, compiling
 from lora_rocm.train.bench_bare import EAGER, BareStep, inputs_of
 from lora_rocm.train.bench_measure import flagged_waits, times, variants, with_rates
 from lora_rocm.train.bench_setup import open_bench, recipe_for
+from lora_rocm.train.compiling import Compiler
+from lora_rocm.train.memory import Memory
 
 SMALL = ["data.resolution=64", "train.batch_size=2", "lora.targets=attention", "lora.rank=4", "runtime.device=cpu"]
 CPU = torch.device("cpu")
@@ -74,6 +77,22 @@ def test_with_the_recipes_own_model_and_pictures(tmp_path: Path, capfd: pytest.C
 def test_an_error_of_ours_is_told_and_not_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     machine, begin, error = events_of(tmp_path, capfd, recipe_of("lora.targets=nothing_like_it"))
     assert error["code"] == "targets-match-nothing" and error["exit_code"] == 2 and begin["type"] == "begin"
+
+
+def test_what_cannot_be_compiled_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*args: object) -> None:
+        raise Unsupported("no such operator")
+
+    compiler: Compiler | None = Compiler("regional", ((64, 64),), str, str)
+    monkeypatch.setattr(compiling, "for_run", lambda *how: compiler)
+    monkeypatch.setattr(Memory, "probe", cannot)
+    error = events_of(tmp_path, capfd, recipe_of())[-1]
+    assert error["code"] == "compile-failed" and "no such operator" in error["where"]
+    compiler = None
+    with pytest.raises(Unsupported):  # the control
+        bench_step.main([str(tmp_path / "job.json")], watch_parent=False)
 
 
 def test_pictures_of_no_size_are_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
