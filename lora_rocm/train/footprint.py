@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
 from lora_rocm.data.buckets import bucket_sizes
+from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
@@ -223,11 +224,11 @@ def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> int:
     Where these compute in another format than the masters have, that is the weights once more; and the gradients that a
     pass makes, before and while they are gathered.
     """
-    lean = not recipe.lora.use_dora
-    master = 2 if getattr(recipe.lora, "weight_dtype", "fp32") == "bf16" else 4
-    leaf = dtype.itemsize if lean else 4
-    average = master if recipe.train.ema_decay else 0
-    working = leaf if leaf != master else 0
+    master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+    leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
+    master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
+    average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
+    working = 0 if leaf_dtype is master_dtype else leaf
     return count * (3 * master + 4 + average + working + 2 * leaf)
 
 
@@ -269,6 +270,11 @@ def main() -> int:
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
+    except (RuntimeError, MemoryError) as error:  # the GPU may be in use, and full
+        known = out_of_memory(error) or device_fault(error)
+        if known is None:
+            raise
+        found, code = {"type": "error", **known.to_event()}, known.exit_code
     sys.stdout.write(json.dumps(found) + "\n")
     return code
 

@@ -19,8 +19,10 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.adapter import inject
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model, largest_bucket
 from lora_rocm.train.ledger import Ledger
+from lora_rocm.train.optim import GatedAdamW
 
 CPU = torch.device("cpu")
 SIDE_PX = 96
@@ -137,6 +139,27 @@ def test_what_the_adapter_takes() -> None:
     assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == 100 * (4 + 8 + 4 + 2 * 4)
 
 
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_adapter_takes_what_weights_and_optimizer_hold(
+    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float
+) -> None:
+    its = recipe(Path("x"), weight_dtype=weight_dtype)
+    its = its.model_copy(update={"train": its.train.model_copy(update={"ema_decay": ema_decay})})
+    leaf, size = nn.Parameter(torch.ones(640)), 640
+    weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
+    groups = [{"names": ["unet.w"], "lr": 1.0}]
+    how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
+    optimizer = GatedAdamW(weights, groups, its.optim, **how)
+    leaf.grad = torch.ones_like(leaf)
+    holders = [vars(weights).values(), vars(optimizer).values(), optimizer._moments["exp_avg"].values()]
+    holders += [optimizer._moments["exp_avg_sq"].values(), [leaf.grad]]
+    tensors = [tensor for held in holders for tensor in held if isinstance(tensor, Tensor) and tensor.numel() == size]
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert adapter_bytes(size, its, leaf_dtype) == sum(memories.values())
+
+
 def test_the_largest_bucket() -> None:
     assert largest_bucket(recipe(Path("x"))) == (SIDE_PX, SIDE_PX)
     data = {"sources": ({"path": "a", "resolution": 512}, {"path": "b", "resolution": 700}), "enable_bucket": False}
@@ -181,3 +204,24 @@ def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) 
     kernels = count(real.family, hollow, its, SIDE_PX, SIDE_PX)
     assert kernels.work.flops == found.work.flops
     assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("HIP out of memory. Tried to allocate 2.00 MiB.", "out-of-memory"), ("HIP error: device lost", "device-fault")],
+)
+def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str, code: str
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False}), "utf-8")
+    monkeypatch.setattr(counting, "_found", fails)
+    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
+    assert counting.main() == 3
+    assert json.loads(capsys.readouterr().out)["code"] == code
+    said = "a fault of ours"
+    with pytest.raises(RuntimeError, match="a fault of ours"):  # the control
+        counting.main()
