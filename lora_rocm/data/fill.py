@@ -173,8 +173,14 @@ class Caches:
         """
         if kind == "text":
             caption = next(caption for caption in self._captions if self.text_key(caption) == key)
-            self._encode_texts([(caption, reason)], 1, 1)
-            return
+            tensors, place = self._encode_again(self.text_encoder, caption), repr(caption)
+        else:
+            tensors, place = self._picture_again(key)
+        with Behind() as behind:
+            self.put_behind(behind, kind, key, tensors, place, reason)
+
+    def _picture_again(self, key: str) -> tuple[Tensors, str]:
+        """Of a picture's entry, and where the picture is."""
         hashed = (picture for picture in self._pictures if picture.sha256)
         jobs = ((job, picture.sha256) for picture in hashed for job in self.jobs_of(picture, picture.sha256))
         job, sha256 = next((job, sha256) for job, sha256 in jobs if key in (job.key, job.tiled_key))
@@ -189,25 +195,23 @@ class Caches:
             ) from None
         tiled = self.tiled_encoder if key == job.tiled_key else None
         encoder = tiled if tiled is not None else self.image_encoder
-        tensors = self._encode_again(encoder, pixels_of(cut(image, job.geometry, job.flip)))
-        with Behind() as behind:
-            self.put_behind(behind, "image", key, tensors, shown(job.sample.location), reason)
+        return self._encode_again(encoder, pixels_of(cut(image, job.geometry, job.flip))), shown(job.sample.location)
 
-    def _encode_again(self, encoder: Encoder, pixels_CHW: Tensor) -> Tensors:
-        """One picture, in the way that its key says; on the CPU where the GPU is full of the model in training."""
+    def _encode_again(self, encoder: Encoder, item: Tensor | str) -> Tensors:
+        """One picture or caption; on the CPU where the GPU is full of the model in training."""
         for device in (self.device, torch.device("cpu")):
             empty_pools()
             try:
-                return self._made_once(encoder, self.open_door(device), pixels_CHW)
+                return self._made_once(encoder, self.open_door(device), item)
             except (RuntimeError, MemoryError) as error:
                 full = out_of_memory(error)
                 if full is None:
                     raise
         raise full
 
-    def _made_once(self, encoder: Encoder, door: DeviceTransfer, pixels_CHW: Tensor) -> Tensors:
+    def _made_once(self, encoder: Encoder, door: DeviceTransfer, item: Tensor | str) -> Tensors:
         encode, held = encoder.load(door), self._held_back(door)
-        tensors = encode(pixels_CHW)
+        tensors = encode(item)
         held.add(lambda: None)  # what follows keeps it
         held.settle()
         return tensors

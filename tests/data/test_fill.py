@@ -33,6 +33,12 @@ def ignore(*progress: object) -> None:
     pass
 
 
+def stop(what: str, done: int, total: int, per_second: float) -> None:
+    """The report of a run that was asked to stop."""
+    if what in ("images", "captions"):
+        raise StoppedError("stopped", "Stopped.")
+
+
 @pytest.fixture
 def caches(tmp_path: Path, family: Any) -> Caches:
     return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore, ignore)
@@ -229,10 +235,6 @@ def test_pictures_that_are_only_hashed_anew_are_told_of_and_can_be_left(
     images = [facts for facts in said if facts[0] == "images"]
     assert len(family.image_encoder.encoded) == 5 and images[0][1:] == (1, 5, 0.0) and images[-1][1:] == (5, 5, 0.0)
 
-    def stop(what: str, done: int, total: int, per_second: float) -> None:
-        if what == "images":
-            raise StoppedError("stopped", "Stopped.")
-
     caches.report = stop
     with pytest.raises(StoppedError):
         caches.fill_images(pictures)
@@ -420,14 +422,18 @@ def test_a_damaged_entry_is_made_again_the_way_that_its_key_says(
     assert [(kind, reason) for kind, _, reason in told] == [("image", "damaged")]
 
 
+@pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_full(
-    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The GPU is only a name here: loading the encoder there fails."""
     crowded = Crowded(new_family)
     prepared, _ = crowded.prepare(make, mixed)
-    encoder, devices = crowded.family.image_encoder, []
-    load = encoder.load
+    encoder = {"image": crowded.family.image_encoder, "text": crowded.family.text_encoder}[kind]
+    key = {"image": prepared.items[0].image_keys[0], "text": prepared.items[0].text_keys[0]}[kind]
+    (file,) = (mixed / "cache").rglob(f"{key}.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    load, devices = encoder.load, list[str]()
 
     def full(door: Any) -> Any:
         devices.append(door.device.type)
@@ -441,11 +447,12 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     monkeypatch.setattr(encoder, "load", full)
     caches = prepared.repair.__self__
     caches.device, caches.open_door = torch.device("cuda", 0), door_to
-    prepared.repair("image", prepared.items[0].image_keys[0], "damaged")
-    assert devices == ["cuda", "cpu"]
+    caches.report = stop  # there is no progress to tell of, and a step of training to be finished before a stop
+    prepared.repair(kind, key, "damaged")
+    assert devices == ["cuda", "cpu"] and file.with_name(f"{key}-1.safetensors").exists()
     monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))
     with pytest.raises(MachineError, match="not enough memory"):
-        prepared.repair("image", prepared.items[0].image_keys[0], "damaged")
+        prepared.repair(kind, key, "damaged")
 
 
 def test_neither_order_nor_bytes_depend_on_the_threads(
