@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import numpy as np
 from PIL import Image
 
+from lora_rocm import __version__
 from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
@@ -90,7 +91,7 @@ class Shelf:
     def __init__(self, root: Path, recipe: Recipe, fingerprints: Sequence[str]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
         readers = [Image.__version__, *sorted(readable_extensions())]  # others find or read other files
-        about = [FORMAT, SPEC_VERSION, sys.byteorder, readers, *fingerprints]
+        about = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers, *fingerprints]
         about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
         self.path = root / MANIFESTS / name

@@ -112,6 +112,11 @@ def another_format(starts: Starts) -> None:
     starts.monkeypatch.setattr(manifest, "readable_extensions", lambda: {*extensions, ".heic"})
 
 
+def another_program(starts: Starts) -> None:
+    """It may cut pictures or shuffle captions otherwise."""
+    starts.monkeypatch.setattr(manifest, "__version__", "99")
+
+
 def entries_of_another_version(starts: Starts) -> None:
     starts.monkeypatch.setattr(manifest, "SPEC_VERSION", 99)
 
@@ -167,8 +172,8 @@ def none_is_kept_of_few(starts: Starts) -> None:
 
 
 CHANGES = [
-    picture_changes, caption_changes, touched, another_reader, another_format, entries_of_another_version, one_more,
-    one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed, other_data, damage, cut_short,
+    picture_changes, caption_changes, touched, another_reader, another_format, another_program,
+    entries_of_another_version, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed, other_data, damage, cut_short,
     none_is_kept_of_few, *([] if os.name == "nt" else [captions_exchanged]),
 ]  # fmt: skip
 
