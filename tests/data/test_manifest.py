@@ -173,8 +173,8 @@ def none_is_kept_of_few(starts: Starts) -> None:
 
 CHANGES = [
     picture_changes, caption_changes, touched, another_reader, another_format, another_program,
-    entries_of_another_version, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed, other_data, damage, cut_short,
-    none_is_kept_of_few, *([] if os.name == "nt" else [captions_exchanged]),
+    entries_of_another_version, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed,
+    other_data, damage, cut_short, none_is_kept_of_few, *([] if os.name == "nt" else [captions_exchanged]),
 ]  # fmt: skip
 
 
