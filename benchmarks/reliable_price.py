@@ -42,9 +42,10 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train import loop, run
+from lora_rocm.train import assemble, loop, run
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
+from lora_rocm.train.start import Start
 
 WARM_UP_STEPS = 8
 PROFILED_PAIRS, PROFILED_STEPS = 3, 5
@@ -346,14 +347,14 @@ def main(argv: list[str]) -> int:
     directory = RunDir(run_dir).create()
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     Measured.figures, Measured.pairs, Measured.steps = Figures(), options.pairs, options.steps
-    session, original = Session(directory, watch_parent=False), run.Trainer
-    run.Trainer = Measured  # type: ignore[misc]
+    session, original = Session(directory, watch_parent=False), assemble.Trainer
+    assemble.Trainer = Measured  # type: ignore[misc]
     try:
-        run.train(run.Start(session, recipe, device, dtype))
+        run.train(Start(session, recipe, device, dtype))
     except MeasuredError:
         pass
     finally:
-        run.Trainer = original  # type: ignore[misc]
+        assemble.Trainer = original  # type: ignore[misc]
         session.close()
     found = summary(Measured.figures)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

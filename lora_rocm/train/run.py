@@ -2,84 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import Batch, BatchPlan, Prepared, loader, open_workers, prepare
+from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.workers import Workers
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.device.world import World
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.host.settings import Settings
 from lora_rocm.kernels import proof
 from lora_rocm.recipe.load import fingerprint
-from lora_rocm.recipe.schema import Recipe, RuntimeSection
+from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.train import compiling, state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
-from lora_rocm.train.engine import Engine
-from lora_rocm.train.graphs import Graphs
+from lora_rocm.train.assemble import first_pass, new_trainer
 from lora_rocm.train.guard import CacheGuard, Guard
-from lora_rocm.train.hooks import CallEvery, TensorBoard, Validation
-from lora_rocm.train.loop import Hook, Position, Trainer
+from lora_rocm.train.hooks import TensorBoard
+from lora_rocm.train.loop import Position
 from lora_rocm.train.memory import Memory, decide
 from lora_rocm.train.optim import GatedAdamW
-from lora_rocm.train.relief import Relief, tell
+from lora_rocm.train.relief import tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
+from lora_rocm.train.start import Data, Start, captures, pins, transfer_of
 
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Start:
-    """What one start of the worker has in hand before anything is loaded.
-
-    Attributes:
-        dtype: of the base and of the autocast.
-        settings: what the parent planned for this machine.
-        checkpoint: what to go on from.
-        accept_changes: also where recipe, data or base are not those of the checkpoint.
-        attempt: no lower one is drawn noise for (``Position.attempt``).
-        world: the processes that train together.
-    """
-
-    session: Session
-    recipe: Recipe
-    device: torch.device
-    dtype: torch.dtype
-    settings: Settings = Settings()
-    checkpoint: state.Checkpoint | None = None
-    accept_changes: bool = False
-    attempt: int = 0
-    world: World = field(default_factory=World)
-
-
-@dataclass
-class Data:
-    """What the data phase leaves: items in the caches and the plan over them."""
-
-    prepared: Prepared
-    plan: BatchPlan
-    max_train_steps: int
-    workers: Workers
-
-    def identity(self) -> str:
-        """Changes when a resumed run would see other samples in another order."""
-        return self.prepared.identity()
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
@@ -136,7 +92,7 @@ def train(start: Start) -> tuple[bool, int]:
 def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
     """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
-    transfer = _transfer(start)
+    transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter = _load_model(start, family, transfer, memory)
     optimizer = GatedAdamW(
@@ -193,7 +149,7 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         repaired=session.repaired,
         tiles=start.settings.vae_tiling,
         tiles_needed=lambda: tell("vae-tiling", session.emit),
-        open_door=lambda device: _transfer(replace(start, device=device)),
+        open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )
     return data_of(start, family, cache, prepared)
@@ -224,17 +180,6 @@ def _runtime(start: Start) -> RuntimeSection:
     return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
 
 
-def _transfer(start: Start) -> DeviceTransfer:
-    settings = start.settings
-    return DeviceTransfer(start.device, pin=_pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
-
-
-def _pins(start: Start) -> bool:
-    asked, settings = start.recipe.runtime.pin_memory, start.settings
-    planned = settings.pin_memory if asked == "auto" else asked == "yes"
-    return start.device.type == "cuda" and planned and settings.copy_method == "auto"
-
-
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
@@ -260,7 +205,7 @@ def _load_model(
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = start.device
     family.fuse(model, triton=triton)
-    memory.put(family, model, transfer, _pins(start))
+    memory.put(family, model, transfer, pins(start))
     empty_pools()
     return model, adapter
 
@@ -302,99 +247,3 @@ def _restore(
     adapter.load(sent("adapter"))
     optimizer.load(sent("optimizer"), sent("ema") if optimizer.ema else None)
     return checkpoint.position
-
-
-def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
-    """The loop over all of it, with its hooks."""
-    session, recipe, family, model = start.session, start.recipe, artifacts.family, artifacts.model
-    train, pins = recipe.train, _pins(start)
-
-    def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
-        repair = data.prepared.repair
-        return loader(plan, family, data.workers, first, count, pin_memory=pins, repair=repair)
-
-    def extras(now: Position) -> dict[str, Any]:
-        epoch = 1 + now.iteration // data.plan.steps_per_epoch
-        return {"max_train_steps": data.max_train_steps, "epoch": epoch, "memory_bytes": memory_bytes(model.device)}
-
-    hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
-    if train.validation_every_n_steps and data.prepared.held_out:
-        held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
-        hooks.append(
-            Validation(
-                train.validation_every_n_steps,
-                lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
-                session.emit,
-            )
-        )
-    hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
-    engine = _engine(start, artifacts)
-    if recipe.sample.prompts:
-        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview_once, engine.release))
-    return Trainer(
-        family=family,
-        model=model,
-        engine=engine,
-        optimizer=artifacts.optimizer,
-        transfer=artifacts.transfer,
-        open_batches=lambda first: open_batches(data.plan, first, None),
-        accumulation=train.gradient_accumulation_steps,
-        seed=train.seed,
-        dropout=recipe.lora.dropout > 0,
-        position=position,
-        relief=Relief(
-            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, session.emit
-        ),
-        emit=session.emit,
-        stop_requested=session.stop_requested,
-        beat=session.beat,
-        world=start.world,
-        hooks=hooks,
-        step_extras=extras,
-    )
-
-
-def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compiling.Compiler | None) -> None:
-    """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
-    memory, eager = artifacts.memory, replace(trainer.engine, graphs=None)
-    if compiler is not None:
-        compiler.put(artifacts.family, artifacts.model)
-    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, _pins(start), eager.run)
-    if compiler is not None:
-        rows = -(-start.recipe.train.batch_size // memory.parts)
-        compiling.require_no_offload(compiler, memory.offload is not None)
-        compiler.warm_up(compiling.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
-    trainer.optimizer.drop_gradients()
-    trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
-    if not memory.captures:
-        trainer.engine.graphs = artifacts.guard.canary.capture = None
-
-
-def captures(start: Start) -> bool:
-    """Whether passes are to be captured as graphs; dropout draws in them, from a generator that is set for each."""
-    allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
-    return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout
-
-
-def _engine(start: Start, artifacts: Artifacts) -> Engine:
-    """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
-    model, weights, recipe = artifacts.model, artifacts.optimizer.weights, start.recipe
-    mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
-    graphs = None
-    if captures(start):
-        graphs = Graphs(weights, recipe.runtime.deterministic, start.session.notice)
-    return Engine(
-        artifacts.family,
-        model,
-        weights,
-        artifacts.optimizer.loss_scale,
-        lambda: torch.autocast(model.device.type, model.dtype if mixed else torch.bfloat16, enabled=mixed),
-        graphs,
-    )
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return int(psutil.Process().memory_info().rss)

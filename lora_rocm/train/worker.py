@@ -91,6 +91,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
     from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
+    from lora_rocm.train.start import Start
 
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings, me.local_rank)
@@ -112,9 +113,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         resumed_from=checkpoint.position.updates if checkpoint else None,
     )
     _require_same(world, recipe, dtype, checkpoint)
-    start = run.Start(
-        session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
-    )
+    start = Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world)
     finished, updates = run.train(start)
     world.close()
     code = 0 if finished else StoppedError.exit_code

@@ -19,6 +19,7 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import run
+from lora_rocm.train import start as start_facts
 from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
 from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
@@ -156,7 +157,7 @@ def test_weights_pictures_and_results_pass_the_checked_door(
         doors.append(DeviceTransfer(*args, **how, copy=bus.copy, read=bus.read))
         return doors[-1]
 
-    monkeypatch.setattr(run, "DeviceTransfer", door)
+    monkeypatch.setattr(start_facts, "DeviceTransfer", door)
     fill(material, tmp_path)
     assert sum(each.failures for each in doors) > 20 and bus.reads > 2
     assert entries(tmp_path) == entries(sound)
@@ -166,7 +167,7 @@ def test_a_bus_that_never_works_makes_no_entry(material: Path, tmp_path: Path, m
     def door(*args: Any, **how: Any) -> DeviceTransfer:
         return DeviceTransfer(*args, **how, copy=lambda tensor, device, method: torch.zeros_like(tensor))
 
-    monkeypatch.setattr(run, "DeviceTransfer", door)
+    monkeypatch.setattr(start_facts, "DeviceTransfer", door)
     with pytest.raises(TransferError, match=r"by every method"):
         fill(material, tmp_path)
     assert not entries(tmp_path)

@@ -17,8 +17,9 @@ from lora_rocm.errors import CanaryError, ExportError, NonFiniteError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train import run, state
+from lora_rocm.train import state
 from lora_rocm.train.guard import Guard
+from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
 from tests.tiny_models import write_tiny_sdxl
 from tests.train.test_run import bytes_of, make_recipe, start
@@ -46,11 +47,11 @@ def recipe_of(material: Path, canary_every_n_steps: int = 0, **train: Any) -> Re
     )
 
 
-def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[run.Trainer], object]) -> None:
+def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[Trainer], object]) -> None:
     """Do something to the run when update ``updates`` is confirmed, before hooks see it."""
-    fit = run.Trainer.fit
+    fit = Trainer.fit
 
-    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+    def watched(trainer: Trainer, max_train_steps: int) -> bool:
         emit = trainer.emit
 
         def told(event_type: str, **fields: Any) -> None:
@@ -61,7 +62,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[run
         trainer.emit = told
         return fit(trainer, max_train_steps)
 
-    monkeypatch.setattr(run.Trainer, "fit", watched)
+    monkeypatch.setattr(Trainer, "fit", watched)
 
 
 class Later(Broken):
@@ -71,7 +72,7 @@ class Later(Broken):
         self.spoilt = False
         super().__init__(PRODUCTS, lambda right, before: fault(right, before) if self.spoilt else right)
 
-    def spoil(self, trainer: run.Trainer) -> None:
+    def spoil(self, trainer: Trainer) -> None:
         self.spoilt = True
 
 
@@ -164,7 +165,7 @@ def test_kernels_that_are_wrong_at_the_start_never_train(material: Path, sound: 
 def test_a_flipped_bit_in_the_base_is_caught(
     material: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(trainer: run.Trainer) -> None:
+    def flip(trainer: Trainer) -> None:
         weight = trainer.model.components["unet"].conv_in.weight
         assert not weight.requires_grad
         weight.data.view(torch.int32).view(-1)[17] ^= 1 << 11
@@ -179,15 +180,15 @@ def test_a_flipped_bit_in_the_base_is_caught(
     assert bytes_of(tmp_path / "run") == bytes_of(sound)
 
 
-def some_weight(trainer: run.Trainer) -> Tensor:
+def some_weight(trainer: Trainer) -> Tensor:
     return next(iter(trainer.optimizer.parameters.values()))
 
 
-def moment_of_some_weight(trainer: run.Trainer, moment: str) -> Tensor:
+def moment_of_some_weight(trainer: Trainer, moment: str) -> Tensor:
     return trainer.optimizer.state()[f"{next(iter(trainer.optimizer.parameters))}.{moment}"]
 
 
-POISONS: dict[str, Callable[[run.Trainer], Tensor]] = {
+POISONS: dict[str, Callable[[Trainer], Tensor]] = {
     "weight": lambda trainer: some_weight(trainer).data,
     "average of": lambda trainer: next(iter(trainer.optimizer.ema.values())),
     "exp_avg": lambda trainer: moment_of_some_weight(trainer, "exp_avg"),

@@ -23,6 +23,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import run, state
+from lora_rocm.train import start as start_facts
+from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
 from tests.train import test_run
 from tests.train.test_guard import after_step
@@ -49,9 +51,9 @@ def recipe_of(material: Path) -> Recipe:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Note what is trained on."""
-    original = run.Trainer._forward_backward
+    original = Trainer._forward_backward
 
-    def noting(trainer: run.Trainer, batch: dict[str, Any], work: Any) -> None:
+    def noting(trainer: Trainer, batch: dict[str, Any], work: Any) -> None:
         draw = trainer.family.draw
 
         def drawn(*args: Any) -> Any:
@@ -64,7 +66,7 @@ def watched(seen: Seen) -> Iterator[None]:
             original(trainer, batch, work)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.Trainer, "_forward_backward", noting)
+        patch.setattr(Trainer, "_forward_backward", noting)
         yield
 
 
@@ -139,14 +141,14 @@ def test_samples_and_gradients_that_are_not_finite_are_named_and_the_file_is_fin
     material: Path, tmp_path: Path, sound: Sound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Poisoned, "hits", {1: float("nan"), 2: float("inf")})
-    monkeypatch.setattr(run, "DeviceTransfer", Poisoned)
+    monkeypatch.setattr(start_facts, "DeviceTransfer", Poisoned)
     spoilt: list[int] = []
 
     def spoil(grad: Tensor) -> Tensor:
         spoilt.append(1)
         return grad * float("nan") if len(spoilt) == 1 else grad
 
-    def arm(trainer: run.Trainer) -> None:
+    def arm(trainer: Trainer) -> None:
         list(trainer.optimizer.weights.leaves.values())[-1].register_hook(spoil)
 
     after_step(monkeypatch, 3, arm)
@@ -169,11 +171,11 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
 ) -> None:
     recipe, run_dir = recipe_of(material), tmp_path / "run"
 
-    def poison_moments(trainer: run.Trainer) -> None:
+    def poison_moments(trainer: Trainer) -> None:
         moments = next(t for name, t in trainer.optimizer.state().items() if name.endswith("exp_avg"))
         moments.fill_(float("nan"))
 
-    def poison_loss(trainer: run.Trainer) -> None:
+    def poison_loss(trainer: Trainer) -> None:
         loss = trainer.family.loss
         trainer.family.loss = lambda *args: type(loss(*args))(loss(*args).loss_B * float("nan"))  # type: ignore[method-assign]
 

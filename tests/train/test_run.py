@@ -20,7 +20,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import run, state
-from lora_rocm.train.loop import Position
+from lora_rocm.train import start as start_facts
+from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.session import Session
 from tests.tiny_models import write_tiny_sdxl
 
@@ -238,13 +239,13 @@ def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
     checkpoint, _ = state.latest_valid(RunDir(tmp_path / "run"))
     assert checkpoint is not None
     averages: list[dict[str, torch.Tensor]] = []
-    fit = run.Trainer.fit
+    fit = Trainer.fit
 
-    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+    def watched(trainer: Trainer, max_train_steps: int) -> bool:
         averages.append({name: average.clone() for name, average in trainer.optimizer.ema.items()})
         return fit(trainer, max_train_steps)
 
-    monkeypatch.setattr(run.Trainer, "fit", watched)
+    monkeypatch.setattr(Trainer, "fit", watched)
     start(make_recipe(material, train={"ema_decay": 0.9}), tmp_path / "run", accept_changes=True)
     weights = checkpoint.tensors("adapter")
     assert averages[0].keys() == weights.keys()
@@ -284,9 +285,9 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
     bf16 = {"mixed_precision": "bf16", "max_train_steps": 4}
     recipe = make_recipe(material, train=bf16, sample=sample, lora={"use_dora": use_dora})
     inputs: set[torch.dtype] = set()
-    fit = run.Trainer.fit
+    fit = Trainer.fit
 
-    def watched(trainer: run.Trainer, max_train_steps: int) -> bool:
+    def watched(trainer: Trainer, max_train_steps: int) -> bool:
         for name, module in trainer.model.components["unet"].named_modules():
             if name.endswith("to_q.lora_A.default" if use_dora else "to_out.0"):
                 module.register_forward_pre_hook(
@@ -294,7 +295,7 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
                 )
         return fit(trainer, max_train_steps)
 
-    monkeypatch.setattr(run.Trainer, "fit", watched)
+    monkeypatch.setattr(Trainer, "fit", watched)
     assert start(recipe, tmp_path / "run")
     assert inputs == {torch.float32 if use_dora else torch.bfloat16}
     monkeypatch.setattr("lora_rocm.train.adapter.Adapter.cast_inputs", lambda self, enabled: None)
@@ -333,7 +334,7 @@ def test_a_bus_that_zeroes_latents_changes_nothing_in_the_file(
     recipe = make_recipe(material)
     assert start(recipe, tmp_path / "sound")
     bus = Bus(("unpinned",), every=7)
-    monkeypatch.setattr(run, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
+    monkeypatch.setattr(start_facts, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
     assert start(recipe, tmp_path / "faulty")
     assert bytes_of(tmp_path / "faulty") == bytes_of(tmp_path / "sound")
     events = read_events(RunDir(tmp_path / "faulty").events())
@@ -350,7 +351,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
     last = RunDir(tmp_path / "run").list_checkpoints()[-1][1]
     before = {path.name: path.read_bytes() for path in last.iterdir()}
     bus = Bus(("unpinned", "clone", "chunked"), every=1)
-    monkeypatch.setattr(run, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
+    monkeypatch.setattr(start_facts, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
     with pytest.raises(TransferError, match="Nothing was trained on it"):
         start(recipe, tmp_path / "run")
     assert {path.name: path.read_bytes() for path in last.iterdir()} == before
@@ -372,9 +373,9 @@ def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> Non
     settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
     session: Any = None
     begin = run.Start(session, recipe, torch.device("cuda", 0), torch.float32, settings)
-    assert run._pins(begin) is pins
-    assert run._pins(replace(begin, device=CPU)) is False
-    assert run._pins(replace(begin, settings=replace(settings, copy_method="unpinned"))) is False
+    assert start_facts.pins(begin) is pins
+    assert start_facts.pins(replace(begin, device=CPU)) is False
+    assert start_facts.pins(replace(begin, settings=replace(settings, copy_method="unpinned"))) is False
 
 
 @pytest.mark.gpu
