@@ -12,7 +12,7 @@ import json
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +181,19 @@ def _ends_with_newline(path: Path) -> bool:
 class EventReader:
     """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones.
 
+    Args:
+        path: of the file; there may be none yet.
+        offset: bytes of it that are passed over.
+        types: of the events that are wanted; none: all. Lines of others, of which there may be very many, are not
+            taken apart.
+
     Raises:
         StorageError: ``poll`` found something else than a plain file.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path, self._offset, self._rest = path, offset, b""
+    def __init__(self, path: Path, offset: int = 0, types: Sequence[str] = ()) -> None:
+        self.path, self._offset, self._rest, self._types = path, offset, b"", types
+        self._marks = [json.dumps(name).encode("ascii") for name in types]
 
     def poll(self) -> list[dict[str, Any]]:
         try:
@@ -199,7 +206,10 @@ class EventReader:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [event for event in map(_parse, lines) if event is not None]
+        if self._marks:
+            lines = [line for line in lines if any(mark in line for mark in self._marks)]
+        found = [event for event in map(_parse, lines) if event is not None]
+        return [event for event in found if event["type"] in self._types] if self._types else found
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -260,13 +270,13 @@ def _legible(value: Any) -> Any:
     return {_legible(name): _legible(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole event of a file, in the order written.
+def read_events(path: Path, *types: str) -> list[dict[str, Any]]:
+    """Every whole event of a file (of these types), in the order written.
 
     Raises:
         StorageError: see ``EventReader``.
     """
-    return EventReader(path).poll()
+    return EventReader(path, types=types).poll()
 
 
 def current_steps(events: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def _is_held(path: Path) -> bool:
 
 def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
     """Process id of the newest worker of this run, dead or alive."""
-    starts = [event for event in read_events(run_dir.events(rank)) if event["type"] == "start"]
+    starts = read_events(run_dir.events(rank), "start")
     return starts[-1]["pid"] if starts else None
 
 

@@ -189,7 +189,7 @@ class Supervisor:
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
-        self._session = 1 + sum(event["type"] == "start" for event in read_events(run_dir.events()))
+        self._session = 1 + len(read_events(run_dir.events(), "start"))
         states = [self._state(limits, rank) for rank in range(self.size)]
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
         hung: dict[int, Hung] = {}

@@ -37,7 +37,7 @@ def trouble_of(run_dir: RunDir, events: Sequence[Event]) -> list[Event]:
     Raises:
         StorageError: see ``events.read_events``.
     """
-    others = [read_events(path) for path in run_dir.events_of_others()]
+    others = [read_events(path, *TYPES) for path in run_dir.events_of_others()]
     return in_time(read_events(run_dir.events(SUPERVISOR)), [events, *others])
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
+from lora_rocm.run import events
 from lora_rocm.run.events import EventReader, EventWriter, current_steps, read_events
 from tests.run.fake_run import start_fields, step_fields
 
@@ -112,6 +113,27 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path, kind: str, use
     with pytest.raises(StorageError) as caught:
         use(path)
     assert caught.value.code == "no-file" and str(path) in caught.value.where
+
+
+def test_only_some_types_are_wanted_and_the_lines_of_others_are_not_taken_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path, session=1)
+    for updates in range(1, 50):
+        writer.write("step", **step_fields(updates))
+    writer.write("start", **start_fields())
+    writer.write("notice", text="start")  # the word alone
+    writer.close()
+    taken, parse = [0], events._parse
+
+    def counted(line: bytes) -> Any:
+        taken[0] += 1
+        return parse(line)
+
+    monkeypatch.setattr(events, "_parse", counted)
+    assert [event["type"] for event in read_events(path, "start", "change")] == ["start"] and taken == [2]
+    assert len(read_events(path)) == 51
 
 
 def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
