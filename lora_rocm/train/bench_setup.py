@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,15 +65,15 @@ class Bench(AbstractContextManager["Bench"]):
 
     Attributes:
         steps: the ``step`` events so far.
-        incidents: what went wrong in steps, and what was changed because of it, in words.
+        incidents: what went wrong, and what was changed or given up because of it, in words.
     """
 
     start: run.Start
     data: run.Data
     artifacts: Artifacts
     trainer: Trainer
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    incidents: list[str] = field(default_factory=list)
+    steps: list[dict[str, Any]]
+    incidents: list[str]
     closing: ExitStack = field(default_factory=ExitStack)
 
     def make_steps(self, count: int) -> list[dict[str, Any]]:
@@ -80,15 +81,6 @@ class Bench(AbstractContextManager["Bench"]):
         begin = len(self.steps)
         self.trainer.fit(self.trainer.position.updates + count)
         return self.steps[begin:]
-
-    def read(self, event: dict[str, Any]) -> None:
-        """Keep what the measurement needs of the run's events."""
-        if event["type"] == "step":
-            self.steps.append(event)
-        elif event["type"] == "incident":
-            self.incidents.append(f"{event['kind']}: {event['detail']}, {event['action']}")
-        elif event["type"] in ("notice", "change"):
-            self.incidents.append(event["text"])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,6 +110,8 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         run_dir = RunDir(folder / f"run-{len(os.listdir(folder))}").create()
         session = stack.enter_context(closing(Session(run_dir, watch_parent)))
         session.readers.append(TensorBoard(run_dir.tensorboard, session.notice))
+        steps, incidents = list[dict[str, Any]](), list[str]()
+        session.readers.append(partial(_read, steps, incidents))  # what is given up while loading counts as well
         start, family = run.Start(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
             cache = LatentCache(Path(recipe.cache.dir))
@@ -126,14 +120,23 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
             data = run.prepare_data(start, family)
         stack.enter_context(closing(data.workers))
         artifacts, position = run.load(start, family, data)
-        bench = Bench(start, data, artifacts, run.new_trainer(start, data, position, artifacts))
+        bench = Bench(start, data, artifacts, run.new_trainer(start, data, position, artifacts), steps, incidents)
         sizes = data.prepared.facts.bucket_counts
         compiler = compiling.for_run(recipe, device, sizes, session.notice, session.beat)
         with compiling.explained(compiler):
             run.first_pass(start, artifacts, bench.trainer, compiler)
-        session.readers.append(bench.read)
         bench.closing = stack.pop_all()
     return bench
+
+
+def _read(steps: list[dict[str, Any]], incidents: list[str], event: dict[str, Any]) -> None:
+    """Keep what the measurement needs of a run's events."""
+    if event["type"] == "step":
+        steps.append(event)
+    elif event["type"] == "incident":
+        incidents.append(f"{event['kind']}: {event['detail']}, {event['action']}")
+    elif event["type"] in ("notice", "change"):
+        incidents.append(event["text"])
 
 
 def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepared:

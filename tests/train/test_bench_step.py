@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from lora_rocm.host.settings import Settings
+from lora_rocm.kernels import proof
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import bench_measure, bench_step, compiling
@@ -93,6 +95,21 @@ def test_what_cannot_be_compiled_is_told(
     compiler = None
     with pytest.raises(Unsupported):  # the control
         bench_step.main([str(tmp_path / "job.json")], watch_parent=False)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("trusted", [False, True])  # True: the control
+def test_what_is_given_up_before_the_first_step_is_among_the_figures(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    def judged(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+        if not trusted:
+            say("Steps do without this program's Triton kernels.")
+        return trusted
+
+    monkeypatch.setattr(proof, "trusted", judged)
+    *_, ours = events_of(tmp_path, capfd, recipe_of())
+    assert ours["incidents"] == ([] if trusted else ["Steps do without this program's Triton kernels."])
 
 
 def test_pictures_of_no_size_are_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
