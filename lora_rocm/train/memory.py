@@ -185,6 +185,7 @@ class Memory:
         self.plan = wanted
         if self.offload is not None:
             self.offload.close()
+            self.offload = None  # before the next one takes its places on the device, which is full
         self.put(family, model, transfer, pin, anew=True)
 
 

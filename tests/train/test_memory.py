@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from lora_rocm.run.memory_plan import (
 from lora_rocm.train import memory as memory_module
 from lora_rocm.train.footprint import count
 from lora_rocm.train.memory import Memory, apply, choose_from, decide
+from lora_rocm.train.offload import Offload
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WIDTH, BLOCKS, BATCH = 64, 6, 4
@@ -265,6 +267,27 @@ def test_weights_that_are_offloaded_late_stay_right(footprint: Footprint, monkey
     machine.model.components["net"].zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(_gradients(machine.model), wanted, strict=True))
     assert not machine.transfer.bad
+
+
+def test_places_of_one_offload_are_gone_before_the_next_one_takes_its_own(
+    footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Offload]] = []
+    left: list[int] = []
+
+    class Watched(Offload):
+        def __init__(self, *how: Any) -> None:
+            left.append(sum(each() is not None for each in alive))
+            super().__init__(*how)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(memory_module, "Offload", Watched)
+    memory = memory_of(footprint, needs(footprint))
+    memory.job = replace(memory.job, modes=("offload",))
+    memory.plan = next(plan for plan in _all(footprint, memory.job) if plan.mode == "offload")
+    machine = Machine(monkeypatch, memory, 1.0, 0)
+    machine.probe()
+    assert len(left) > 1 and not any(left)
 
 
 def _gradients(model: LoadedModel) -> list[Tensor]:
