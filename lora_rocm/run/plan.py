@@ -127,7 +127,7 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
         "does-not-fit",
         f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
         f"({plan_text(least)}), and there is {size_text(budget_bytes)} for it.",
-        where=f"data.resolution: {recipe.data.resolution}, lora.rank: {recipe.lora.rank}, "
+        where=f"{_resolution_key(recipe)}: {_resolution(recipe)}, lora.rank: {recipe.lora.rank}, "
         f"runtime.memory: {recipe.runtime.memory}",
         fix=_nearest(recipe, footprint, job, rates, budget_bytes),
     )
@@ -138,18 +138,28 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
     free = replace(job, modes=MODES, all_offloaded=False)
     if recipe.runtime.memory not in ("auto", "offload") and choose(budget_bytes, footprint, free, rates) is not None:
         return "Set runtime.memory to auto."
-    step, resolution = recipe.data.bucket_step, recipe.data.resolution
+    step, resolution = recipe.data.bucket_step, _resolution(recipe)
     other = "" if recipe.runtime.memory in ("auto", "offload") else " and runtime.memory to auto"
     for side in range(resolution - step, SMALLEST_RESOLUTION - 1, -step):
         share = (side / resolution) ** 2
         smaller = footprint.with_area(int(footprint.height * share), footprint.width)
         if choose(budget_bytes, smaller, free, rates) is not None:
-            return f"Set data.resolution to {side}{other}: that would fit."
+            return f"Set {_resolution_key(recipe)} to {side}{other}: that would fit."
     for rank in (4096 >> power for power in range(13)):
         slim = replace(footprint, adapter_bytes=footprint.adapter_bytes * rank // recipe.lora.rank)
         if rank < recipe.lora.rank and choose(budget_bytes, slim, free, rates) is not None:
             return f"Set lora.rank to {rank}{other}: that would fit."
     return "Free memory of the GPU, or take a smaller model: no resolution and rank would fit."
+
+
+def _resolution(recipe: Recipe) -> int:
+    """The largest of all sources, as that of a footprint."""
+    return max(source.resolution for source in recipe.data.resolved_sources())
+
+
+def _resolution_key(recipe: Recipe) -> str:
+    own = any(source.resolution is not None for source in recipe.data.sources)
+    return "the resolution of every source in data.sources" if own else "data.resolution"
 
 
 def card_bytes(text: str) -> int:

@@ -237,6 +237,17 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
         assert fits == [True, False]
 
 
+@pytest.mark.parametrize("own", [512, None])  # None: the control
+def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
+    asked = recipe(data={"path": None, "sources": [{"path": "x", "resolution": own}], "resolution": 1024})
+    large = replace(net(), height=own or 1024, width=own or 1024)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    error = does_not_fit(asked, large, job, Rates(), int(2.2 * GIB))
+    side = int(error.fix.split(" to ")[1].split(":")[0])
+    assert side < (own or 1024) and (error.where or "").startswith(error.fix.split(" to ")[0].removeprefix("Set "))
+    assert ("data.sources" in error.fix) is (own is not None)
+
+
 def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
     asked, large = recipe(lora={"rank": 64}), replace(net(), adapter_bytes=8 * GIB)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
