@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -15,6 +15,7 @@ from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.errors import DataError
 from lora_rocm.host.plain import read_plain
 from lora_rocm.host.printable import legible, one_line
+from lora_rocm.run.layout import RUN_MARKS
 
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
@@ -94,7 +95,10 @@ def source_folder(path: str, index: int) -> Path:
 
 
 def walk(root: Path, caption_extension: str) -> Folder:
-    """Find the pictures and caption files in a folder and its sub-folders. Names that begin with a dot are left out.
+    """Find the pictures and caption files in a folder and its sub-folders.
+
+    Left out are names that begin with a dot, and run directories: what a run has drawn is nothing to train on, and each
+    start would find more of it.
 
     Linked folders and files are followed, each folder once, so that a loop of links ends; links that lead out of
     ``root`` are said, for what is trained on may end up in a file that is given away.
@@ -125,7 +129,7 @@ def walk(root: Path, caption_extension: str) -> Folder:
         seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(6) if count) or "no files"
         raise DataError(
             "data-folder-empty",
-            f"There are no pictures in {shown(root)}: found {seen}.",
+            " ".join([f"There are no pictures in {shown(root)}: found {seen}.", *folder.notices]),
             where=shown(root),
             fix="Put pictures there (png, jpg, webp, and what else Pillow reads), or correct the path.",
         )
@@ -138,7 +142,7 @@ def walk(root: Path, caption_extension: str) -> Folder:
 def _files(folder: Folder) -> Iterator[Path]:
     """Every file of the tree, folder by folder."""
     root = folder.root
-    visited, outside = set[tuple[int, int]](), list[str]()
+    visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
     real_root = os.path.realpath(root)
     pending = [(root, real_root)]  # no recursion: a tree can be deeper than Python's stack
     while pending:
@@ -154,6 +158,9 @@ def _files(folder: Folder) -> Iterator[Path]:
             folder.notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
             folder.lasting &= isinstance(error, PermissionError)
             continue
+        if parent != root and holds_run(entries):
+            runs.append(shown(parent.relative_to(root).as_posix()))
+            continue
         below = []
         for entry in entries:
             path, target = parent / entry.name, os.path.join(real, entry.name)
@@ -166,9 +173,21 @@ def _files(folder: Folder) -> Iterator[Path]:
                 outside.append(f"{shown(path.relative_to(root).as_posix())} -> {shown(target)}")
             yield path
         pending += reversed(below)
+    _say_left_out_and_linked(folder, runs, outside)
+
+
+def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]) -> None:
+    if runs:
+        were = "1 run directory was" if len(runs) == 1 else f"{len(runs)} run directories were"
+        folder.notices.append(f"{were} left out, for what is drawn there is nothing to train on: {some(runs)}.")
     if outside:
         files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
         folder.notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
+
+
+def holds_run(entries: Iterable[os.DirEntry[str]]) -> bool:
+    """Whether a folder with these entries is the directory of a run."""
+    return {entry.name for entry in entries} >= RUN_MARKS
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

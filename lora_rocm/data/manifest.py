@@ -28,7 +28,7 @@ from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.entries import SPEC_VERSION
-from lora_rocm.data.folders import source_folder
+from lora_rocm.data.folders import holds_run, source_folder
 from lora_rocm.data.items import Pictures
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
@@ -248,7 +248,7 @@ def _local(source: ResolvedSource) -> Path | None:
 
 
 def _listed(root: Path) -> Iterator[bytes]:
-    """Name, size and times of change of each file of a tree, links followed, folder by folder."""
+    """Name, size and times of change of each file of a tree, links followed, folder by folder; as ``folders.walk``."""
     if root.is_file():
         yield _state(root)
         return
@@ -260,13 +260,17 @@ def _listed(root: Path) -> Iterator[bytes]:
             if (found.st_dev, found.st_ino) in visited:
                 continue
             visited.add((found.st_dev, found.st_ino))
-            with os.scandir(folder) as entries:
-                rows = sorted(_row(entry) for entry in entries if not entry.name.startswith("."))
+            with os.scandir(folder) as listed:
+                entries = [entry for entry in listed if not entry.name.startswith(".")]
+            if folder != str(root) and holds_run(entries):
+                continue
+            rows = sorted(map(_row, entries))
         except OSError as error:
             yield f"{folder} {error.errno}\n".encode("utf-8", "surrogatepass")
             continue
         pending += [os.path.join(folder, name) for name, size, _ in reversed(rows) if size < 0]
-        yield "".join(f"{folder}/{name}\0{size}\0{at}\n" for name, size, at in rows).encode("utf-8", "surrogatepass")
+        files = (f"{folder}/{name}\0{size}\0{at}\n" for name, size, at in rows if size >= 0)
+        yield "".join(files).encode("utf-8", "surrogatepass")
 
 
 def _row(entry: os.DirEntry[str]) -> tuple[str, int, str]:

@@ -26,6 +26,8 @@ WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
 """Name of the parent among the writers of events."""
+RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
+"""By these a folder is known to be the directory of a run that has begun."""
 PARENTS_FILES = ("recipe.yaml", "recipe.rank", "environment.json", "report.html")
 """Written by the light parent; every other file of a run by its worker."""
 

@@ -33,6 +33,25 @@ def test_a_caption_without_a_picture_is_said(tmp_path: Path, make: SimpleNamespa
     assert walk(tmp_path, ".txt").notices == ["1 caption file has no picture of the same name: lonely.txt."]
 
 
+def test_what_runs_have_drawn_is_no_picture_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:
+    """As with ``data.path: .`` beside the recipe."""
+    make.picture(tmp_path / "a.png", caption="x")
+    for name in ("one", "two"):
+        run_dir = tmp_path / "runs" / name
+        make.picture(run_dir / "samples" / "step-00000002" / "00.png", caption="x")
+        (run_dir / "recipe.yaml").touch()
+    assert len(walk(tmp_path, ".txt").relatives) == 3, "a recipe alone makes no run"
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name / "events.jsonl").touch()
+    found = walk(tmp_path, ".txt")
+    assert [relative for _, relative in found.pictures] == ["a.png"]
+    (notice,) = found.notices
+    assert notice.startswith("2 run directories were left out") and "runs/one, runs/two" in notice
+    with pytest.raises(DataError, match="2 run directories were left out"):
+        walk(tmp_path / "runs", ".txt")
+    assert len(walk(tmp_path / "runs" / "one", ".txt").relatives) == 1, "who asks for it gets it"
+
+
 def test_a_folder_named_like_a_picture(tmp_path: Path, make: SimpleNamespace) -> None:
     make.picture(tmp_path / "x.png" / "inside.png")
     assert [relative for _, relative in walk(tmp_path, ".txt").pictures] == ["x.png/inside.png"]

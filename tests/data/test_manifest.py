@@ -188,6 +188,15 @@ def test_where_anything_is_otherwise_everything_is_looked_at(starts: Starts, cha
     assert parts(starts()) == made and starts.looked == 2, "what was found is kept again"
 
 
+def test_a_run_beside_the_pictures_changes_nothing(starts: Starts) -> None:
+    first = parts(starts())
+    starts.make.picture(starts.root / "data" / "runs" / "one" / "samples" / "00.png")
+    for name in ("recipe.yaml", "events.jsonl"):
+        (starts.root / "data" / "runs" / "one" / name).touch()
+    again = parts(starts())
+    assert (starts.looked, again) == (1, first)
+
+
 def test_of_few_pictures_nothing_is_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "KEPT_FROM", 9)
     starts()
