@@ -19,7 +19,7 @@ STARTS = "TORCHELASTIC_RESTART_COUNT"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own process listens at the port, and no rank does
 NEEDED = (RANK, WORLD_SIZE, ADDRESS, PORT)
 HERE = "127.0.0.1"
-MAX_ON_CPU = 64
+MAX_ON_CPU, MAX_PORT = 64, 65535
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ def rank_of(environ: Mapping[str, str]) -> Rank:
     if any(not environ.get(name) for name in NEEDED):
         return Rank()
     defaults = {RANK: "", WORLD_SIZE: "", LOCAL_RANK: environ[RANK], LOCAL_WORLD_SIZE: "1", STARTS: "0"}
-    texts = {name: environ.get(name) or default for name, default in defaults.items()}
+    texts = {name: environ.get(name) or default for name, default in (defaults | {PORT: ""}).items()}
     if all(text.isascii() and text.isdigit() and len(text) < 10 for text in texts.values()):
-        found = Rank(*map(int, texts.values()))
-        if found.rank < found.size:
+        *numbers, port = map(int, texts.values())
+        found = Rank(*numbers)
+        if found.rank < found.size and port <= MAX_PORT:
             return found
     raise UserError(
         "rank-unknown",

@@ -42,7 +42,16 @@ def test_a_variable_that_some_platform_sets_makes_no_rank(missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"WORLD_SIZE": "two"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "9" * 30}]
+    "wrong",
+    [
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "two"},
+        {"LOCAL_RANK": "x"},
+        {"WORLD_SIZE": "9" * 30},
+        {"MASTER_PORT": "http"},
+        {"MASTER_PORT": "65536"},
+    ],
 )
 def test_variables_that_contradict_each_other_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match="make no sense") as caught:
