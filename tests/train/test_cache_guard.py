@@ -94,7 +94,7 @@ class Later(Broken):
 def test_a_kernel_that_goes_wrong_in_the_middle_leaves_nothing_behind(
     material: Path, tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_rocm.data.filling.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("lora_rocm.data.progress.REPORT_EVERY_S", 0.0)
     with Later() as broken, pytest.raises(CanaryError) as caught:
         fill(material, tmp_path / "watched", broken.progress)
     assert caught.value.where.startswith("convolution") and not entries(tmp_path / "watched")
@@ -123,7 +123,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
         if what == "images" and done == 1:
             next(loaded[-1].parameters()).data.view(torch.int32).view(-1)[0] ^= 1
 
-    monkeypatch.setattr("lora_rocm.data.filling.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("lora_rocm.data.progress.REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(sdxl_encoders, "load_vae", kept)
     with pytest.raises(CanaryError) as caught:
         fill(material, tmp_path, flip)
