@@ -29,8 +29,9 @@ from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
-from lora_rocm.errors import LoraRocmError, StorageError
+from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
 from lora_rocm.recipe.schema import Recipe
@@ -40,6 +41,7 @@ from lora_rocm.train.adapter import inject
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention
 
 META = torch.device("meta")
+NOT_HERE = ("hub-unreachable", "hub-incomplete")  # the codes of a model that is not, or not all, on this machine
 KEPT = 20  # footprints that are remembered
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
 
@@ -280,16 +282,28 @@ def main() -> int:
 
 
 def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]:
-    """As this machine would train it; ``for_card``, or where none is: as a GPU would that computes bf16."""
+    """As this machine would train it; ``for_card``, or where none is: as a GPU would that computes bf16.
+
+    A model of the hub that is not on this machine is counted by what the family's first model has published.
+    """
     device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
     wanted = recipe.train.mixed_precision
     if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
-    found = counted(recipe, family_for(recipe), dtype, settings, largest_bucket(recipe), on_gpu)
+    how, is_here = (dtype, settings, largest_bucket(recipe), on_gpu), True
+    try:
+        found = counted(recipe, family_for(recipe), *how)
+    except ModelError as error:
+        if error.code not in NOT_HERE:
+            raise
+        model, is_here = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path}), False
+        recipe = recipe.model_copy(update={"model": model})
+        found = counted(recipe, family_for(recipe), *how)
     precision = next(name for name, known in DTYPES.items() if known is dtype)
-    return {"footprint": found.to_json(), "precision": precision, "gpu": _gpu(device, settings, dtype)}
+    told = {"precision": precision, "model_is_here": is_here}
+    return {"footprint": found.to_json(), **told, "gpu": _gpu(device, settings, dtype)}
 
 
 def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype) -> dict[str, Any] | None:

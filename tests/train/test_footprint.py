@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.recompute import recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
@@ -225,3 +226,23 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
     said = "a fault of ours"
     with pytest.raises(RuntimeError, match="a fault of ours"):  # the control
         counting.main()
+
+
+@pytest.mark.parametrize("code", ["hub-unreachable", "hub-incomplete", "hub-unknown", "config-damaged"])
+def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
+    both: tuple[Footprint, Real], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
+        if not family.recipe.model.name_or_path.startswith("random:"):
+            raise ModelError(code, "It cannot be read.", where="model.name_or_path", fix="Look.")
+        return both[0]
+
+    monkeypatch.setattr(counting, "counted", counted)
+    given = recipe(tmp_path)
+    wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
+    if code in ("hub-unknown", "config-damaged"):  # that is said
+        with pytest.raises(ModelError):
+            counting._found(wanted, Settings(), True)
+        return
+    found = counting._found(wanted, Settings(), True)
+    assert not found["model_is_here"] and found["footprint"] == both[0].to_json()
