@@ -1,6 +1,6 @@
 """The memory plan's estimates against measured peaks, and what SDXL costs under a limit; with random weights.
 
-usage: python benchmarks/memory_plan.py ROOT [--toy] [--json FILE]
+usage: python benchmarks/memory_plan.py ROOT [--only limits] [--toy] [--json FILE]
 
 Each configuration (samples, pixels, rank, what is kept) is counted beforehand on a model without weights; then the
 product's own model, adapter, door, passes and optimizer make steps, and the allocator's peak is compared. One of the
@@ -264,6 +264,8 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
     footprint = setup.footprint(side_px)
     found: dict[str, Any] = {"limit_bytes": limit_bytes, "rows": rows}
     for graphs in (True, False) if setup.device.type == "cuda" else (False,):
+        gc.collect()  # what ran out of memory before may hang on its error
+        empty_pools()
         plan = choose(limit_bytes, footprint, Job(rows, graphs=graphs, correction=factor), rates)
         if plan is None:
             found[f"graphs {graphs}"] = {"plan": "none fits"}
@@ -325,7 +327,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.toy else torch.device("cpu")
     rates, factor = Rates() if options.toy else measured_rates(device, torch.bfloat16), 1.0
     rows: list[dict[str, Any]] = []
-    wanted = cases(options.toy)
+    wanted = cases(options.toy)[: 1 if options.only else None]
     limits: list[dict[str, Any]] = []
     side_px = 128 if options.toy else 1024
     for rank in dict.fromkeys(case.rank for case in wanted):
@@ -371,6 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--only", choices=["limits"], help="the probe, and then the limits")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.root.mkdir(parents=True, exist_ok=True)

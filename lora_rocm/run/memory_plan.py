@@ -22,10 +22,11 @@ SLOTS = 2
 """Places on the GPU for blocks that wait in main memory: the one in use, and the one that is coming."""
 WORKSPACE_BYTES = 64 * MIB
 """Of the matrix libraries, kept from their first call on: 32 MiB each for cuBLAS and hipBLASLt on large GPUs."""
+SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
-"""Of the activations: what the allocator holds beside the tensors, because they are of many sizes."""
-GRAPH_BYTES = 256 * MIB
-"""What captured steps take besides: the nodes of the graphs."""
+"""What the allocator holds beside the tensors, because they are of many sizes: so much, and of the activations."""
+GRAPH_BYTES = 640 * MIB
+"""What captured steps take besides: the nodes of the graphs, and a pool that no other tensor is cut from."""
 PROOF_SHARE = 0.4
 """Of the adapter's bytes: its gradients twice more, while a captured pass is compared with what it should give."""
 MIN_CORRECTION = 0.25
@@ -275,7 +276,7 @@ def planned(
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed) * job.correction)
     peak = resident_bytes(footprint, offloaded) + activations
-    needed = peak + int(SLACK_SHARE * activations)
+    needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if job.graphs:
         proof = int(PROOF_SHARE * footprint.adapter_bytes)
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)

@@ -18,6 +18,7 @@ from lora_rocm.families.base import Draws, LoadedModel, LossTerms, family_for
 from lora_rocm.families.recompute import Run
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run import memory_plan
 from lora_rocm.run.memory_plan import (
     Footprint,
     Job,
@@ -88,6 +89,12 @@ def recipe(memory: str = "auto", **train: Any) -> Recipe:
             "runtime": {"memory": memory},
         }
     )
+
+
+@pytest.fixture(autouse=True)
+def small_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU is more than all that this model takes."""
+    monkeypatch.setattr(memory_plan, "SLACK_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
