@@ -108,7 +108,7 @@ CASES = SMALL + LARGE
 
 
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
-    """Whether the Triton kernels may be used there; ``say`` gets a sentence where they could, but may not.
+    """Whether the Triton kernels may be used there; ``say`` gets a sentence where a GPU has to do without.
 
     To be called before the device is full: it takes some 400 MB for a moment.
 
@@ -116,6 +116,8 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
         RuntimeError: the device reported a fault, after which this process can do nothing more on it, or is full.
     """
     if not available(device):
+        if device.type == "cuda":
+            say("Steps do without this program's Triton kernels, and are slower: there is no Triton for this PyTorch.")
         return False
     with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
         wrong = first_wrong(device, dtype)

@@ -74,6 +74,7 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
     """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
     memory, eager = artifacts.memory, replace(trainer.engine, graphs=None)
     if compiler is not None:
+        compiling.require_no_offload(compiler, memory.offload is not None)
         compiler.put(artifacts.family, artifacts.model)
     memory.probe(artifacts.family, artifacts.model, artifacts.transfer, pins(start), eager.run)
     if compiler is not None:

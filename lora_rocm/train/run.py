@@ -69,6 +69,8 @@ def train(start: Start) -> tuple[bool, int]:
         session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     compiling.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
+    if checkpoint is not None and not start.accept_changes:
+        checkpoint.require_ranks(start.world.size)
     with session.phase("cache"):
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"pictures and captions": data.identity()})
@@ -83,6 +85,7 @@ def train(start: Start) -> tuple[bool, int]:
         first_pass(start, artifacts, trainer, compiler)
         finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
+    trainer.engine.release()  # the last previews want the memory
     if finished:
         with session.phase("export"):
             start.world.first("export", lambda: artifacts.finish(position))
@@ -224,8 +227,6 @@ def _restore(
         ResumeError: recipe or data are not those of the checkpoint.
     """
     facts = checkpoint.facts
-    if not start.accept_changes:
-        checkpoint.require_ranks(start.world.size)
     for key, now, what in (
         ("recipe", fingerprint(start.recipe), "The recipe differs from the checkpoint's in a key that may not change."),
         ("data", data.identity(), "The training pictures are not those of the checkpoint."),

@@ -42,8 +42,8 @@ class Session:
         self._heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
         self._stacks = Stacks(run_dir.stacks(rank), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
-        past = read_events(run_dir.events(rank))
-        self.events = EventWriter(run_dir.events(rank), session=sum(event["type"] == "start" for event in past) + 1)
+        past = read_events(run_dir.events(rank), "start")
+        self.events = EventWriter(run_dir.events(rank), session=len(past) + 1)
         self.readers: list[Callable[[dict[str, Any]], None]] = []
         self._orphaned = threading.Event()
         if watch_parent:
@@ -51,7 +51,8 @@ class Session:
 
     def emit(self, event_type: str, **fields: Any) -> None:
         event = self.events.write(event_type, **fields)
-        if event_type == "step" or (event_type == "cache" and fields["done"] < fields["total"]):
+        encoding = event_type == "cache" and fields["done"] < fields["total"] and fields["per_second"]
+        if event_type == "step" or encoding:
             self._under_way.add(event_type)
         elif event_type == "cache":  # another encoder is loaded next
             self._under_way.discard("cache")

@@ -128,7 +128,8 @@ def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(proof, "first_wrong", lambda *_: "GEGLU of 3x5x140 in bfloat16 has wrong numbers")
     assert not trusted(GPU, torch.bfloat16, said.append) and "GEGLU" in said.pop() and said == []
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    assert not trusted(GPU, torch.bfloat16, said.append)
+    assert not trusted(GPU, torch.bfloat16, said.append) and "no Triton" in said.pop() and said == []
+    assert not trusted(CPU, torch.bfloat16, said.append) and said == []
 
 
 @pytest.mark.gpu
