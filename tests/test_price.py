@@ -51,6 +51,8 @@ def test_the_shares() -> None:
     assert found["guard_host_ms"] == pytest.approx(0.1)
     assert found["idle_at_most_percent"] == pytest.approx(0.1 + 0.1)  # half of a look is without a kernel
     assert found["time_at_most_percent"] == pytest.approx(0.1 + 0.2)  # no kernels of its own in these blocks
+    figures.blocks = blocks("step_ms", 100.03, 100.0) * 5  # the host is busy beside the GPU: no step is longer for it
+    assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.03 + 0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for machines without a GPU")
@@ -70,7 +72,7 @@ def test_the_rehearsal_checks_in_blocks_with_the_guard_only(
     monkeypatch.setattr(reliable_price, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(reliable_price, "LOOKS", 1)
     write_tiny_sdxl(tmp_path / "tiny")
-    monkeypatch.setattr(reliable_price, "TOY_MODEL", str(tmp_path / "tiny"))
+    monkeypatch.setitem(reliable_price.MODELS, True, str(tmp_path / "tiny"))
     arguments = [str(tmp_path), "--toy", "--pairs", "2", "--steps", "1", "--json", str(tmp_path / "price.json")]
     assert main(arguments) == 0 and "nothing is said of idle time" in capsys.readouterr().err
     assert [guarded for guarded, _ in checks] == [True, False] * 3
