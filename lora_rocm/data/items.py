@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lora_rocm.data.buckets import Geometry
 from lora_rocm.data.columns import KEY_BYTES, Keys, Lazy, all_below
-from lora_rocm.data.plan import Item
+from lora_rocm.data.plan import Item, Outline
 from lora_rocm.data.ready import Looked, Picture
 from lora_rocm.data.samples import Sample, Samples
 
@@ -103,6 +104,11 @@ class Pictures(Lazy[Picture]):
         """The bucket of one."""
         height, width = self._cuts[CUT_NUMBERS * place + 4 : CUT_NUMBERS * (place + 1)]
         return height, width
+
+    def targets_hw(self, places: Sequence[int]) -> NDArray[np.int64]:
+        """The buckets of many: [N, 2]."""
+        cuts_PC = np.frombuffer(self._cuts, dtype=np.intc).reshape(-1, CUT_NUMBERS)
+        return cuts_PC[np.array(places, dtype=np.int64), 4:].astype(np.int64)
 
     def geometry(self, place: int) -> Geometry:
         """How one is cut."""
@@ -199,11 +205,28 @@ class Items(Lazy[Item]):
     def _made(self, index: int) -> Item:
         return cast("Item", ItemView(self, index))
 
+    def outline(self) -> Outline:
+        """What a plan's order is made from; the keys are not kept."""
+        repeats = [1] * len(self) if self.held_out else map(self.pictures.repeats, self.places)
+        repeats_N = np.fromiter(repeats, np.int64, len(self))
+        return Outline(_KeysOf(self.pictures, self.places), self.pictures.targets_hw(self.places), repeats_N)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return id(self)
+
+
+@dataclass(frozen=True)
+class _KeysOf:
+    """The keys of the samples at some places."""
+
+    pictures: Pictures
+    places: Sequence[int]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.pictures.sample_key, self.places)
 
 
 class SamplesOf(Lazy[Sample]):

@@ -8,11 +8,16 @@ shows at once, and the allocator's first pieces are large enough for all that fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lora_rocm.data.buckets import Geometry, Size
-from lora_rocm.data.seeds import draw, fraction
+from lora_rocm.data.seeds import draw, drawer, fraction
 
 NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
 
@@ -57,8 +62,45 @@ class Row:
         return self.item.dropout_key if self.dropout else self.item.text_keys[self.variant]
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What the order of N items is made from. ``keys`` are gone through anew for each epoch."""
+
+    keys: Iterable[str]
+    target_hw_N2: NDArray[np.int64]
+    repeats_N: NDArray[np.int64]
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """Items so many that they say this of all at once: to make each would take longer than all the rest of a start."""
+
+    def outline(self) -> Outline: ...
+
+
+def outline_of(items: Sequence[Item]) -> Outline:
+    """The outline of items, in their order."""
+    if isinstance(items, Outlined):
+        return items.outline()
+    sizes, repeats = [item.geometry.target_hw for item in items], [item.repeats for item in items]
+    target_hw_N2 = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    return Outline([item.key for item in items], target_hw_N2, np.array(repeats, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The numbers of its samples, bucket by bucket, and those of its batches in the order of training."""
+
+    samples_P: NDArray[np.int64]
+    batches_S: NDArray[np.int64]
+
+
 class BatchPlan:
     """The order of training.
+
+    The P samples of an epoch are numbered item by item, one for each repeat. Of an epoch only two orders are kept: that
+    of these numbers, bucket by bucket, and that of the batches which the buckets are cut into, always at the same S
+    places.
 
     Args:
         items: in an order that does not change between starts; their keys are unique. Not copied: they may be many.
@@ -74,11 +116,20 @@ class BatchPlan:
     ) -> None:
         self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
         self.seed, self.world, self.rank = seed, world, rank
-        self._places: dict[Size, list[tuple[int, int]]] = {}  # bucket -> (item, repeat)
-        for index, item in enumerate(self.items):
-            places = self._places.setdefault(item.geometry.target_hw, [])
-            places.extend((index, repeat) for repeat in range(item.repeats))
-        self._epochs: dict[int, list[list[tuple[int, int]]]] = {}
+        outline = outline_of(items)
+        self._keys, self._repeats_N = outline.keys, outline.repeats_N
+        self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # of the numbers of each item's samples
+        height_N, width_N = outline.target_hw_N2.T
+        sizes_B, bucket_N = np.unique(height_N << 32 | width_N, return_inverse=True)
+        self._bucket_P = np.repeat(bucket_N.astype(np.int32), self._repeats_N)
+        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(sizes_B)).tolist(), initial=0))
+        self._buckets: list[tuple[Size, range]] = [  # with the places where the batches of each start
+            (divmod(size, 1 << 32), range(start, end, self.effective_batch))
+            for size, (start, end) in zip(sizes_B.tolist(), pairwise(ends), strict=True)
+        ]
+        bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
+        self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from its start to that of the next
+        self._epochs: dict[int, _Epoch] = {}
 
     @property
     def effective_batch(self) -> int:
@@ -87,7 +138,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        return sum(-(-len(places) // self.effective_batch) for places in self._places.values())
+        return len(self._bounds_S1) - 1
 
     def rows(self, iteration: int) -> list[Row]:
         """Every row of one effective batch, on all ranks. The weights of its real samples are equal and sum to 1."""
@@ -100,11 +151,10 @@ class BatchPlan:
 
     def _rows(self, iteration: int, positions: range) -> list[Row]:
         epoch, step = divmod(iteration, self.steps_per_epoch)
-        places = self._epoch(epoch)[step]
+        samples = self._samples(epoch, step)
+        count = len(samples)
         return [
-            self._row(
-                epoch, *places[position % len(places)], position, 1.0 / len(places) if position < len(places) else 0.0
-            )
+            self._row(epoch, *samples[position % count], position, 1.0 / count if position < count else 0.0)
             for position in positions
         ]
 
@@ -120,32 +170,43 @@ class BatchPlan:
             dropout=fraction("dropout", *what) < item.dropout_rate,
         )
 
-    def _epoch(self, epoch: int) -> list[list[tuple[int, int]]]:
-        """The (item, repeat) pairs of each effective batch of an epoch, without filling."""
-        batches = self._epochs.get(epoch)
-        if batches is None:  # each line is safe beside another thread that does the same: loader workers have one
+    def _samples(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        """Item and repeat of each sample of one effective batch, without filling."""
+        order = self._epoch(epoch)
+        batch = order.batches_S[step]
+        samples = order.samples_P[self._bounds_S1[batch] : self._bounds_S1[batch + 1]]
+        items = np.searchsorted(self._firsts_N, samples, side="right") - 1
+        return list(zip(items.tolist(), (samples - self._firsts_N[items]).tolist(), strict=True))
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        """The order of an epoch."""
+        found = self._epochs.get(epoch)
+        if found is None:  # each line is safe beside another thread that does the same: loader workers have one
             for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
                 self._epochs.pop(oldest, None)
-            batches = self._epochs[epoch] = self._shuffled(epoch)
-        return batches
+            found = self._epochs[epoch] = self._shuffled(epoch)
+        return found
 
-    def _shuffled(self, epoch: int) -> list[list[tuple[int, int]]]:
-        size = self.effective_batch
-        batches = []
-        for bucket, places in sorted(self._places.items()):
-            ordered = sorted(places, key=lambda place: self._order(epoch, *place))
-            starts = range(0, len(ordered), size)
-            batches += [(draw("batch", self.seed, epoch, *bucket, at), ordered[at : at + size]) for at in starts]
-        ordered_batches = [batch for _, batch in sorted(batches)]
+    def _shuffled(self, epoch: int) -> _Epoch:
+        drawn_P, drawn_S = self._sample_draws(epoch), self._batch_draws(epoch)
+        batches_S = np.argsort(drawn_S, kind="stable")
         if epoch == 0:
-            largest = max(range(len(ordered_batches)), key=lambda number: self._area(ordered_batches[number]))
-            ordered_batches.insert(0, ordered_batches.pop(largest))
-        return ordered_batches
+            largest = self._largest()
+            starts_S = self._bounds_S1[batches_S]
+            at = int(np.flatnonzero((starts_S >= largest.start) & (starts_S < largest.stop))[0])
+            batches_S[: at + 1] = np.roll(batches_S[: at + 1], 1)
+        return _Epoch(np.lexsort((drawn_P, self._bucket_P)), batches_S)
 
-    def _area(self, batch: list[tuple[int, int]]) -> tuple[int, Size]:
-        """What the memory that a batch needs grows with (all have as many rows); the size decides where areas agree."""
-        height, width = self.items[batch[0][0]].geometry.target_hw
-        return height * width, (height, width)
+    def _sample_draws(self, epoch: int) -> NDArray[np.uint64]:
+        number, counts = drawer("order", self.seed, epoch), self._repeats_N.tolist()
+        drawn = (number(key, repeat) for key, count in zip(self._keys, counts, strict=True) for repeat in range(count))
+        return np.fromiter(drawn, np.uint64, len(self._bucket_P))
 
-    def _order(self, epoch: int, index: int, repeat: int) -> int:
-        return draw("order", self.seed, epoch, self.items[index].key, repeat)
+    def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
+        number = drawer("batch", self.seed, epoch)
+        drawn = (number(*size, start - starts.start) for size, starts in self._buckets for start in starts)
+        return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
+
+    def _largest(self) -> range:
+        """Of the bucket that needs the most memory (all have as many rows); the size decides where areas agree."""
+        return max(self._buckets, key=lambda bucket: (bucket[0][0] * bucket[0][1], bucket[0]))[1]

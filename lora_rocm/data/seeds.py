@@ -13,11 +13,11 @@ def draw(*parts: int | str) -> int:
 
 def drawer(*parts: int | str) -> Callable[..., int]:
     """``draw`` with its first parts said once: they may be long, and are not read again for each number."""
-    begun = blake2b((repr(parts)[:-1] + ", ").encode("utf-8"), digest_size=8)
+    begun = blake2b(("(" + "".join(f"{part!r}, " for part in parts)).encode("utf-8"), digest_size=8)
 
-    def rest(*more: int) -> int:
+    def rest(*more: int | str) -> int:
         digest = begun.copy()
-        digest.update((", ".join(map(str, more)) + ")").encode("utf-8"))
+        digest.update((", ".join(map(repr, more)) + ")").encode("utf-8"))
         return int.from_bytes(digest.digest(), "little")
 
     return rest

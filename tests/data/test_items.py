@@ -13,7 +13,7 @@ import pytest
 from lora_rocm.data.batches import BatchPlan
 from lora_rocm.data.columns import Keys
 from lora_rocm.data.items import Items, Pictures, identity
-from lora_rocm.data.plan import Item
+from lora_rocm.data.plan import Item, outline_of
 from lora_rocm.data.ready import Entry, Looked
 from lora_rocm.data.samples import geometry_of, scan
 
@@ -85,3 +85,20 @@ def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> No
     assert identity(items) == hashlib.sha256(said.encode("utf-8")).hexdigest(), "checkpoints have this one"
     rows, expected = (BatchPlan(source, 2, 1, seed=3).rows(0) for source in (items, whole))
     assert rows == expected
+    outline, expected_outline = outline_of(items), outline_of(whole)
+    assert list(outline.keys) == list(outline.keys) == expected_outline.keys
+    assert outline.target_hw_N2.tolist() == expected_outline.target_hw_N2.tolist()
+    assert outline.repeats_N.tolist() == expected_outline.repeats_N.tolist()
+
+
+def test_a_plan_makes_the_items_of_a_batch_only(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a million are made at every start."""
+    texts, made = Keys(), list[int]()
+    for _ in range(3):
+        texts.append([key_of("text")])
+    items, make = Items(pictures, (0, 1, 2), texts, key_of("empty")), Items._made
+    monkeypatch.setattr(Items, "_made", lambda self, index: made.append(index) or make(self, index))
+    rows = BatchPlan(items, 2, 1, seed=3).rows(0)
+    assert len(rows) == len(made) == 2
+    outline_of(list(items))
+    assert len(made) == 5, "a list of them is made, and that is counted"

@@ -23,6 +23,9 @@ def test_fraction_is_spread_evenly_and_below_one() -> None:
     assert 0.48 < sum(values) / len(values) < 0.52
 
 
-@given(st.text(), st.integers(), st.integers(0), st.integers(0))
-def test_a_drawer_draws_the_same(text: str, seed: int, attempt: int, place: int) -> None:
-    assert drawer("x", seed, text)(attempt, place) == draw("x", seed, text, attempt, place)
+parts = st.lists(st.text(st.characters(codec=None)) | st.integers(), min_size=1, max_size=4)
+
+
+@given(parts, parts)
+def test_a_drawer_draws_the_same(first: list[int | str], more: list[int | str]) -> None:
+    assert drawer(*first)(*more) == draw(*first, *more)
