@@ -125,34 +125,41 @@ class Graphs:
 
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
         """The eager pass; then its graph, and whether that says the same."""
-        before_N = self.weights.gradients.clone()
+        gradients = self.weights.gradients
+        before_N = gradients.clone()
+        gradients.zero_()
         passed = eager(*now)
-        wanted_N = self.weights.gradients.clone()
-        made_N = wanted_N - before_N
-        if not all(0.0 < norm < math.inf for norm in self._norms(made_N).values()):
-            self._seen[shape] = now  # overflow, samples of no weight, A behind a B of zeros: the next one may tell
-            return passed
-        empty_pools()  # what the eager pass took is there for the graph
+        made_N = gradients.clone()
         try:
-            graph = self._captured(eager, first)
+            if all(0.0 < norm < math.inf for norm in self._norms(made_N).values()):
+                self._captured_and_proven(shape, eager, first, now, passed, made_N)
+            else:
+                self._seen[shape] = now  # overflow, samples of no weight, A behind a B of zeros: the next one may tell
         except (RuntimeError, MemoryError) as error:
             if device_fault(error) is not None:
                 raise
             self.weights.drop_leaf_gradients()
-            self.weights.gradients.copy_(wanted_N)
             self.captured[shape] = None
+            if not any(self.captured.values()):
+                self._capture = None  # a pool goes with the last graph of it, and cannot be begun again
             self.say(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
-            return passed
-        self.weights.gradients.copy_(before_N)
-        again = graph.run(*now)
-        if self._agree(passed, again, made_N, self.weights.gradients - before_N):
-            self.captured[shape] = graph
-        else:
-            self._off = True
-            self.release()
-            self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
-        self.weights.gradients.copy_(wanted_N)
+        gradients.copy_(before_N).add_(made_N)
         return passed
+
+    def _captured_and_proven(
+        self, shape: Shape, eager: Pass, first: Inputs, now: Inputs, passed: Passed, made_N: Tensor
+    ) -> None:
+        """The graph of a shape, if it gives ``made_N`` too. Nothing of the size of N is made: memory may be short."""
+        empty_pools()  # what the eager pass took is there for the graph
+        graph = self._captured(eager, first)
+        self.weights.gradients.zero_()
+        again = graph.run(*now)
+        if self._agree(passed, again, made_N):
+            self.captured[shape] = graph
+            return
+        self._off = True
+        self.release()
+        self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
 
     def _say_full(self) -> None:
         if not self._full:
@@ -166,13 +173,16 @@ class Graphs:
         replay, passed = self._capture(lambda: eager(batch, draws))
         return Captured(batch, draws, replay, passed)
 
-    def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor, found_N: Tensor) -> bool:
-        pairs = ((wanted.loss, found.loss), (wanted.loss_B, found.loss_B), (wanted_N, found_N))
+    def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor) -> bool:
+        """Whether a replay, whose gradients are in the buffer, says what it should; it is their difference then."""
+        pairs, found_N = zip(wanted, found, strict=True), self.weights.gradients
         if self.exact:
-            return all(torch.equal(one, other) for one, other in pairs)
-        sizes, off = self._norms(wanted_N), self._norms(found_N - wanted_N)
-        return all(bool((other - one).norm() <= TOLERANCE * one.norm()) for one, other in pairs) and all(
-            off[kind] <= KIND_TOLERANCE * sizes[kind] for kind in sizes
+            return all(torch.equal(one, other) for one, other in (*pairs, (wanted_N, found_N)))
+        sizes, off = self._norms(wanted_N), self._norms(found_N.sub_(wanted_N))
+        return (
+            all(bool((other - one).norm() <= TOLERANCE * one.norm()) for one, other in pairs)
+            and math.hypot(*off.values()) <= TOLERANCE * math.hypot(*sizes.values())
+            and all(off[kind] <= KIND_TOLERANCE * sizes[kind] for kind in sizes)
         )
 
     def _norms(self, flat_N: Tensor) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
+from lora_rocm.train.ledger import Ledger
 from tests.train.test_loop import Rig, same
 
 Replay = tuple[Callable[[], None], Passed]
@@ -230,3 +231,36 @@ def test_gradients_of_a_are_looked_at_by_themselves(b: float) -> None:
     assert layer.replays == 1 and len(layer.said) == 1
     control.passes(1, 1, 1)
     assert control.said == [] and control.replays == (3 if b == 0.0 else 5)
+
+
+def test_after_a_capture_that_failed_the_next_one_has_a_pool_of_its_own() -> None:
+    layer, pools = Layer(sound), [0]
+
+    def refuses(run: Callable[[], Passed]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def new_capture() -> Any:
+        pools[0] += 1
+        return refuses if pools[0] == 1 else layer.capture
+
+    layer.graphs.new_capture = new_capture
+    for rows in (1, 1, 2, 2, 3, 3):
+        layer.graphs.run(layer.eager, {"x": torch.ones(rows, 3), "weight": torch.ones(rows)}, {})
+    assert len(layer.said) == 1 and pools[0] == 2
+    assert [graph is None for graph in layer.graphs.captured.values()] == [True, False, False]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_comparing_takes_no_memory_of_the_size_of_the_weights(exact: bool) -> None:
+    """On a card that a step has filled there is none."""
+    layer = Layer(sound)
+    leaves = {"lora_A": torch.nn.Parameter(torch.ones(1000, 100)), "lora_B": torch.nn.Parameter(torch.ones(100, 1000))}
+    graphs = Graphs(FlatWeights(leaves), exact, layer.said.append)
+    made_N, passed = torch.ones_like(graphs.weights.gradients), Passed(torch.ones(()), torch.ones(2))
+    graphs.weights.gradients.fill_(1.0)
+    with Ledger(iter([made_N, graphs.weights.gradients])) as ledger:
+        assert graphs._agree(passed, passed, made_N)
+    assert ledger.peak_bytes <= made_N.nbytes // 4 + 8192  # of bools, where bits are compared
+    with Ledger(iter([made_N])) as ledger:
+        made_N - made_N  # noqa: B018
+    assert ledger.peak_bytes >= made_N.nbytes
