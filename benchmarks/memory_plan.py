@@ -47,7 +47,7 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.footprint import count, hollow_model, measured_rates
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.ledger import Ledger
-from lora_rocm.train.memory import apply
+from lora_rocm.train.memory import Memory, apply
 from lora_rocm.train.offload import Offload
 from lora_rocm.train.optim import GatedAdamW
 
@@ -123,20 +123,22 @@ class Setup:
         self.counted: dict[int, Footprint] = {}
         self.load()
 
-    def load(self) -> None:
-        """The model anew, all of it on the device."""
+    def load(self, plan: Plan | None = None) -> None:
+        """The model anew, on the device but for what the plan leaves in main memory."""
         self.offload: Offload | None = None
         self.in_force: Plan | None = None
         self.model: LoadedModel | None = None
         self.optimizer: GatedAdamW | None = None
         self.transfer = DeviceTransfer(self.device, pin=self.device.type == "cuda")
+        gc.collect()  # what ran out of memory may hang on its error
         empty_pools()
         started = time.perf_counter()
         model = self.family.load(self.dtype, torch.device("cpu"))
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
+        staying = Memory(Job(), False, False, str, plan=plan).staying(self.family, model) if plan else ()
         for name, component in model.components.items():
-            self.transfer.send_parameters(component, name)
+            self.transfer.send_parameters(component, name, staying)
             component.train()
         model.device = self.device
         self.family.fuse(model)
@@ -264,12 +266,11 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
     footprint = setup.footprint(side_px)
     found: dict[str, Any] = {"limit_bytes": limit_bytes, "rows": rows}
     for graphs in (True, False) if setup.device.type == "cuda" else (False,):
-        gc.collect()  # what ran out of memory before may hang on its error
-        empty_pools()
         plan = choose(limit_bytes, footprint, Job(rows, graphs=graphs, correction=factor), rates)
         if plan is None:
             found[f"graphs {graphs}"] = {"plan": "none fits"}
             continue
+        setup.load(plan)  # as a run does it: no memory was cut up by weights that have left
         setup.put(plan)
         said: dict[str, Any] = {
             "plan": text_of(plan),
