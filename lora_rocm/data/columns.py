@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, overload
 
 Thing = TypeVar("Thing")
@@ -30,6 +30,9 @@ class Lazy(Sequence[Thing]):
     def __getitem__(self, index: int | slice) -> Thing | Sequence[Thing]:
         at = range(len(self))[index]
         return self._made(at) if isinstance(at, int) else [self._made(each) for each in at]
+
+    def __iter__(self) -> Iterator[Thing]:
+        return map(self._made, range(len(self)))  # these indices need no look at each
 
 
 class Column:

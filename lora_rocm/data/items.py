@@ -125,6 +125,10 @@ class Pictures(Lazy[Picture]):
         keys_NK = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
         return keys_NK[keys_NK.any(axis=1)].tobytes()
 
+    def num_entries(self, place: int) -> int:
+        """Of one that is ready: with flip_aug there is that of its mirror image too. To make the sample takes long."""
+        return 1 + any(self._keys[SLOT_BYTES * place + KEY_BYTES : SLOT_BYTES * (place + 1)])
+
     def entry_keys(self, place: int, count: int, plain: bool) -> tuple[str, ...]:
         """Cache keys of the first entries; ``plain``: as if none were in tiles."""
         column, at = self._plain_keys if plain else self._keys, SLOT_BYTES * place
@@ -181,7 +185,7 @@ class ItemView:
 
     @property
     def _num_entries(self) -> int:
-        return 1 if self._items.held_out else len(flips_of(self._sample.options))
+        return 1 if self._items.held_out else self._items.pictures.num_entries(self._place)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Item | ItemView) and all(getattr(self, n) == getattr(other, n) for n in ITEM_FIELDS)

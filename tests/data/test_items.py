@@ -24,9 +24,13 @@ def key_of(*parts: object) -> str:
 
 @pytest.fixture
 def pictures(tmp_path: Path, make: SimpleNamespace) -> Pictures:
+    return pictures_of(tmp_path, make, flip_aug=True)
+
+
+def pictures_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Pictures:
     for index in range(4):
         make.picture(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
-    data = make.data(path=str(tmp_path / "data"), flip_aug=True, repeats=3)
+    data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
     samples = scan(data).samples
     made = Pictures(samples)
     for index, sample in enumerate(samples):
@@ -89,6 +93,14 @@ def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> No
     assert list(outline.keys) == list(outline.keys) == expected_outline.keys
     assert outline.target_hw_N2.tolist() == expected_outline.target_hw_N2.tolist()
     assert outline.repeats_N.tolist() == expected_outline.repeats_N.tolist()
+
+
+@pytest.mark.parametrize("flip_aug", [False, True])
+def test_an_item_has_as_many_entries_as_were_found(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> None:
+    pictures = pictures_of(tmp_path, make, flip_aug)
+    pictures.found(1, looked_at(pictures, 1, in_tiles=False))
+    (item,) = Items(pictures, (1,), Keys(), key_of("empty"))
+    assert item.image_keys == item.picture_keys == tuple(key_of(1, flip) for flip in (False, True)[: 1 + flip_aug])
 
 
 def test_a_plan_makes_the_items_of_a_batch_only(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
