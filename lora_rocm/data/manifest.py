@@ -321,10 +321,13 @@ def _fill(thing: Any, columns: Mapping[str, Column], name: str = "") -> None:
     """Put columns in their places.
 
     Raises:
-        LookupError: one is missing.
+        LookupError, ValueError: one is missing, or of another type.
     """
     for part, value in vars(thing).items():
         if isinstance(value, bytearray | array):
-            value[:] = columns[f"{name}.{part}"]  # type: ignore[assignment, index]
+            column = columns[f"{name}.{part}"]
+            if _typecode(column) != _typecode(value):
+                raise ValueError("damaged")
+            vars(thing)[part] = column  # not copied: they are large
         elif isinstance(value, Texts | Keys | Samples | Pictures):
             _fill(value, columns, f"{name}.{part}")
