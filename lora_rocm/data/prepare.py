@@ -59,7 +59,7 @@ class Prepared:
         return self._identity
 
     @cached_property
-    def _identity(self) -> str:  # of a million items it takes half a minute, and a start asks for it several times
+    def _identity(self) -> str:  # of a million items it takes seconds, and a start asks for it several times
         return identity(self.items)
 
 
