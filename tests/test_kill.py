@@ -193,6 +193,7 @@ def last_event(path: Path) -> str:
     return "nothing"
 
 
+@pytest.mark.slow  # tests/hangs kills a worker, too, and tests/crash cuts anywhere
 def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
     log = endure(tmp_path, [[("step", "worker"), ("checkpoint", "parent")]], seed=1)
     assert all(entry["hit"] for entry in log)

@@ -84,6 +84,7 @@ def entries(root: Path) -> dict[str, bytes]:
     return {name: content for name, content in snapshot(root).items() if name.endswith(".safetensors")}
 
 
+@pytest.mark.slow
 def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
     """Both end right, and what they leave is what one alone leaves: no second copies, no half files."""
     both = [filler(tmp_path / "cache", 0.002) for _ in range(2)]

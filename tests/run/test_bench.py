@@ -195,6 +195,7 @@ def test_reasons_are_told_once_for_all_rows_that_share_them(child: Any, capsys: 
     assert text.count("out of memory") == 1 and "base y fp32; attention 640, base y bf16: out" in text
 
 
+@pytest.mark.slow
 def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     assert bench.transfer(tmp_path / "t.json") == 0
     rows = json.loads((tmp_path / "t.json").read_bytes())["rows"]

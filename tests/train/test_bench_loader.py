@@ -34,6 +34,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     return run
 
 
+@pytest.mark.slow
 def test_both_sources_with_and_without_workers(measured: Any) -> None:
     machine, *events = measured([0, 1])
     rows = [event for event in events if event["type"] == "row"]

@@ -67,6 +67,7 @@ def test_ours_and_bare_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert all(Path(row["profile"]["trace"]).stat().st_size > 1000 for row in (ours, bare))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_with_the_recipes_own_model_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(f"cache.dir={tmp_path / 'cache'}", "data.bucket_max_aspect=1")
@@ -98,7 +99,7 @@ def test_what_cannot_be_compiled_is_told(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("trusted", [False, True])  # True: the control
+@pytest.mark.parametrize("trusted", [False, pytest.param(True, marks=pytest.mark.slow)])  # True: the control
 def test_what_is_given_up_before_the_first_step_is_among_the_figures(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:

@@ -17,7 +17,7 @@ from lora_rocm.families.recompute import recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import Footprint, Rates, activation_bytes, by_worth
+from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.flat import FlatWeights
@@ -230,12 +230,14 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
 
 @pytest.mark.parametrize("code", ["hub-unreachable", "hub-incomplete", "hub-unknown", "config-damaged"])
 def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
-    both: tuple[Footprint, Real], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
+    nothing = Footprint(8, 8, 0, 0, (), (), Work())
+
     def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
         if not family.recipe.model.name_or_path.startswith("random:"):
             raise ModelError(code, "It cannot be read.", where="model.name_or_path", fix="Look.")
-        return both[0]
+        return nothing
 
     monkeypatch.setattr(counting, "counted", counted)
     given = recipe(tmp_path)
@@ -245,4 +247,4 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
             counting._found(wanted, Settings(), True)
         return
     found = counting._found(wanted, Settings(), True)
-    assert not found["model_is_here"] and found["footprint"] == both[0].to_json()
+    assert not found["model_is_here"] and found["footprint"] == nothing.to_json()

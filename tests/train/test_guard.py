@@ -106,6 +106,7 @@ def test_it_looks_at_the_start_and_before_anything_is_written_and_once_for_an_up
     assert looks(tmp_path / "run") == [(updates, True) for updates in (0, 2, 3, 4, 5, 5, 6)]
 
 
+@pytest.mark.slow
 def test_a_look_at_every_step_and_none_at_all_give_the_same_bytes(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

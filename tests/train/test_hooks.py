@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gone", [False, True])
 def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
     """Its folder is a file from the start, or is taken away while its thread writes."""
-    folder, said = tmp_path / "tensorboard", list[str]()
+    folder, said, before = tmp_path / "tensorboard", list[str](), set(threading.enumerate())
     if not gone:
         folder.write_text("in the way", encoding="utf-8")
     writer = TensorBoard(folder, said.append)
@@ -104,4 +105,6 @@ def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
         writer({"type": "step", "updates": updates, **NUMBERS})
         time.sleep(0.001)
     writer({"type": "end", "reason": "done", "updates": 39, "exit_code": 0})
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)  # it ends with an error, which must not be taken for that of a later test
     assert len(said) == 1 and str(folder) in said[0] and "Training goes on" in said[0]
