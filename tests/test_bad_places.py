@@ -77,12 +77,12 @@ def all_finite(run_dir: RunDir) -> bool:
 # full disks
 
 
-SLOW_PLACES = ("cache/image", "lora-step00000002", "peft/unet", "result")
+SLOW_PLACES = ("cache/image", "cache/text", "lora-step00000002", "peft/unet", "result")
 
 
 @pytest.mark.parametrize(
     "place",
-    ["cache/text", "/step-00000002", "run/lora.safe", *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW_PLACES)],
+    ["/step-00000002", "run/lora.safe", *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW_PLACES)],
 )
 def test_a_full_disk_loses_nothing(
     program: Program, folder: Path, new: RunDir, monkeypatch: pytest.MonkeyPatch, place: str
@@ -321,6 +321,7 @@ def test_more_memory_than_any_machine_has(program: Program, new: RunDir) -> None
     program("sample", "runs/ok", "--prompt", "x", "--steps", "1", *size).refused(3, "not enough memory")
 
 
+@pytest.mark.slow
 def test_a_learning_rate_gone_mad(program: Program, copy: RunDir) -> None:
     mad = ["optim.learning_rate=1e30", "train.max_train_steps=50", "output.save_every_n_steps=100"]
     before = {

@@ -125,7 +125,14 @@ def test_a_look_at_every_step_and_none_at_all_give_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("fault", "every"), [(zeros, 1), (wrong_tail, 0), (one_nan, 0), (stale, 0)], ids=["zeros", "tail", "nan", "stale"]
+    ("fault", "every"),
+    [
+        (zeros, 1),
+        pytest.param(wrong_tail, 0, marks=pytest.mark.slow),
+        pytest.param(one_nan, 0, marks=pytest.mark.slow),
+        (stale, 0),
+    ],
+    ids=["zeros", "tail", "nan", "stale"],
 )
 def test_kernels_that_go_wrong_are_caught_before_the_next_checkpoint(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, every: int

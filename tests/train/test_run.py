@@ -106,7 +106,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OFTEN = ("accumulation, two buckets", "average")
+OFTEN = ("accumulation, two buckets",)
 """The others take long; benchmarks/reliability.py crashes cuts them everywhere."""
 
 
