@@ -204,6 +204,11 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
     return CachedItem(tensors, header.fingerprints)
 
 
+def marks_of(found: os.stat_result) -> tuple[int, int, int]:
+    """What a file is known by, besides its name; see ``FileState``."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 @dataclass(frozen=True, slots=True)
 class FileState:
     """What a file is known by: as long as these are the same, so are its bytes.
@@ -224,8 +229,7 @@ class FileState:
         Raises:
             OSError: it cannot be looked at.
         """
-        stat = file.stat()
-        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        return cls(str(file.absolute()), *marks_of(file.stat()))
 
     @property
     def identity(self) -> list[Any]:

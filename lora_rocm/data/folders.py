@@ -158,7 +158,7 @@ def _files(folder: Folder) -> Iterator[Path]:
             folder.notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
             folder.lasting &= isinstance(error, PermissionError)
             continue
-        if parent != root and holds_run(entries):
+        if parent != root and lists_run(entries):
             runs.append(shown(parent.relative_to(root).as_posix()))
             continue
         below = []
@@ -185,7 +185,7 @@ def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]
         folder.notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
 
 
-def holds_run(entries: Iterable[os.DirEntry[str]]) -> bool:
+def lists_run(entries: Iterable[os.DirEntry[str]]) -> bool:
     """Whether a folder with these entries is the directory of a run."""
     return {entry.name for entry in entries} >= RUN_MARKS
 

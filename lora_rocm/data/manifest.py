@@ -25,10 +25,10 @@ from PIL import Image
 
 from lora_rocm import __version__
 from lora_rocm.data.buckets import Size
-from lora_rocm.data.cache import MARK_AFTER_S
+from lora_rocm.data.cache import MARK_AFTER_S, marks_of
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.entries import SPEC_VERSION
-from lora_rocm.data.folders import holds_run, source_folder
+from lora_rocm.data.folders import lists_run, source_folder
 from lora_rocm.data.items import Pictures
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
@@ -262,39 +262,35 @@ def _listed(root: Path) -> Iterator[bytes]:
             visited.add((found.st_dev, found.st_ino))
             with os.scandir(folder) as listed:
                 entries = [entry for entry in listed if not entry.name.startswith(".")]
-            if folder != str(root) and holds_run(entries):
+            if folder != str(root) and lists_run(entries):
                 continue
             rows = sorted(map(_row, entries))
         except OSError as error:
             yield f"{folder} {error.errno}\n".encode("utf-8", "surrogatepass")
             continue
-        pending += [os.path.join(folder, name) for name, size, _ in reversed(rows) if size < 0]
-        files = (f"{folder}/{name}\0{size}\0{at}\n" for name, size, at in rows if size >= 0)
+        pending += [os.path.join(folder, name) for name, marks in reversed(rows) if not marks]
+        files = (_line(f"{folder}/{name}", marks) for name, marks in rows if marks)
         yield "".join(files).encode("utf-8", "surrogatepass")
 
 
-def _row(entry: os.DirEntry[str]) -> tuple[str, int, str]:
-    """Name, bytes (-1: a folder) and times of change."""
+def _row(entry: os.DirEntry[str]) -> tuple[str, tuple[int, ...]]:
+    """Name, and what it is known by: nothing of a folder."""
     try:
-        if entry.is_dir():
-            return entry.name, -1, ""
-        found = entry.stat()
+        return entry.name, () if entry.is_dir() else marks_of(entry.stat())
     except OSError:  # a link to nowhere
-        return entry.name, 0, "nowhere"
-    return entry.name, found.st_size, _times(found)
+        return entry.name, (0,)
 
 
-def _times(found: os.stat_result) -> str:
-    """Both, as ``cache.FileState`` has them."""
-    return f"{found.st_mtime_ns}\0{found.st_ctime_ns}"
+def _line(path: str, marks: tuple[int, ...]) -> str:
+    return "\0".join((path, *map(str, marks))) + "\n"
 
 
 def _state(path: str | Path) -> bytes:
     try:
-        found = os.stat(path)
+        marks: tuple[int, ...] = marks_of(os.stat(path))
     except OSError:
-        return f"{path}\n".encode("utf-8", "surrogatepass")
-    return f"{path}\0{found.st_size}\0{_times(found)}\n".encode("utf-8", "surrogatepass")
+        marks = ()
+    return _line(str(path), marks).encode("utf-8", "surrogatepass")
 
 
 def _states(paths: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.device.failure import machine_error
 from lora_rocm.device.frozen import CapturedFingerprints
 from lora_rocm.device.graph_check import Capture, captured_sums
 from lora_rocm.device.selftest_attention import attention
@@ -74,7 +74,7 @@ class Canary:
             try:
                 changed = self._changed(scale)
             except (WrongAnswerError, RuntimeError) as error:
-                if self.capture is None or device_fault(error) is not None or out_of_memory(error) is not None:
+                if self.capture is None or machine_error(error) is not None:
                     raise
                 return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
         if not changed:

@@ -80,7 +80,12 @@ def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmEr
         return error
     if isinstance(error, OSError):
         return storage_error(error, error.filename or place)
-    return out_of_memory(error) or device_fault(error) or otherwise
+    return machine_error(error) or otherwise
+
+
+def machine_error(error: BaseException) -> MachineError | None:
+    """The error for memory that ran out or a GPU that failed; None where it is another."""
+    return out_of_memory(error) or device_fault(error)
 
 
 def out_of_memory(error: BaseException) -> MachineError | None:

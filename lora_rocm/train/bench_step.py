@@ -19,7 +19,7 @@ import torch
 
 from lora_rocm.device.apply import apply
 from lora_rocm.device.bench import machine
-from lora_rocm.device.failure import device_fault, out_of_memory, settle
+from lora_rocm.device.failure import device_fault, machine_error, settle
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host.settings import Settings, settings_from
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None, watch_parent: bool = True) -> int:
     except LoraRocmError as error:
         return _told(error)
     except (RuntimeError, MemoryError) as error:
-        known = out_of_memory(error) or device_fault(error)
+        known = machine_error(error)
         if known is None:
             raise
         return _told(known)

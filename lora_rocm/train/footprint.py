@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
 from lora_rocm.data.buckets import bucket_sizes
-from lora_rocm.device.failure import device_fault, out_of_memory
+from lora_rocm.device.failure import machine_error
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
@@ -273,7 +273,7 @@ def main() -> int:
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
     except (RuntimeError, MemoryError) as error:  # the GPU may be in use, and full
-        known = out_of_memory(error) or device_fault(error)
+        known = machine_error(error)
         if known is None:
             raise
         found, code = {"type": "error", **known.to_event()}, known.exit_code
