@@ -72,9 +72,17 @@ static int launch(const wchar_t *log) {
     FILE *file = _wfopen(_wgetenv(L"RECORDER_LINE"), L"rb");
     bytes[fread(bytes, 1, sizeof bytes - 1, file)] = 0;
     fclose(file);
-    MultiByteToWideChar(CP_UTF8, 0, bytes, -1, line, 1 << 16);
-    if (!CreateProcessW(NULL, line, NULL, NULL, TRUE, 0, NULL, NULL, &startup, &process))
-        return 251;
+    /* A busy Wine sometimes cannot start a process at once. Nothing has run then, so it may be tried again. */
+    for (int tries = 1;; tries++) {
+        MultiByteToWideChar(CP_UTF8, 0, bytes, -1, line, 1 << 16);
+        if (CreateProcessW(NULL, line, NULL, NULL, TRUE, 0, NULL, NULL, &startup, &process))
+            break;
+        if (tries == 10) {
+            fprintf(stderr, "CreateProcess: error %lu\n", GetLastError());
+            return 251;
+        }
+        Sleep(500);
+    }
     WaitForSingleObject(process.hProcess, INFINITE);
     GetExitCodeProcess(process.hProcess, &code);
     sprintf(text, "{\"program\": \"launch\", \"code\": %ld}\n", (long)code);
