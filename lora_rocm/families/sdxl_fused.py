@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.families.sdxl_attention import merge_projections
 from lora_rocm.kernels.choice import Form, form_for
+from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.geglu import geglu, geglu_of
-from lora_rocm.kernels.lora_layer import LoraLinear
-from lora_rocm.kernels.lora_linear import lora_projections
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,20 +73,13 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             module.how = how
         elif isinstance(module, Attention):
-            _set_processor(module, how)
+            merge_projections(module, how)
 
 
 def _lay_channels_last(unet: nn.Module) -> None:
     for module in unet.modules():
         if isinstance(module, nn.Conv2d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-
-
-def _set_processor(attention: Attention, how: Fusion) -> None:
-    if how.projections and type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
-        attention.set_processor(MergedProjections(attention))
-    if isinstance(attention.processor, MergedProjections):
-        attention.processor.how = how
 
 
 def _adopt(cls: type[M], module: nn.Module) -> M:
@@ -150,25 +144,28 @@ class FusedResnet(ResnetBlock2D):
         plain = plain and module.time_embedding_norm == "default" and not module.skip_time_act
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
-    def forward(self, x_BCHW: Tensor, temb_BD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """As of the layer, with ``skip`` behind the channels of ``x``."""
+        if skip_BCHW is not None:
+            x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
         form = self.how.norms
-        if form is None or args or kwargs or (self.dropout.p > 0 and self.dropout.training):
-            output: Tensor = super().forward(x_BCHW, temb_BD, *args, **kwargs)
+        if form is None or kwargs or (self.dropout.p > 0 and self.dropout.training):
+            output: Tensor = super().forward(x_BCHW, temb_BD, **kwargs)
             return output
-        h, shortcut = group_norm(x_BCHW, self.norm1, form)
+        h, x_BCHW = group_norm(x_BCHW, self.norm1, form)  # names are taken again, so that memory is given back
         h, bias = _convolved(self.conv1, h)
         shift_BC = self.time_emb_proj(F.silu(temb_BD))
         h, _ = group_norm(h, self.norm2, form, shift_BC if bias is None else shift_BC + bias)
         h, bias = _convolved(self.conv2, h)
         if self.conv_shortcut is not None:
-            shortcut, other = _convolved(self.conv_shortcut, shortcut)
+            x_BCHW, other = _convolved(self.conv_shortcut, x_BCHW)
             bias = other if bias is None else bias if other is None else bias + other
-        return residual(shortcut, h, bias, form)
+        return residual(x_BCHW, h, bias, form)
 
 
 def _convolved(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(the convolution without its bias, the bias); of an adapted one the whole, and None."""
-    if type(conv) is nn.Conv2d:
+    if type(conv) in (nn.Conv2d, FrozenConv2d):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
 
@@ -255,83 +252,85 @@ class FusedBlock(BasicTransformerBlock):
         return h + self.ff(normal)
 
 
+class FusedUpBlock(UpBlock2D):
+    """Skips are joined to the picture within the resnets, so that recomputing drops what was joined."""
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return all(isinstance(resnet, FusedResnet) or FusedResnet.fits(resnet) for resnet in module.resnets)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: tuple[Tensor, ...],
+        temb: Tensor | None = None,
+        upsample_size: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if args or kwargs or getattr(self, "s1", None):  # FreeU
+            output: Tensor = super().forward(
+                hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs
+            )
+            return output
+        return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size)
+
+
+class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
+    """The same, with attention behind each resnet."""
+
+    fits = FusedUpBlock.fits
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: tuple[Tensor, ...],
+        temb: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        cross_attention_kwargs: Any = None,
+        upsample_size: Any = None,
+        attention_mask: Any = None,
+        encoder_attention_mask: Any = None,
+    ) -> Tensor:
+        special = (cross_attention_kwargs, attention_mask, encoder_attention_mask)
+        if any(value is not None for value in special) or getattr(self, "s1", None):
+            output: Tensor = super().forward(
+                hidden_states,
+                res_hidden_states_tuple,
+                temb,
+                encoder_hidden_states,
+                cross_attention_kwargs,
+                upsample_size,
+                attention_mask,
+                encoder_attention_mask,
+            )
+            return output
+        return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size, encoder_hidden_states)
+
+
+def _upwards(
+    block: Any, h_BCHW: Tensor, skips: tuple[Tensor, ...], temb_BD: Any, size: Any, text_BSD: Any = None
+) -> Tensor:
+    recomputes = torch.is_grad_enabled() and block.gradient_checkpointing
+    attentions = getattr(block, "attentions", [None] * len(block.resnets))
+    for resnet, attention, skip in zip(block.resnets, attentions, reversed(skips), strict=True):
+        if recomputes:
+            h_BCHW = block._gradient_checkpointing_func(resnet, h_BCHW, temb_BD, skip)
+        else:
+            h_BCHW = resnet(h_BCHW, temb_BD, skip)
+        if attention is not None:
+            h_BCHW = attention(h_BCHW, encoder_hidden_states=text_BSD, return_dict=False)[0]
+    for upsampler in block.upsamplers or ():
+        h_BCHW = upsampler(h_BCHW, size)
+    return h_BCHW
+
+
 FUSED: dict[type[nn.Module], Any] = {
     GEGLU: FusedGEGLU,
+    CrossAttnUpBlock2D: FusedCrossAttnUpBlock,
+    UpBlock2D: FusedUpBlock,
     ResnetBlock2D: FusedResnet,
     Transformer2DModel: FusedTransformer,
     BasicTransformerBlock: FusedBlock,
+    nn.Conv2d: FrozenConv2d,
 }
-
-
-class MergedProjections:
-    """An attention processor (diffusers' public way) that makes query, key and value of one input by one product.
-
-    In self-attention those are all three; in cross-attention key and value, of the text. The weights of the merged
-    layers become views of one tensor. A layer that is not the plain case, or whose weight was exchanged since, makes
-    the layers be called one by one.
-    """
-
-    how: Fusion
-
-    def __init__(self, attention: Attention) -> None:
-        self.is_cross = attention.is_cross_attention
-        self.plain = AttnProcessor2_0()
-        layers = [_base(layer) for layer in self._layers(attention)]
-        self.weight_OI = torch.cat([layer.weight.data for layer in layers])
-        for layer, rows in zip(layers, self.weight_OI.split([len(layer.weight) for layer in layers]), strict=True):
-            layer.weight.data = rows
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        temb: Tensor | None = None,
-    ) -> Tensor:
-        if (
-            attention_mask is not None
-            or hidden_states.ndim != 3
-            or self.is_cross != (encoder_hidden_states is not None)
-        ):
-            output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
-            return output
-        if encoder_hidden_states is None:
-            query, key, value = self._project(attn, hidden_states)
-        else:
-            query = attn.to_q(hidden_states)
-            key, value = self._project(attn, encoder_hidden_states)
-        batch, heads = len(query), attn.heads
-        query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        out: Tensor = attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).reshape(batch, -1, heads * query.shape[-1])))
-        return out
-
-    def _holds(self, weight: Tensor) -> bool:
-        return self.weight_OI.data_ptr() == weight.data_ptr()
-
-    def _layers(self, attention: Attention) -> list[Any]:
-        both = [attention.to_k, attention.to_v]
-        return both if self.is_cross else [attention.to_q, *both]
-
-    def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
-        layers = self._layers(attention)
-        found = [layer.plain(x) if isinstance(layer, LoraLinear) else None for layer in layers]
-        merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
-        if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
-            return tuple(layer(x) for layer in layers)
-        a_RI, b_OR, scales = zip(*found, strict=True)  # type: ignore[arg-type]
-        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join)
-
-
-def _base(layer: Any) -> nn.Linear:
-    base: nn.Linear = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
-    return base
-
-
-def _is_plain_attention(attention: Attention) -> bool:
-    unusual = (attention.spatial_norm, attention.group_norm, attention.norm_q, attention.norm_k, attention.norm_cross)
-    bases = [_base(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
-    linear = all(type(base) is nn.Linear and base.bias is None for base in bases)
-    plain = not attention.residual_connection and attention.rescale_output_factor == 1
-    return linear and plain and all(part is None for part in unusual)

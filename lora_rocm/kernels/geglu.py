@@ -20,7 +20,8 @@ def geglu(ag: Tensor, form: Form) -> Tensor:
     """``a * gelu(g)`` in the dtype of ``ag``; keeps nothing but ``ag`` for the backward pass.
 
     Args:
-        ag: [..., 2N], contiguous; a in the first half, g in the second.
+        ag: [..., 2N], contiguous; a in the first half, g in the second. The backward pass writes its gradient over it,
+            so nothing else may need it then.
         form: see ``choice``.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it itself, and refuses to write into halves
@@ -57,11 +58,10 @@ class _Geglu(Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (ag,) = ctx.saved_tensors
         a, g = ag.chunk(2, dim=-1)
-        dag = torch.empty_like(ag)
-        da, dg = dag.chunk(2, dim=-1)
-        torch.mul(F.gelu(g), dy, out=da)
-        torch.ops.aten.gelu_backward.grad_input(dy * a, g, grad_input=dg)
-        return dag
+        dgelu = dy * a
+        torch.ops.aten.gelu.out(g, out=a).mul_(dy)
+        torch.ops.aten.gelu_backward.grad_input(dgelu, g, grad_input=g)
+        return ag
 
 
 class _ProjectedGeglu(Function):

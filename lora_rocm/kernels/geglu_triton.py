@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,8 +26,8 @@ def geglu_forward(ag, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def geglu_backward(dy, ag, dag, width, BLOCK: tl.constexpr):
-    """Gradients of a and g, side by side."""
+def geglu_backward(dy, ag, width, BLOCK: tl.constexpr):
+    """Gradients of a and g, over these."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -37,9 +36,9 @@ def geglu_backward(dy, ag, dag, width, BLOCK: tl.constexpr):
     d = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
     cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
     pdf = 0.3989422804014327 * tl.exp(-0.5 * g * g)
-    element = dag.dtype.element_ty
-    tl.store(dag + row * 2 * width + column, (d * g * cdf).to(element), mask=inside)
-    tl.store(dag + row * 2 * width + width + column, (d * a * (cdf + g * pdf)).to(element), mask=inside)
+    element = ag.dtype.element_ty
+    tl.store(ag + row * 2 * width + column, (d * g * cdf).to(element), mask=inside)
+    tl.store(ag + row * 2 * width + width + column, (d * a * (cdf + g * pdf)).to(element), mask=inside)
 
 
 class TritonGeglu(Function):
@@ -59,9 +58,8 @@ class TritonGeglu(Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (ag,) = ctx.saved_tensors
         dy = dy.contiguous()
-        dag = torch.empty_like(ag)
-        geglu_backward[_grid(dy)](dy, ag, dag, dy.shape[-1], BLOCK=BLOCK)
-        return dag
+        geglu_backward[_grid(dy)](dy, ag, dy.shape[-1], BLOCK=BLOCK)
+        return ag
 
 
 def _grid(out: Tensor) -> tuple[int, int]:

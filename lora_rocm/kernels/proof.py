@@ -53,7 +53,7 @@ class Case:
 
 
 def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
-    return geglu(ag, form)
+    return geglu(ag.clone(), form)  # which the backward pass writes over
 
 
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
