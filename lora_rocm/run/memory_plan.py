@@ -50,7 +50,7 @@ class Block:
 
     Attributes:
         weight_bytes: of its frozen weights.
-        kept_bytes: what it keeps for the backward pass, without its input and output.
+        kept_bytes: what it keeps for the backward pass and would not, were it recomputed: nothing of what it was given.
         start_bytes: what is taken when its forward pass begins.
         rise_bytes: the most that its forward pass takes besides.
         passing_bytes: the same where it keeps nothing.
@@ -87,7 +87,8 @@ class Footprint:
 
     Attributes:
         weight_bytes: frozen weights, on the device where nothing is offloaded.
-        adapter_bytes: trained weights, their gradients, moments and average.
+        adapter_bytes: trained weights, a pass's gradients, moments and average.
+        gradient_bytes: what gathering the gradients takes besides: when activations have gone, unless they are kept.
         moments: of one forward and backward pass of one sample.
         work: of that pass.
     """
@@ -96,6 +97,7 @@ class Footprint:
     width: int
     weight_bytes: int
     adapter_bytes: int
+    gradient_bytes: int
     blocks: tuple[Block, ...]
     moments: tuple[Moment, ...]
     work: Work
@@ -178,6 +180,7 @@ class Plan:
         peak_bytes: what tensors take at most. needed_bytes: what the allocator needs for that.
         step_s: the time of a step.
         graphs: passes are captured.
+        keeps_gradients: the buffer of gradients stays through the passes of a step.
     """
 
     mode: Mode
@@ -189,6 +192,7 @@ class Plan:
     needed_bytes: int
     step_s: float
     graphs: bool = False
+    keeps_gradients: bool = False
 
 
 def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
@@ -275,20 +279,23 @@ def planned(
     """A plan with its figures."""
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed) * job.correction)
-    peak = resident_bytes(footprint, offloaded) + activations
+    keeps = parts * job.accumulation > 1 or job.graphs
+    beside = footprint.gradient_bytes + activations if keeps else max(footprint.gradient_bytes, activations)
+    peak = resident_bytes(footprint, offloaded) + beside
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if job.graphs:
         proof = int(PROOF_SHARE * footprint.adapter_bytes)
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
     seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
     blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))
-    return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs)
+    return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs, keeps)
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint) -> float:
     """Measured activations over counted ones, from the peak of one pass of a plan."""
     counted = plan.rows * activation_bytes(footprint, plan.recomputed)
-    return max(MIN_CORRECTION, (peak_bytes - resident_bytes(footprint, plan.offloaded)) / max(1, counted))
+    others = resident_bytes(footprint, plan.offloaded) + plan.keeps_gradients * footprint.gradient_bytes
+    return max(MIN_CORRECTION, (peak_bytes - others) / max(1, counted))
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:

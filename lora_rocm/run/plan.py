@@ -146,7 +146,9 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
         if choose(budget_bytes, smaller, free, rates) is not None:
             return f"Set {_resolution_key(recipe)} to {side}{other}: that would fit."
     for rank in (4096 >> power for power in range(13)):
-        slim = replace(footprint, adapter_bytes=footprint.adapter_bytes * rank // recipe.lora.rank)
+        adapter = (footprint.adapter_bytes, footprint.gradient_bytes)
+        slim_bytes, slim_gradient_bytes = (each * rank // recipe.lora.rank for each in adapter)
+        slim = replace(footprint, adapter_bytes=slim_bytes, gradient_bytes=slim_gradient_bytes)
         if rank < recipe.lora.rank and choose(budget_bytes, slim, free, rates) is not None:
             return f"Set lora.rank to {rank}{other}: that would fit."
     return "Free memory of the GPU, or take a smaller model: no resolution and rank would fit."
@@ -208,9 +210,8 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 def _facts(footprint: Footprint) -> dict[str, Any]:
     """What is worth printing of a footprint."""
     whole = footprint.to_json()
-    return {**{key: whole[key] for key in ("height", "width", "weight_bytes", "adapter_bytes", "work")}} | {
-        "blocks": len(footprint.blocks)
-    }
+    keys = ("height", "width", "weight_bytes", "adapter_bytes", "gradient_bytes", "work")
+    return {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
 
 
 def _lines(
@@ -228,7 +229,8 @@ def _lines(
         f"{name}: {footprint.width} x {footprint.height} pixels, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
-    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {size_text(footprint.adapter_bytes)}"
+    adapter = size_text(footprint.adapter_bytes + footprint.gradient_bytes)
+    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     blocks = f"{'recomputed':>11}{'offloaded':>11}"

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from lora_rocm.data.batches import Batch, BatchPlan, loader
+from lora_rocm.families.base import Tensors
 from lora_rocm.train import compiling
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.engine import Engine
@@ -72,11 +73,18 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
 
 def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compiling.Compiler | None) -> None:
     """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
-    memory, eager = artifacts.memory, replace(trainer.engine, graphs=None)
+    memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), trainer.optimizer.weights
+
+    def alone(batch: Tensors, draws: Tensors) -> None:
+        weights.drop_gradients()
+        if memory.keeps_gradients:
+            weights.keep_gradients()
+        eager.run(batch, draws)
+
     if compiler is not None:
         compiling.require_no_offload(compiler, memory.offload is not None)
         compiler.put(artifacts.family, artifacts.model)
-    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, pins(start), eager.run)
+    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, pins(start), alone)
     if compiler is not None:
         rows = -(-start.recipe.train.batch_size // memory.parts)
         compiling.require_no_offload(compiler, memory.offload is not None)

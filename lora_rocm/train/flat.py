@@ -28,7 +28,7 @@ class FlatWeights:
     Attributes:
         masters: [N] ``weight_dtype``.
         parameters: name -> view of it.
-        gradients: float32 [N].
+        gradients: float32 [N]; made when they are asked for, and gone when they are dropped, unless they are kept.
     """
 
     def __init__(
@@ -46,11 +46,14 @@ class FlatWeights:
             size += -(-leaf.numel() // ALIGNMENT) * ALIGNMENT
         self.masters = torch.zeros(size, dtype=weight_dtype, device=device)
         self.parameters = self.views(self.masters)
-        self.gradients = torch.zeros(size, device=device)
+        self._gradients: Tensor | None = None
+        self._keeps_gradients = False
         same = leaf_dtype is weight_dtype
         self._working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landing = torch.zeros(size, dtype=leaf_dtype, device=device)
-        self._landings = self.views(self._landing)
+        self._landings = self.views(self._landing)  # a thousand views are not made anew for each pass
+        self._landing_bytes = self._landing.untyped_storage().nbytes()
+        self._landing.untyped_storage().resize_(0)
         with torch.no_grad():
             for name, working in self.views(self._working).items():
                 leaf = self.leaves[name]
@@ -58,6 +61,17 @@ class FlatWeights:
                 leaf.grad = None
                 leaf.data = working
         self.publish()
+
+    @property
+    def gradients(self) -> Tensor:
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.masters.numel(), device=self.masters.device)
+        return self._gradients
+
+    def keep_gradients(self) -> None:
+        """From now on they stay where they are: a graph writes there, or several passes add to them."""
+        self._keeps_gradients = True
+        self._gradients = self.gradients
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Name -> its part of a tensor of this layout, in its shape."""
@@ -79,13 +93,17 @@ class FlatWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the leaves' gradients to ``gradients``, and drop them. Waits for nothing, so it may be captured."""
+        """Add the leaves' gradients to ``gradients``, and drop them. Waits for nothing, so it may be captured.
+
+        Where they land has memory only here, when the activations have gone.
+        """
         found = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        if len(found) < len(self.leaves):
-            self._landing.zero_()
+        self._landing.untyped_storage().resize_(self._landing_bytes)
+        self._landing.zero_()
         torch._foreach_copy_([self._landings[name] for name in found], list(found.values()))
-        self.gradients.add_(self._landing)
         self.drop_leaf_gradients()
+        self.gradients.add_(self._landing)
+        self._landing.untyped_storage().resize_(0)
 
     def drop_leaf_gradients(self) -> None:
         for leaf in self.leaves.values():
@@ -94,7 +112,10 @@ class FlatWeights:
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         self.drop_leaf_gradients()
-        self.gradients.zero_()
+        if self._keeps_gradients:
+            self.gradients.zero_()
+        else:
+            self._gradients = None
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
@@ -56,6 +58,7 @@ class _Seen:
     rise_bytes: int = 0
     passing_bytes: int = 0
     entry_bytes: int = 0
+    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # their memory, and its bytes
     begun: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
 
@@ -67,6 +70,7 @@ class _Watch:
         self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
         self.moments: list[Moment] = []
         self._before = 0  # blocks whose activations are there
+        self._inside: _Seen | None = None
         self._handles = []
         for index, block in enumerate(blocks):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
@@ -87,22 +91,32 @@ class _Watch:
         self.moments.clear()
 
     def forward_is_over(self) -> None:
+        """What a block was given and nothing keeps has gone. To compute the block again it would be kept."""
         self.note()
+        for seen in self.seen:
+            seen.kept_bytes -= sum(num_bytes for memory, num_bytes in seen.inputs if memory() is None)
         self._before = len(self.seen)
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Something is kept for the backward pass. A block that is computed again stops behind the last such."""
+        if self._inside is not None:
+            self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
+        return tensor.detach()  # it may hang on what keeps it
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         self.note()
         self._before = index
-        seen = self.seen[index]
+        seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        seen, live = self.seen[index], self.ledger.live_bytes
+        seen, live, self._inside = self.seen[index], self.ledger.live_bytes, None
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
             seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
             return
-        seen.rise_bytes = self.ledger.peak_bytes - seen.start_bytes
         seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, outputs))
         seen.forward = self.ledger.tally.minus(seen.begun)
         self.note(within=True)
@@ -200,7 +214,8 @@ def count(
             with torch.no_grad():  # a block that is to be recomputed passes so
                 family.loss(model, batch, draws)
             watch.begin()
-            loss = family.loss(model, batch, draws).loss_B.sum()
+            with saved_tensors_hooks(watch.save, lambda tensor: tensor):
+                loss = family.loss(model, batch, draws).loss_B.sum()
             watch.forward_is_over()
             loss.backward()
             watch.note()
@@ -208,30 +223,32 @@ def count(
         watch.close()
         for drop in drops:
             drop.remove()
+    adapter = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         height=height,
         width=width,
         weight_bytes=sum(map(_bytes, frozen.values())),
-        adapter_bytes=adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype),
+        adapter_bytes=adapter[0],
+        gradient_bytes=adapter[1],
         blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=ledger.tally.now(),
     )
 
 
-def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> int:
-    """Of so many trained weights: masters and two moments, the gradients' buffer, and what the layers work with.
+def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
+    """Of so many trained weights, (always, while gradients are gathered).
 
-    Where these compute in another format than the masters have, that is the weights once more; and the gradients that a
-    pass makes, before and while they are gathered.
+    Always: masters and two moments, what the layers work with where these compute in another format (the weights once
+    more), and the gradients that a pass makes. Then: where these land, and the buffer in which they add up.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
     leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
     average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (3 * master + 4 + average + working + 2 * leaf)
+    return count * (3 * master + average + working + leaf), count * (4 + leaf)
 
 
 def _block(name: str, seen: _Seen) -> Block:

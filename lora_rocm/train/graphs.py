@@ -169,6 +169,7 @@ class Graphs:
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
         if self._capture is None:
             self._capture = self.new_capture()
+        self.weights.keep_gradients()
         batch, draws = ({name: tensor.clone() for name, tensor in part.items()} for part in example)
         replay, passed = self._capture(lambda: eager(batch, draws))
         return Captured(batch, draws, replay, passed)

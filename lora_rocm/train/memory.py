@@ -63,6 +63,11 @@ class Memory:
         return self.plan is None or self.plan.graphs
 
     @property
+    def keeps_gradients(self) -> bool:
+        """The buffer of gradients stays through the passes of a step, so a pass has it beside its activations."""
+        return self.plan is not None and self.plan.keeps_gradients
+
+    @property
     def recomputes_all(self) -> bool:
         """Nothing more can be won by recomputing."""
         if self.plan is None or self.footprint is None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lora_rocm.run.memory_plan import (
@@ -64,7 +64,7 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
         moments.append(Moment(index, levels + 2 * MIB))
         levels -= kept[index] + MIB
     return Footprint(
-        64, 64, sum(weights) + 5 * MIB, 7 * MIB, tuple(blocks), tuple(moments), Work(3 * sum(flops), 1e6, 99)
+        64, 64, sum(weights) + 5 * MIB, 7 * MIB, 2 * MIB, tuple(blocks), tuple(moments), Work(3 * sum(flops), 1e6, 99)
     )
 
 
@@ -172,7 +172,19 @@ def test_offloaded_blocks_are_spread_and_more_include_fewer(total: int) -> None:
 def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int, int, int]], job: Job) -> None:
     net = footprint_of(drawn)
     plan = next(plans_of("keep", 1, net, replace(job, graphs=False), RATES))
+    assume(plan.keeps_gradients or job.correction * plan.rows * activation_bytes(net, ()) >= net.gradient_bytes)
     assert correction(plan, plan.peak_bytes, net) == pytest.approx(job.correction, rel=1e-3)
+
+
+@pytest.mark.parametrize(("job", "stays"), [(Job(), False), (Job(accumulation=2), True), (Job(graphs=True), True)])
+def test_gradients_lie_beside_activations_only_where_they_stay(job: Job, stays: bool) -> None:
+    net = replace(row_of_blocks([10 * MIB]), adapter_bytes=0)
+    plan = next(plans_of("keep", 1, net, job, RATES))
+    activations = activation_bytes(net, ())
+    assert plan.keeps_gradients is stays
+    assert plan.peak_bytes - resident_bytes(net, ()) == activations + stays * net.gradient_bytes
+    many = replace(net, gradient_bytes=activations + 5)
+    assert next(plans_of("keep", 1, many, Job(), RATES)).peak_bytes - resident_bytes(net, ()) == activations + 5
 
 
 def test_a_measurement_below_what_lies_there_is_not_believed() -> None:
@@ -186,8 +198,8 @@ def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
         next(plans_of("keep", 1, net, Job(graphs=shapes > 0, shapes=shapes), RATES)) for shapes in (0, 1, 2)
     )
     proof = int(PROOF_SHARE * net.adapter_bytes)
-    assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof
-    assert one.peak_bytes - plain.peak_bytes == proof
+    assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof + net.gradient_bytes
+    assert one.peak_bytes - plain.peak_bytes == proof + net.gradient_bytes
     assert several.needed_bytes - one.needed_bytes == activation_bytes(net, ())
     assert (plain.graphs, one.graphs) == (False, True)
 

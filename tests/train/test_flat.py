@@ -48,6 +48,28 @@ def test_gradients_of_several_passes_add_up_and_missing_ones_count_as_zero() -> 
     assert not flat.gradients.any()
 
 
+def test_gradients_take_memory_only_between_gathering_and_the_update_unless_they_are_kept() -> None:
+    layers = leaves()
+    flat = FlatWeights(layers, torch.bfloat16)
+
+    def bytes_held() -> int:
+        held = [flat._landing, *([flat._gradients] if flat._gradients is not None else [])]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    places = []
+    for keeps in (False, True):
+        if keeps:
+            flat.keep_gradients()
+        for _ in range(2):
+            assert (bytes_held() > 0) is keeps
+            layers["a.x"].float().sum().backward()
+            flat.gather()
+            assert bytes_held() == 4 * flat.masters.numel() and float(flat.gradients.sum()) == 15.0
+            places.append(flat.gradients.data_ptr())
+            flat.drop_gradients()
+    assert places[-1] == places[-2]
+
+
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.data())
 def test_neighbours_have_one_slice(sizes: list[int], data: st.DataObject) -> None:
     flat = FlatWeights({f"w{n}": nn.Parameter(torch.full((size,), n + 1.0)) for n, size in enumerate(sizes)})
