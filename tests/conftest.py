@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Before any test module imports torch or a hub client: they read these once.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+gc.disable()  # until all modules are imported: what they make is kept to the end, and looking through it takes a third
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,12 @@ from hypothesis import settings
 # A shared machine is slow now and then: examples have no deadline, the test as a whole has (pyproject.toml).
 settings.register_profile("quick", deadline=None, max_examples=50)
 settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage; the tests themselves run with the collector, as the program does."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -33,15 +33,16 @@ from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import session, tools, worker
+from tests.tiny_models import RUN_TARGETS
 
 MAX_ERROR_LINES = 14
-RECIPE = """\
-model: {name_or_path: model}
-data: {path: pics, resolution: 64, bucket_step: 16}
-lora: {rank: 2}
-train: {max_train_steps: 2, mixed_precision: "no"}
-runtime: {device: cpu}
-output: {save_every_n_steps: 1}
+RECIPE = f"""\
+model: {{name_or_path: model}}
+data: {{path: pics, resolution: 64, bucket_step: 16}}
+lora: {{rank: 2, targets: ['{RUN_TARGETS}']}}
+train: {{max_train_steps: 2, mixed_precision: "no"}}
+runtime: {{device: cpu}}
+output: {{save_every_n_steps: 1}}
 """
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import RUN_TARGETS, write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
 DEADLINE_S = 240.0
@@ -54,7 +54,7 @@ data:
   shuffle_caption: true
   caption_dropout_rate: 0.2
   flip_aug: true
-lora: {{rank: 2, dropout: 0.1}}
+lora: {{rank: 2, dropout: 0.1, targets: ['{RUN_TARGETS}']}}
 optim: {{learning_rate: 1.0e-3, lr_scheduler: cosine, lr_warmup_steps: 2}}
 train: {{max_train_steps: 12, batch_size: 2, gradient_accumulation_steps: 2, ema_decay: 0.9, seed: 3}}
 sample: {{every_n_steps: 6, prompts: [a zibu], steps: 2, width: 64, height: 64}}

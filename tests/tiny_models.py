@@ -22,6 +22,10 @@ BEGIN, END = "<|startoftext|>", "<|endoftext|>"
 FEW_TARGETS = (
     r"(mid_block|up_blocks\.0)\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"  # PEFT's injection takes its time
 )
+RUN_TARGETS = (
+    r"(down_blocks\.1\.attentions\.0|mid_block|up_blocks\.0\.attentions\.0)\..*\.(to_q|to_out\.0|proj_in|net\.0\.proj)"
+)
+"""For whole runs: a layer of each kind in each part; the time of a tiny run goes by the number of its LoRA layers."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
 
 

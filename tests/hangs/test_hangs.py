@@ -23,6 +23,7 @@ from tests.test_kill import results, write_recipe
 
 LIMITS_S = {"first_step": 60, "step": 6, "checkpoint": 6}
 GPU_LIMITS_S = {"first_step": 120, "step": 25, "checkpoint": 60}  # the first kernels of each shape take their time
+UPDATES = 6  # the faults come at the fifth, and at the checkpoint of the sixth
 LEEWAY_S = 6.0  # from the limit to the supervisor's word: it waits for the stacks
 DEADLINE_S = 300
 
@@ -41,7 +42,7 @@ def train(
     if fault:
         (run_dir / "fault").write_text(fault, encoding="utf-8")
     limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
-    settings = [f"cache.dir={recipe.parent / 'cache'}", *limits, *more]
+    settings = [f"cache.dir={recipe.parent / 'cache'}", f"train.max_train_steps={UPDATES}", *limits, *more]
     words = [word for setting in settings for word in ("--set", setting)]
     return subprocess.run(
         [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir), *words],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,16 @@ FORMS = ("kohya", "diffusers", "peft")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    adapted.cache_clear()
+
+
+@cache
+def adapted(folder: Path, lora: str) -> tuple[Any, Adapter, Tensor]:
+    """(family, adapter, what its model makes), shared between tests that only export it; ``lora`` as JSON."""
+    family, model, adapter = trained(folder, lora=FEW | json.loads(lora))
+    return family, adapter, unet_output(model.components["unet"])
 
 
 def injected(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 3, **lora: Any) -> tuple[Any, Any, Adapter]:
@@ -211,11 +222,10 @@ def test_using_other_weights_for_a_while(folder: Path) -> None:
 ])  # fmt: skip
 def test_a_run_can_start_from_any_form(folder: Path, tmp_path: Path, form: str, lora: dict[str, Any]) -> None:
     """The same effect, whatever alpha the new run has."""
-    family, model, adapter = trained(folder, lora={**FEW, **lora})
+    family, adapter, expected = adapted(folder, json.dumps(lora))
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     changed = {**lora, "alpha": 16.0, "use_rslora": False, "init_from": str(path)}
     _, other, started = injected(folder, **changed)
-    expected = unet_output(model.components["unet"])
     torch.testing.assert_close(unet_output(other.components["unet"]), expected, rtol=1e-4, atol=1e-5)
     theirs, ours = adapter.entries(), started.entries()
     assert ours.keys() == theirs.keys()
@@ -251,11 +261,10 @@ def test_a_start_that_does_not_fit(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_file_can_be_attached(folder: Path, tmp_path: Path, form: str, use_dora: bool) -> None:
-    family, model, adapter = trained(folder, lora={**FEW, "use_dora": use_dora})
+    family, adapter, expected = adapted(folder, json.dumps({"use_dora": use_dora}))
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     bare = family.load(torch.float32, CPU)
     attached = attach_file(family, bare, path)
-    expected = unet_output(model.components["unet"])
     torch.testing.assert_close(unet_output(bare.components["unet"]), expected, rtol=1e-4, atol=1e-5)
     assert attached.modules.keys() == adapter.modules.keys()
 

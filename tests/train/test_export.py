@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +66,10 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 3e-3, "bf16": 3e-2}  # of the LoRA's effect o
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    adapted.cache_clear()
+    base_outputs.cache_clear()
 
 
 def pipeline_of(folder: Path) -> StableDiffusionXLPipeline:
@@ -87,6 +91,25 @@ def live_outputs(folder: Path, model: Any) -> tuple[Tensor, Tensor]:
     return outputs(encoders, model.components["unet"], pipeline.tokenizer)
 
 
+@cache
+def base_outputs(folder: Path) -> tuple[Tensor, Tensor]:
+    """Of the model without a LoRA."""
+    pipeline = pipeline_of(folder)
+    return outputs([pipeline.text_encoder, pipeline.text_encoder_2], pipeline.unet, pipeline.tokenizer)
+
+
+@cache
+def adapted(folder: Path, kind: str) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    """(family, adapter, what the live model makes), shared between the tests: no reader gets hold of this model."""
+    family, model, adapter = trained(folder, lora=KINDS[kind])
+    return family, adapter, live_outputs(folder, model)
+
+
+def write(form: str, path: Path, family: Any, adapter: Any, dtype: str) -> None:
+    recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
+    export.write(form, path, family, adapter, recipe, FACTS)
+
+
 def assert_same_effect(
     ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], base: tuple[Tensor, ...], dtype: str
 ) -> None:
@@ -98,19 +121,16 @@ def assert_same_effect(
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_diffusers_draws_the_same(folder: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     """The whole model both ways, with the file loaded by load_lora_weights."""
-    family, model, adapter = trained(folder, lora=KINDS[kind], output={"dtype": dtype})
-    ours = live_outputs(folder, model)
-    pipeline = pipeline_of(folder)
-    base = outputs([pipeline.text_encoder, pipeline.text_encoder_2], pipeline.unet, pipeline.tokenizer)
+    family, adapter, ours = adapted(folder, kind)
     for form in ("kohya", "diffusers"):
         if form == "kohya" and "dora" in kind:
             continue  # diffusers drops the magnitudes; see test_kohya_dora_by_comfyui_s_rules
         path = tmp_path / form / "lora.safetensors"
-        export.write(form, path, family, adapter, family.recipe, FACTS)
+        write(form, path, family, adapter, dtype)
         pipeline = pipeline_of(folder)
         pipeline.load_lora_weights(str(path))
         theirs = outputs([pipeline.text_encoder, pipeline.text_encoder_2], pipeline.unet, pipeline.tokenizer)
-        assert_same_effect(ours, theirs, base, dtype)
+        assert_same_effect(ours, theirs, base_outputs(folder), dtype)
 
 
 def test_pictures_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_path: Path) -> None:
@@ -143,26 +163,23 @@ def test_pictures_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_pat
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_peft_draws_the_same(folder: Path, tmp_path: Path, kind: str, dtype: str) -> None:
-    family, model, adapter = trained(folder, lora=KINDS[kind], output={"dtype": dtype})
-    export.write("peft", tmp_path / "peft", family, adapter, family.recipe, FACTS)
+    family, adapter, ours = adapted(folder, kind)
+    write("peft", tmp_path / "peft", family, adapter, dtype)
     pipeline = pipeline_of(folder)
-    base = outputs([pipeline.text_encoder, pipeline.text_encoder_2], pipeline.unet, pipeline.tokenizer)
     parts = {name: getattr(pipeline, name) for name in ("text_encoder", "text_encoder_2", "unet")}
     for name in adapter.components:
         parts[name] = PeftModel.from_pretrained(parts[name], str(tmp_path / "peft" / name)).get_base_model()
     theirs = outputs([parts["text_encoder"], parts["text_encoder_2"]], parts["unet"], pipeline.tokenizer)
-    assert_same_effect(live_outputs(folder, model), theirs, base, dtype)
+    assert_same_effect(ours, theirs, base_outputs(folder), dtype)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_kohya_dora_by_comfyui_s_rules(folder: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     """Weights patched by an independent reader, in a model without any adapter."""
-    family, model, adapter = trained(folder, lora=KINDS[kind], output={"dtype": dtype})
-    ours = live_outputs(folder, model)
-    export.write("kohya", tmp_path / "lora.safetensors", family, adapter, family.recipe, FACTS)
+    family, adapter, ours = adapted(folder, kind)
+    write("kohya", tmp_path / "lora.safetensors", family, adapter, dtype)
     pipeline = pipeline_of(folder)
     parts = {name: getattr(pipeline, name) for name in ("text_encoder", "text_encoder_2", "unet")}
-    base = outputs([parts["text_encoder"], parts["text_encoder_2"]], parts["unet"], pipeline.tokenizer)
     layers = {
         family.export_key(component, path): parts[component].get_submodule(path)
         for component, path, _ in adapter.modules.values()
@@ -171,7 +188,7 @@ def test_kohya_dora_by_comfyui_s_rules(folder: Path, tmp_path: Path, kind: str, 
     for key, patched in apply_comfy(load_file(tmp_path / "lora.safetensors"), weights):
         layers[key].weight.data = patched
     theirs = outputs([parts["text_encoder"], parts["text_encoder_2"]], parts["unet"], pipeline.tokenizer)
-    assert_same_effect(ours, theirs, base, dtype)
+    assert_same_effect(ours, theirs, base_outputs(folder), dtype)
 
 
 def test_the_tensors_of_a_kohya_file(folder: Path, tmp_path: Path) -> None:

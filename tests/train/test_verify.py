@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,23 @@ UP = {"kohya": "lora_up.weight", "diffusers": "lora_B.weight", "peft": "lora_B.w
 MAGNITUDE = {"kohya": "dora_scale", "diffusers": "lora_magnitude_vector", "peft": "lora_magnitude_vector"}
 
 
+LORA = {"rank": 4, "alpha": 2.0, "targets": FEW_TARGETS}
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    adapted.cache_clear()
+
+
+@cache
+def adapted(folder: Path, dtype: str, lora: str) -> tuple[Any, Any, Any]:
+    """Shared between the tests, which may not change it; ``lora`` as JSON."""
+    return trained(folder, lora=json.loads(lora), output={"dtype": dtype})
 
 
 def written(folder: Path, tmp_path: Path, form: str, dtype: str = "fp16", **lora: Any) -> tuple[Any, Any, Any, Path]:
-    family, model, adapter = trained(
-        folder, lora={"rank": 4, "alpha": 2.0, "targets": FEW_TARGETS, **lora}, output={"dtype": dtype}
-    )
+    family, model, adapter = adapted(folder, dtype, json.dumps(LORA | lora))
     path = tmp_path / ("peft" if form == "peft" else "lora.safetensors")
     export.write(form, path, family, adapter, family.recipe, FACTS)
     return family, model, adapter, path
@@ -71,7 +80,9 @@ def edit(form: str, path: Path, change: Callable[[dict[str, Tensor]], object]) -
 ])  # fmt: skip
 def test_honest_files_pass(folder: Path, tmp_path: Path, form: str, dtype: str, lora: dict[str, Any]) -> None:
     family, model, adapter, path = written(folder, tmp_path, form, dtype, **lora)
+    before = adapter.state()
     found = export.verify(form, path, family, model, adapter)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state().items())
     assert found.relative_difference <= {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[dtype]
     assert found.max_difference >= 0.0
     assert (dtype == "fp32") or found.max_difference > 0.0  # it did compare with what is in the file
@@ -79,7 +90,7 @@ def test_honest_files_pass(folder: Path, tmp_path: Path, form: str, dtype: str, 
 
 
 def test_an_untrained_adapter_passes(folder: Path, tmp_path: Path) -> None:
-    family, model, adapter, path = written(folder, tmp_path, "kohya")
+    (family, model, adapter), path = trained(folder, lora=LORA), tmp_path / "lora.safetensors"
     adapter.load({name: torch.zeros_like(p) if name.endswith("B") else p for name, p in adapter.state().items()})
     export.write("kohya", path, family, adapter, family.recipe, FACTS)
     assert export.verify("kohya", path, family, model, adapter).relative_difference == 0.0
@@ -87,7 +98,7 @@ def test_an_untrained_adapter_passes(folder: Path, tmp_path: Path) -> None:
 
 def test_tiny_weights_in_fp16_pass(folder: Path, tmp_path: Path) -> None:
     """Below fp16's normal range rounding is coarse, and says nothing against the file."""
-    family, model, adapter, path = written(folder, tmp_path, "kohya")
+    (family, model, adapter), path = trained(folder, lora=LORA), tmp_path / "lora.safetensors"
     adapter.load({name: p * 1e-6 if name.endswith("B") else p for name, p in adapter.state().items()})
     export.write("kohya", path, family, adapter, family.recipe, FACTS)
     assert export.verify("kohya", path, family, model, adapter).relative_difference > 1e-3
