@@ -20,7 +20,7 @@ from lora_rocm.families import diffusion, sdxl_check, sdxl_fused, sdxl_keys, tex
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import Layout, Part, Source, resolve
 from lora_rocm.families.random_weights import PREFIX, random_source
-from lora_rocm.families.recompute import recomputing
+from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
 from lora_rocm.families.weightfiles import legacy_model_hash
@@ -137,7 +137,7 @@ class Sdxl:
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Of the UNet: the text encoders' activations are small."""
         unet: Any = model.components["unet"]
-        unet.enable_gradient_checkpointing(run or recomputing(model))
+        unet.enable_gradient_checkpointing(run or Recomputing(model, together=TOGETHER))
 
     def example(self, height: int, width: int, rows: int) -> Tensors:
         vae, unet = self.source.config("vae"), self.source.config("unet")

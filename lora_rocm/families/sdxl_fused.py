@@ -24,6 +24,7 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl_attention import merge_projections
 from lora_rocm.kernels.choice import Form, form_for
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
@@ -200,11 +201,12 @@ class FusedTransformer(Transformer2DModel):
         batch, channels, height, width = hidden_states.shape
         h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
         h_BSD = self.proj_in(h.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
-        for block in self.transformer_blocks:
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                h_BSD = self._gradient_checkpointing_func(block, h_BSD, None, encoder_hidden_states)
-            else:
-                h_BSD = block(h_BSD, encoder_hidden_states=encoder_hidden_states)
+        run = self._gradient_checkpointing_func if torch.is_grad_enabled() and self.gradient_checkpointing else _call
+        if isinstance(run, Recomputing):
+            h_BSD = run.chain(list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
+        else:
+            for block in self.transformer_blocks:
+                h_BSD = run(block, h_BSD, None, encoder_hidden_states)
         h = self.proj_out(h_BSD).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
         return (shortcut + h,)
 
@@ -308,16 +310,17 @@ class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
         return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size, encoder_hidden_states)
 
 
+def _call(module: nn.Module, *args: Any) -> Any:
+    return module(*args)
+
+
 def _upwards(
     block: Any, h_BCHW: Tensor, skips: tuple[Tensor, ...], temb_BD: Any, size: Any, text_BSD: Any = None
 ) -> Tensor:
-    recomputes = torch.is_grad_enabled() and block.gradient_checkpointing
+    run = block._gradient_checkpointing_func if torch.is_grad_enabled() and block.gradient_checkpointing else _call
     attentions = getattr(block, "attentions", [None] * len(block.resnets))
     for resnet, attention, skip in zip(block.resnets, attentions, reversed(skips), strict=True):
-        if recomputes:
-            h_BCHW = block._gradient_checkpointing_func(resnet, h_BCHW, temb_BD, skip)
-        else:
-            h_BCHW = resnet(h_BCHW, temb_BD, skip)
+        h_BCHW = run(resnet, h_BCHW, temb_BD, skip)
         if attention is not None:
             h_BCHW = attention(h_BCHW, encoder_hidden_states=text_BSD, return_dict=False)[0]
     for upsampler in block.upsamplers or ():

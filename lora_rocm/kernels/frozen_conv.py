@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.grad import conv2d_input
 
 
 class FrozenConv2d(nn.Conv2d):
@@ -34,6 +33,8 @@ class FrozenConv2d(nn.Conv2d):
 
 
 class _FrozenConvolution(Function):
+    """Its way back is a transposed convolution, which is the same call of the library as that of PyTorch's own."""
+
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
         ctx.save_for_backward(weight)
@@ -44,5 +45,10 @@ class _FrozenConvolution(Function):
     @once_differentiable
     def backward(ctx: Any, dy_BCHW: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        dx_BCHW = conv2d_input(ctx.shape, weight, dy_BCHW, *ctx.how) if ctx.needs_input_grad[0] else None
+        dx_BCHW = None
+        if ctx.needs_input_grad[0]:
+            stride, padding, dilation, groups = ctx.how
+            sides = zip(ctx.shape[2:], dy_BCHW.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+            rest = [side - (out - 1) * step + 2 * pad - gap * (k - 1) - 1 for side, out, k, step, pad, gap in sides]
+            dx_BCHW = F.conv_transpose2d(dy_BCHW, weight, None, stride, padding, rest, groups, dilation)
         return dx_BCHW, None, None, None, None, None, None

@@ -91,6 +91,8 @@ class Footprint:
         gradient_bytes: what gathering the gradients takes besides: when activations have gone, unless they are kept.
         moments: of one forward and backward pass of one sample.
         work: of that pass.
+        recomputed_bytes: the most that activations of one sample take where all blocks are recomputed, some together,
+            and none is offloaded. None: as their own figures say.
     """
 
     height: int
@@ -101,6 +103,7 @@ class Footprint:
     blocks: tuple[Block, ...]
     moments: tuple[Moment, ...]
     work: Work
+    recomputed_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,8 +130,9 @@ class Footprint:
             for block in self.blocks
         )
         moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
+        more = {} if self.recomputed_bytes is None else {"recomputed_bytes": int(self.recomputed_bytes * share)}
         work = _scaled(self.work, share)
-        return replace(self, height=height, width=width, blocks=blocks, moments=moments, work=work)
+        return replace(self, height=height, width=width, blocks=blocks, moments=moments, work=work, **more)
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ def planned(
 ) -> Plan:
     """A plan with its figures."""
     rows = -(-job.batch_size // parts)
-    activations = int(rows * activation_bytes(footprint, recomputed) * job.correction)
+    activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
     keeps = parts * job.accumulation > 1 or job.graphs
     beside = footprint.gradient_bytes + activations if keeps else max(footprint.gradient_bytes, activations)
     peak = resident_bytes(footprint, offloaded) + beside
@@ -293,7 +297,7 @@ def planned(
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint) -> float:
     """Measured activations over counted ones, from the peak of one pass of a plan."""
-    counted = plan.rows * activation_bytes(footprint, plan.recomputed)
+    counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
     others = resident_bytes(footprint, plan.offloaded) + plan.keeps_gradients * footprint.gradient_bytes
     return max(MIN_CORRECTION, (peak_bytes - others) / max(1, counted))
 
@@ -305,13 +309,15 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
-def activation_bytes(footprint: Footprint, recomputed: Sequence[int]) -> int:
+def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
     """The most that one sample takes, where these blocks do not keep what they can compute again.
 
     What a block keeps is missing at every moment before its own backward pass. There it is computed first: beside all
     that is there then, the block takes what its forward pass takes.
     """
     chosen = set(recomputed)
+    if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
+        return footprint.recomputed_bytes
     missing = [0]  # at index: what the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
         missing.append(missing[-1] + (block.kept_bytes if index in chosen else 0))

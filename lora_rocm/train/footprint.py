@@ -32,8 +32,9 @@ from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
-from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.families.random_weights import PREFIX
+from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
 from lora_rocm.recipe.schema import Recipe
@@ -219,6 +220,10 @@ def count(
             watch.forward_is_over()
             loss.backward()
             watch.note()
+            work = ledger.tally.now()
+            watch.close()
+            again = Recomputing(model, together=TOGETHER, again=lambda: fused_attention(not plain_attention))
+            recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
     finally:
         watch.close()
         for drop in drops:
@@ -233,8 +238,20 @@ def count(
         gradient_bytes=adapter[1],
         blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
-        work=ledger.tally.now(),
+        work=work,
+        recomputed_bytes=recomputed_bytes,
     )
+
+
+def _recomputed(
+    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
+) -> int:
+    """The most that a pass takes which computes all blocks again."""
+    family.recompute_activations(model, again)
+    ledger.mark()
+    family.loss(model, batch, draws).loss_B.sum().backward()
+    family.recompute_activations(model, Recomputing(model, chosen=()))
+    return ledger.mark()
 
 
 def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.recompute import recomputing
+from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
@@ -96,7 +96,8 @@ class Memory:
         chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
         if chosen or anew:
             everything = len(chosen) == len(blocks)
-            family.recompute_activations(model, recomputing(model, None if everything else chosen))
+            together = TOGETHER if everything and not waiting else 1
+            family.recompute_activations(model, Recomputing(model, None if everything else chosen, together))
 
     def _recomputed(self, index: int) -> bool:
         return self.recomputes if self.plan is None else index in self.plan.recomputed

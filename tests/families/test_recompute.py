@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.recompute import Run, recomputing
+from lora_rocm.families.recompute import Recomputing, Run
 
 CPU = torch.device("cpu")
 
@@ -56,7 +58,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_gradients_are_the_same_to_the_bit(dropout: float) -> None:
     net = Row(dropout)
     wanted, kept = passed(net, None)
-    found, kept_less = passed(net, recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
+    found, kept_less = passed(net, Recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
     assert same(wanted, found)
     assert kept_less < kept / 5
 
@@ -65,7 +67,7 @@ def test_dropout_that_is_not_drawn_again_shows() -> None:
     """Negative control of the one above: where the model is said to have none, other masks come."""
     net, other = Row(0.5), Row(0.0)
     wanted, _ = passed(net, None)
-    found, _ = passed(net, recomputing(LoadedModel({"net": other}, torch.float32, CPU)))
+    found, _ = passed(net, Recomputing(LoadedModel({"net": other}, torch.float32, CPU)))
     assert not same(wanted, found)
 
 
@@ -73,10 +75,54 @@ def test_only_the_chosen_blocks_keep_less() -> None:
     net = Row()
     model = LoadedModel({"net": net}, torch.float32, CPU)
     wanted, all_kept = passed(net, None)
-    kept = [passed(net, recomputing(model, chosen))[1] for chosen in ([], net.blocks[:1], net.blocks[:2], net.blocks)]
+    kept = [passed(net, Recomputing(model, chosen))[1] for chosen in ([], net.blocks[:1], net.blocks[:2], net.blocks)]
     assert kept[0] == all_kept
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
-    assert same(wanted, passed(net, recomputing(model, net.blocks[1:2]))[0])
+    assert same(wanted, passed(net, Recomputing(model, net.blocks[1:2]))[0])
+
+
+class Chained(Row):
+    """Whose blocks are called as a chain."""
+
+    def __init__(self, count: int, dropout: float) -> None:
+        super().__init__(dropout)
+        self.blocks = nn.ModuleList([*self.blocks, *Row(dropout).blocks, *Row(dropout).blocks][:count])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run.chain(self.blocks, x) if isinstance(self.run, Recomputing) else super().forward(x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("count", "inputs"), [(2, 2), (3, 1), (8, 4)])  # 8: three, three, one, one
+def test_neighbours_keep_one_input_together(count: int, inputs: int, dropout: float) -> None:
+    net = Chained(count, dropout)
+    model = LoadedModel({"net": net}, torch.float32, CPU)
+    wanted, _ = passed(net, None)
+    alone, kept = passed(net, Recomputing(model))
+    found, kept_less = passed(net, Recomputing(model, together=3))
+    assert same(wanted, alone) and same(wanted, found)
+    x, output = 8 * 4, 8 * 4  # the output is kept by the loss
+    assert (kept - output, kept_less - output) == (count * x, inputs * x)
+
+
+def test_neighbours_of_which_one_is_not_chosen_stay_apart() -> None:
+    net = Chained(3, 0.0)
+    model = LoadedModel({"net": net}, torch.float32, CPU)
+    chosen = [net.blocks[0], net.blocks[2]]
+    assert passed(net, Recomputing(model, chosen, 3))[1] == passed(net, Recomputing(model, chosen))[1]
+    assert passed(net, Recomputing(model, None, 3))[1] < passed(net, Recomputing(model))[1]  # the control
+
+
+def test_blocks_are_computed_again_in_the_given_context() -> None:
+    net, entered = Row(), []
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    passed(net, Recomputing(LoadedModel({"net": net}, torch.float32, CPU), again=again))
+    assert len(entered) == len(net.blocks)
 
 
 def test_the_generator_is_left_alone_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +133,6 @@ def test_the_generator_is_left_alone_without_dropout(monkeypatch: pytest.MonkeyP
 
     net, dropping = Row(), Row(0.5)
     monkeypatch.setattr(torch, "get_rng_state", refuse)
-    passed(net, recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
+    passed(net, Recomputing(LoadedModel({"net": net}, torch.float32, CPU)))
     with pytest.raises(AssertionError, match="generator"):
-        passed(dropping, recomputing(LoadedModel({"net": dropping}, torch.float32, CPU)))
+        passed(dropping, Recomputing(LoadedModel({"net": dropping}, torch.float32, CPU)))

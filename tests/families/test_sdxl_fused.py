@@ -10,24 +10,31 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora_rocm
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl_fused import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, Fusion, fuse
 from lora_rocm.families.sdxl_keys import UNET_TARGETS
+from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 
 FOLDER = Path(lora_rocm.__file__).parent / "builtin" / "tiny_sdxl" / "unet"
+CPU = torch.device("cpu")
 ROUNDING = 1e-5
 FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=False, geglu=None, norms=None)]
 
 
-def make(preset: str = "attention", lean: bool = True, **how: Any) -> UNet2DConditionModel:
+def make(preset: str = "attention", lean: bool = True, depth: int = 2, **how: Any) -> UNet2DConditionModel:
     torch.manual_seed(0)
-    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FOLDER)).requires_grad_(False).eval()
+    config = UNet2DConditionModel.load_config(FOLDER) | {"transformer_layers_per_block": [1, 1, depth]}
+    unet = UNet2DConditionModel.from_config(config).requires_grad_(False).eval()
     paths = [path for path, _ in unet.named_modules() if re.fullmatch(UNET_TARGETS[preset], path)]
     config = LoraConfig(**{"r": 4, "lora_alpha": 2, "target_modules": "|".join(map(re.escape, paths)), **how})
     inject_adapter_in_model(with_lean_layers(config) if lean else config, unet)
@@ -178,6 +185,69 @@ def test_checkpointing_gives_the_same(how: Fusion, plain: dict[str, tuple[Tensor
     unet.enable_gradient_checkpointing()
     unet.train()
     assert off(run(unet), plain["attention"]) < ROUNDING
+
+
+def kept_bytes(unet: UNet2DConditionModel) -> int:
+    """Of what the pass keeps for its way back, each piece of memory once, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in unet.parameters()}
+    pieces: dict[int, int] = {}
+    held: list[Tensor] = []  # so that no place is taken twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            pieces[memory.data_ptr()] = memory.nbytes()
+            held.append(tensor.detach())
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(unet)
+    return sum(pieces.values())
+
+
+@pytest.mark.parametrize("how", FUSIONS[:2], ids=["apart", "joined"])
+def test_neighbours_computed_again_together_give_the_same_and_keep_less(how: Fusion) -> None:
+    wanted, kept = run(make(lean=False, depth=4)), []
+    for together in (1, 3):
+        unet = make(depth=4).train()
+        fuse(unet, how)
+        unet.enable_gradient_checkpointing(Recomputing(LoadedModel({"unet": unet}, torch.float32, CPU), None, together))
+        assert off(run(unet), wanted) < ROUNDING
+        kept.append(kept_bytes(unet))
+    assert kept[1] < 0.95 * kept[0]
+
+
+def test_what_frozen_convolutions_were_given_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for frozen in (False, True):
+        unet = make()
+        if not frozen:
+            monkeypatch.setattr(FrozenConv2d, "fits", lambda module: False)
+        fuse(unet, Fusion())
+        monkeypatch.undo()
+        kept.append(kept_bytes(unet))
+    assert kept[1] < 0.95 * kept[0]
+
+
+def test_skips_are_joined_where_recomputing_forgets_them() -> None:
+    kept = []
+    for joined_within in (False, True):
+        unet = make().train()
+        fuse(unet, Fusion())
+        if not joined_within:
+            for block in unet.up_blocks:
+                block.__class__ = CrossAttnUpBlock2D if hasattr(block, "attentions") else UpBlock2D
+        unet.enable_gradient_checkpointing(Recomputing(LoadedModel({"unet": unet}, torch.float32, CPU)))
+        kept.append(kept_bytes(unet))
+    assert kept[1] < 0.95 * kept[0]
+
+
+def test_free_u_goes_diffusers_way(plain: dict[str, tuple[Tensor, Tensor]]) -> None:
+    unet, reference = make(), make(lean=False)
+    fuse(unet, Fusion())
+    for each in (unet, reference):
+        each.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    assert off(run(unet), run(reference)) < ROUNDING < off(run(reference)[:1], plain["attention"][:1])
 
 
 def test_there_is_less_to_launch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.families.recompute import recomputing
+from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
@@ -54,7 +55,8 @@ class Real:
 
     def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
         """The most that a pass takes beside weights and gradients, in bytes."""
-        self.family.recompute_activations(self.model, recomputing(self.model, chosen))
+        together = TOGETHER if chosen is None else 1
+        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
         batch = self.family.example(SIDE_PX, SIDE_PX, rows)
         draws = self.family.draw(batch, list(range(rows))).tensors
         gc.collect()
@@ -89,7 +91,15 @@ def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], shar
     blocks = real.family.blocks(real.model)
     chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
     measured = real.activations([blocks[index] for index in chosen])
-    assert activation_bytes(found, chosen) == pytest.approx(measured, rel=0.05)
+    apart = replace(found, recomputed_bytes=None)
+    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.05)
+
+
+def test_all_that_is_recomputed_is_counted_as_it_is_done(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    every = range(len(found.blocks))
+    assert activation_bytes(found, every) == found.recomputed_bytes == pytest.approx(real.activations(None), rel=0.05)
+    assert activation_bytes(found, every, [0]) == activation_bytes(replace(found, recomputed_bytes=None), every)
 
 
 def test_activations_grow_with_the_samples(both: tuple[Footprint, Real]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.recompute import Run, recomputing
+from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.train.offload import ALIGNMENT_BYTES, Offload, copy_into
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def prepared(
     chosen = list(net.blocks[which]) if which is not None else []
     staying = {id(t) for block in chosen for t in [*block.parameters(), *block.buffers()] if not t.requires_grad}
     transfer.send_parameters(net, "net", staying)
-    net.run = recomputing(LoadedModel({"net": net}, torch.float32, device))
+    net.run = Recomputing(LoadedModel({"net": net}, torch.float32, device))
     return net, transfer, Offload(chosen, transfer, device.type == "cuda", copy) if chosen else None
 
 
@@ -234,7 +234,7 @@ def test_what_waits_is_not_among_what_is_looked_at_on_the_device() -> None:
 def test_weights_that_were_sent_already_come_back() -> None:
     net, transfer = Net(), DeviceTransfer(CPU, pin=False)
     transfer.send_parameters(net, "net")
-    net.run = recomputing(LoadedModel({"net": net}, torch.float32, CPU))
+    net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
     Offload(list(net.blocks), transfer, pin=False)
     assert transfer.frozen == {}
     assert same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
@@ -304,7 +304,7 @@ def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> No
     net, transfer = Net(), DeviceTransfer(CPU, pin=False)
     layer = net.blocks[1].base
     layer.weight.data = whole[300:].as_strided(layer.weight.shape, (1, len(layer.weight)))
-    net.run = recomputing(LoadedModel({"net": net}, torch.float32, CPU))
+    net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
     first = Offload(list(net.blocks[:4]), transfer, pin=False)
     assert first.host_bytes < whole.numel()
     first.close()
