@@ -18,7 +18,7 @@ demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the packag
 	$(BIN)/lora-rocm demo
 
 test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
-	$(BIN)/python -m pytest -n 3 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, architecture
 	$(BIN)/python -m ruff format --check .

@@ -22,6 +22,7 @@ settings.load_profile("quick")
 def pytest_collection_finish() -> None:
     """What was imported is never garbage; the tests themselves run with the collector, as the program does."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 50)  # models come and go: by Python's thresholds a tenth of the time is spent looking
     gc.enable()
 
 

@@ -163,7 +163,7 @@ def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None
     assert str(path) in caught.value.where and "Delete" in caught.value.fix
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_give_the_same_batches_and_repair(ready: SimpleNamespace, persistent: bool) -> None:
     whole = list(ready.load(0, 4))
     damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].image_key))

@@ -9,8 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lora_rocm.data import upkeep
+from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.fill import Caches
+from tests.data.conftest import FakeFamily
 from tests.program import snapshot
 
 CAPTIONS = 60
@@ -74,9 +78,19 @@ def encoded(process: subprocess.Popen[bytes]) -> int:
 
 
 def undisturbed(tmp_path: Path) -> dict[str, bytes]:
-    process = filler(tmp_path / "undisturbed")
-    begin(process)
-    assert encoded(process) == CAPTIONS
+    """In this process: what is left depends on the captions alone."""
+    family, cache = FakeFamily(), LatentCache(tmp_path / "undisturbed")
+    caches = Caches(
+        cache,
+        family.image_encoder,
+        family.text_encoder,
+        torch.device("cpu"),
+        lambda *_: None,
+        lambda *_: None,
+        pytest.fail,
+    )
+    caches.fill_texts([f"caption {number}" for number in range(CAPTIONS)])
+    assert len(family.text_encoder.encoded) == CAPTIONS
     return snapshot(tmp_path / "undisturbed")
 
 

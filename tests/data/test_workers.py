@@ -103,7 +103,10 @@ def plain(results: Iterator[Any]) -> list[Any]:
     return [(read.order, read.tensors["x"].tolist(), read.fingerprints["x"].tolist()) for read in results]
 
 
-@pytest.mark.parametrize("fault", SAID)
+SLOW = ("is stopped", "crashes")  # to the main process the same as "hangs" and "is killed"
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in SAID])
 def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
     started = time.monotonic()

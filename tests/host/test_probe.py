@@ -124,7 +124,7 @@ GARBLED = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(FILES + MORE_FILES), content=GARBLED)
 def test_a_garbled_file_never_raises(path: str, content: bytes, tmp_path: Path) -> None:
     root = tmp_path / "machine"

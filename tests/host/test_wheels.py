@@ -328,7 +328,7 @@ ENVIRON = st.dictionaries(
 
 
 @given(st.sampled_from(RECORDED), CHANGES, ENVIRON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_machine_gets_a_choice_or_a_sentence(
     recorded: dict[str, Any], changes: dict[str, Any], environ: dict[str, str]
 ) -> None:

@@ -79,7 +79,7 @@ NASTY = [
     "- - - 1",
 ]
 LINES = RECIPE.splitlines()
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

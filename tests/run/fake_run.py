@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir, write_json
 
@@ -19,6 +18,8 @@ output: {name: "größe <script>alert(1)</script>"}
 
 
 def save_recipe(run_dir: RunDir, *overrides: str) -> None:
+    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of the time that a stand-in worker starts in
+
     path = run_dir.path / "source.yaml"
     path.write_text(RECIPE, encoding="utf-8")
     run_dir.recipe.write_text(dump_recipe(load_recipe(path, overrides).recipe), encoding="utf-8")

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
@@ -130,6 +128,8 @@ def crash_after_end(run_dir: RunDir, writer: EventWriter) -> int:
 
 
 def killed(run_dir: RunDir, writer: EventWriter) -> int:
+    import psutil  # only here: workers are started by the hundred
+
     psutil.Process().kill()
     return 0
 

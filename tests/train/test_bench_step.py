@@ -21,8 +21,9 @@ from lora_rocm.train.bench_measure import flagged_waits, times, variants, with_r
 from lora_rocm.train.bench_setup import open_bench, recipe_for
 from lora_rocm.train.compiling import Compiler
 from lora_rocm.train.memory import Memory
+from tests.tiny_models import RUN_TARGETS
 
-SMALL = ["data.resolution=64", "train.batch_size=2", "lora.targets=attention", "lora.rank=4", "runtime.device=cpu"]
+SMALL = ["data.resolution=64", "train.batch_size=2", f"lora.targets={RUN_TARGETS}", "lora.rank=4", "runtime.device=cpu"]
 CPU = torch.device("cpu")
 
 
@@ -52,7 +53,8 @@ def events_of(tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: Recipe,
 def test_ours_and_bare_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a folder ä"
     folder.mkdir()
-    machine, *events = events_of(folder, capfd, recipe_of(), against="bare-compiled", profile=True)
+    recipe = recipe_of("lora.targets=attention")
+    machine, *events = events_of(folder, capfd, recipe, against="bare-compiled", profile=True)
     ours, bare = (event for event in events if event["type"] == "row")
     assert [event["fields"]["name"] for event in events if event["type"] == "begin"] == ["lora-rocm", "bare, eager"]
     assert machine["matmul"]["per_second"] > 0 and ours["problem"] is None and bare["problem"] is None

@@ -244,7 +244,7 @@ CONFIGS = st.one_of(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.dictionaries(KEYS, st.lists(st.sampled_from([0, 1, 2, 32]), max_size=3), min_size=1), CONFIGS)
 def test_nonsense_is_never_a_traceback(
     live: tuple[Any, Any, Any], tmp_path: Path, shapes: dict[str, list[int]], config: str
