@@ -19,9 +19,8 @@ class FrozenConv2d(nn.Conv2d):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether a layer may become one: a kernel of one pixel reads what the sum beside it keeps in any case."""
-        larger = max(module.kernel_size) > 1
-        return larger and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        """Whether a layer may become one."""
+        return bool(module.padding_mode == "zeros" and not isinstance(module.padding, str))
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
@@ -37,15 +36,14 @@ class _FrozenConvolution(Function):
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.shape, ctx.how = x_BCHW.shape, how
+        # Not by save_for_backward: recomputing goes on to the last tensor that is saved, and would convolve for this.
+        ctx.weight, ctx.shape, ctx.how = weight, x_BCHW.shape, how
         return F.conv2d(x_BCHW, weight, bias, *how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BCHW: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        dx_BCHW = None
+        weight, dx_BCHW = ctx.weight, None
         if ctx.needs_input_grad[0]:
             stride, padding, dilation, groups = ctx.how
             sides = zip(ctx.shape[2:], dy_BCHW.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)

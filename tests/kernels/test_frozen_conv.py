@@ -77,7 +77,7 @@ def test_under_autocast_it_goes_pytorchs_way() -> None:
     ("layer", "fits"),
     [
         (nn.Conv2d(2, 2, 3, padding=1), True),
-        (nn.Conv2d(2, 2, 1), False),
+        (nn.Conv2d(2, 2, 1), True),
         (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), False),
         (nn.Conv2d(2, 2, 3, padding="same"), False),
     ],
