@@ -9,10 +9,11 @@ from pathlib import Path
 
 # Before any test module imports torch or a hub client: they read these once.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-gc.disable()  # until all modules are imported: what they make is kept to the end, and looking through it takes a third
 
 import pytest
 from hypothesis import settings
+
+gc.disable()  # until all modules are imported: what they make is kept to the end, and looking through it takes a third
 
 # A shared machine is slow now and then: examples have no deadline, the test as a whole has (pyproject.toml).
 settings.register_profile("quick", deadline=None, max_examples=50)
