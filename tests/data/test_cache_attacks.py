@@ -112,7 +112,7 @@ def test_a_killed_filler_is_gone_on_from(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     done = 0
     for _ in range(2):
-        process = filler(root, 0.01)
+        process = filler(root, 0.05)  # three seconds for all, so that it is seen at work on a busy machine too
         begin(process)
         while len(entries(root)) < done + 8:
             time.sleep(0.002)

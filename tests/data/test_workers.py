@@ -92,7 +92,9 @@ def orders() -> Orders:
 
 
 def read(source: Source, orders: Orders, said: list[str], **runtime: Any) -> list[Any]:
-    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": 1.5, **runtime}), said.append)
+    """Where nothing hangs on purpose, the limit is one that no busy machine reaches."""
+    timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
+    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), said.append)
     try:
         return plain(workers.reads(orders))
     finally:
@@ -112,7 +114,7 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
     started = time.monotonic()
     assert read(Source(fault, tmp_path), orders, said, workers=1) == read(Source(), orders, [])
     assert len(said) == 1 and SAID[fault] in said[0] and "going on without workers" in said[0], said
-    assert time.monotonic() - started < 40 and multiprocessing.active_children() == []
+    assert time.monotonic() - started < 120 and multiprocessing.active_children() == []
     assert len(list(tmp_path.iterdir())) == 1  # the fault did happen
 
 
@@ -132,7 +134,7 @@ def test_reading_that_forgets_its_position_gives_other_batches(
 
 def test_workers_that_are_sound_are_not_given_up(orders: Orders) -> None:
     said: list[str] = []
-    assert read(Source(), orders, said, workers=2, worker_timeout_s=60) == read(Source(), orders, [])
+    assert read(Source(), orders, said, workers=2) == read(Source(), orders, [])
     assert said == []
 
 

@@ -126,7 +126,7 @@ def test_a_cpu_and_a_library_that_is_off_are_not_watched(said: list[str]) -> Non
 
 
 def wait_for(met: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not met() and time.monotonic() < end:
         time.sleep(0.005)
     return met()
@@ -139,9 +139,9 @@ def test_a_silence_is_explained_once(said: list[str]) -> None:
 
 
 def test_what_is_quick_or_on_a_cpu_is_not_explained(said: list[str]) -> None:
-    with first_time(GPU, "x", said.append, after_s=0.05) as seen:
+    with first_time(GPU, "x", said.append, after_s=0.4) as seen:
         seen()
-        time.sleep(0.08)
+        time.sleep(0.45)
     with first_time(CPU, "x", said.append, after_s=0.0):
         time.sleep(0.02)
     with first_time(GPU, "x", said.append, after_s=60):

@@ -32,7 +32,8 @@ def events(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 
 def test_seconds_of_one_call() -> None:
     for seconds in (on_cpu, partial(wall_seconds_of, devices=())):
-        assert 0.01 <= seconds(lambda: time.sleep(0.01)) < 0.1
+        found = [seconds(lambda: time.sleep(0.01)) for _ in range(5)]
+        assert 0.01 <= min(found) < 0.1  # any one may fall into a pause of the machine
 
 
 def test_a_failing_row_says_why_and_the_next_is_measured(capfd: pytest.CaptureFixture[str]) -> None:

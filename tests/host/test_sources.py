@@ -37,10 +37,10 @@ def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer within 3 s"):
         run_tool([sys.executable, "-c", parent], 3.0)
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 40
     started = [int(word) for word in pids.read_text(encoding="utf-8").split()]
     assert len(started) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(is_alive(pid) for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in started)

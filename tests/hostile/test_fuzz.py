@@ -20,10 +20,10 @@ SEED = 7
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_damaged_files_are_read_or_refused(target: Target, tmp_path: Path) -> None:
     reliable_fuzz.read_sound(str(tmp_path))
-    began = time.monotonic()
+    began = time.process_time()
     outcomes = {read(target, reliable_fuzz.content_of(target, SEED, number), tmp_path) for number in range(NUM_CASES)}
     assert outcomes <= {"read", "refused"}
-    assert time.monotonic() - began < 60  # two seconds at most where nothing else runs
+    assert time.process_time() - began < 60  # two seconds at most where nothing else runs
 
 
 def test_a_case_is_a_function_of_its_numbers(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_chunks_that_unpack_to_gigabytes(tmp_path: Path, kind: bytes) -> None:
 def test_headers_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, sound: bytes) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(content)
-    began = time.monotonic()
+    began = time.process_time()
     assert "its header has no end" in refused(path)
-    assert time.monotonic() - began < QUICK_S
+    assert time.process_time() - began < QUICK_S
     path.write_bytes(sound)
     assert read_size(path) == (8, 8)
     monkeypatch.setattr(pictures, "MAX_HEADER_COST", 1000)
@@ -70,10 +70,10 @@ def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
     frame = b"\x21\xf9\x04\0\0\0\0\0\x2c\0\0\0\0\x08\0\x08\0\0\x02\x02\x4c\x01\0"
     head = attacks.picture("GIF")
     (tmp_path / "x.gif").write_bytes(head[:-1] + frame * 100_000 + b"\x3b")
-    began = time.monotonic()
+    began = time.process_time()
     assert read_size(tmp_path / "x.gif") == (8, 8)
     assert decode((tmp_path / "x.gif").read_bytes()).size == (8, 8)  # the first one, and no other is looked at
-    assert time.monotonic() - began < QUICK_S
+    assert time.process_time() - began < QUICK_S
 
 
 @pytest.mark.parametrize("kind", KINDS)

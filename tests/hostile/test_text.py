@@ -59,10 +59,10 @@ RECIPES = {
 def test_recipes_without_end(tmp_path: Path, name: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(RECIPES[name], encoding="utf-8")
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
-    assert time.monotonic() - began < 20 and len(str(caught.value)) < 50_000  # 2 s where nothing else runs
+    assert time.process_time() - began < 20 and len(str(caught.value)) < 50_000  # 2 s where nothing else runs
 
 
 def test_the_largest_recipe_is_read(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_caption_of_a_gigabyte(tmp_path: Path) -> None:
 
 
 def test_a_caption_of_thousands_of_tags_is_shuffled_in_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     options = SourceOptions(shuffle_caption=True)
     assert len(variants(",".join(map(str, range(12_000))), options, 4, 1)) == 4
-    assert time.monotonic() - began < 5  # 14 s with the whole caption read for each tag
+    assert time.process_time() - began < 5  # 14 s with the whole caption read for each tag
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")

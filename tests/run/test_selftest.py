@@ -64,7 +64,7 @@ def test_the_real_table_on_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     found = run_checks(["--device", "cpu"], {**os.environ, "OMP_NUM_THREADS": "1"}, said.append)
     assert [result for result in found if not result.ok] == []
-    assert sum(result.seconds for result in found) < 10
+    assert sum(result.seconds for result in found) < 60  # three where nothing else runs
     assert [line.split(":")[0].strip() for line in said] == [
         "copies", "memory", "gemm", "conv", "attention", "training",
     ]  # fmt: skip
@@ -102,13 +102,13 @@ def test_an_abort_is_told_by_name(tmp_path: Path) -> None:
 def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "FIRST_FACTOR", 1.5)
     faulty = Child(tmp_path, {"attention.flash.bf16-d64": "hang", "training.lora-bf16": "hang"})
-    faulty.faults["timeout_s"] = 1.0
+    faulty.faults["timeout_s"] = 2.0
     started = time.monotonic()
     found = faulty.run()
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 120
     assert found["attention.flash.bf16-d64"].status == found["training.lora-bf16"].status == "timeout"
-    assert found["attention.flash.bf16-d64"].detail == "no answer within 1 s"  # not the first of its group
-    assert found["training.lora-bf16"].detail == "no answer within 1.5 s"  # kernels may have had to be compiled
+    assert found["attention.flash.bf16-d64"].detail == "no answer within 2 s"  # not the first of its group
+    assert found["training.lora-bf16"].detail == "no answer within 3 s"  # kernels may have had to be compiled
     assert found["training.lora-fp16"].status == "passed" and len(faulty.starts) == 3
     assert not [process for process in psutil.Process().children() if FAULTY.name in " ".join(process.cmdline())]
 
@@ -146,7 +146,7 @@ def test_the_child_ends_with_its_parent() -> None:
     assert child.stdin is not None and child.stdout is not None
     child.stdin.close()  # while it still imports torch
     child.stdout.read()
-    assert child.wait(30) == 1
+    assert child.wait(120) == 1
     child.stdout.close()
 
 
