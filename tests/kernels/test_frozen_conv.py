@@ -27,6 +27,11 @@ def both(dtype: torch.dtype = torch.float32, **how: Any) -> tuple[nn.Conv2d, Fro
     return plain.requires_grad_(False), frozen.requires_grad_(False)
 
 
+def layout_of(tensor: Tensor) -> torch.memory_format:
+    channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
 def passed(conv: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """(output, gradient of the input, numbers kept besides weights)."""
     kept, weights = 0, {p.data_ptr() for p in conv.parameters()}
@@ -40,7 +45,7 @@ def passed(conv: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor, int]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         y = conv(x)
     torch.manual_seed(1)
-    y.backward(torch.randn(y.shape, dtype=y.dtype))
+    y.backward(torch.randn(y.shape, dtype=y.dtype).to(y).contiguous(memory_format=layout_of(y)))
     assert x.grad is not None
     return y.detach(), x.grad, kept
 
@@ -54,7 +59,25 @@ def test_is_pytorchs_and_keeps_no_input(dtype: torch.dtype, kind: str, layout: t
     (y, dx, kept), (wanted_y, wanted_dx, kept_plain) = passed(frozen, x), passed(plain, x)
     assert torch.equal(y, wanted_y)
     torch.testing.assert_close(dx, wanted_dx)
+    assert dx.stride() == wanted_dx.stride()
     assert (kept, kept_plain) == (0, x.numel())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 3), (2, 3), (1, 1)], ids=["plain", "stride", "one pixel"])
+def test_on_a_gpu_it_is_the_same_call_in_the_same_layout(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    stride, kernel = size
+    how = {"stride": stride, "padding": kernel // 2, "device": "cuda", "dtype": dtype}
+    plain, frozen = nn.Conv2d(64, 128, kernel, **how), FrozenConv2d(64, 128, kernel, **how)
+    frozen.load_state_dict(plain.state_dict())
+    for conv in (plain, frozen):
+        conv.requires_grad_(False).weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 32, 32, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last)
+    (y, dx, kept), (wanted_y, wanted_dx, _) = passed(frozen, x), passed(plain, x)
+    assert kept == 0 and torch.equal(y, wanted_y) and dx.stride() == wanted_dx.stride() == x.stride()
+    torch.testing.assert_close(dx, wanted_dx)
 
 
 def test_what_is_trained_goes_pytorchs_way() -> None:
