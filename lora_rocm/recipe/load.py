@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
@@ -38,6 +39,7 @@ EITHER_OR: dict[Key, Key] = {
     ("train", "epochs"): ("train", "max_train_steps"),
 }
 BUILTIN = "builtin:"
+NEXT_LINE = "\x85"  # YAML 1.1 takes it for the end of a line (section 5.4)
 PATH_LETTERS = 400  # of a path the end is what is wrong
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
 
@@ -173,8 +175,17 @@ def dump_recipe(recipe: Recipe) -> str:
     yaml = YAML()
     yaml.width = 4096
     stream = io.StringIO()
-    yaml.dump(recipe.model_dump(mode="json"), stream)
+    yaml.dump(_quoted(recipe.model_dump(mode="json")), stream)
     return stream.getvalue()
+
+
+def _quoted(value: Any) -> Any:
+    """The value, with texts in double quotes that the YAML library would write as they are and read with a space."""
+    if isinstance(value, dict):
+        return {_quoted(key): _quoted(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_quoted(each) for each in value]
+    return DoubleQuotedScalarString(value) if isinstance(value, str) and NEXT_LINE in value else value
 
 
 def fingerprint(recipe: Recipe) -> str:

@@ -1,5 +1,6 @@
 """A recipe file to a Recipe."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -256,6 +257,20 @@ def test_dump_reads_back_the_same(in_folder: Path) -> None:
     sources = load_recipe("recipe.yaml", ["data.sources=[{path: a, repeats: 3}, {dataset: some/hub}]"]).recipe
     Path("out.yaml").write_text(dump_recipe(sources), encoding="utf-8")
     assert load_recipe("out.yaml").recipe == sources
+
+
+@pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\ufeff", "\xa0", "\t", "\n", " "])
+@pytest.mark.parametrize("place", ["model.name_or_path", "output.author", "lora.targets", "data.sources"])
+def test_dump_reads_back_letters_that_yaml_takes_for_others(in_folder: Path, letter: str, place: str) -> None:
+    text = json.dumps(f"{{a{letter}'b{letter}")
+    value = {"lora.targets": f"[{text}]", "data.sources": f"[{{path: {text}}}]"}.get(place, text)
+    try:
+        recipe = load_recipe("recipe.yaml", [f"{place}={value}"]).recipe
+    except RecipeError as error:  # a place may refuse it, in words
+        assert error.problems
+        return
+    Path("out.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe("out.yaml").recipe == recipe
 
 
 @pytest.mark.parametrize(
