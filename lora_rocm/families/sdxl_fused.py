@@ -79,7 +79,7 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
 
 def _lay_channels_last(unet: nn.Module) -> None:
     for module in unet.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA takes views of its own
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
 
 

@@ -27,8 +27,8 @@ SLACK_SHARE = 0.06
 """What the allocator holds beside the tensors, because they are of many sizes: so much, and of the activations."""
 GRAPH_BYTES = 640 * MIB
 """What captured steps take besides: the nodes of the graphs, and a pool that no other tensor is cut from."""
-PROOF_SHARE = 0.4
-"""Of the adapter's bytes: its gradients twice more, while a captured pass is compared with what it should give."""
+PROOF_BUFFERS = 2
+"""Of gradients, besides their own, while a captured pass is compared with what it should give."""
 MIN_CORRECTION = 0.25
 """No measurement is believed that says less: something was not counted as it was."""
 CONTEXT_BYTES = 512 * MIB
@@ -88,7 +88,8 @@ class Footprint:
     Attributes:
         weight_bytes: frozen weights, on the device where nothing is offloaded.
         adapter_bytes: trained weights, a pass's gradients, moments and average.
-        gradient_bytes: what gathering the gradients takes besides: when activations have gone, unless they are kept.
+        gradient_bytes: the buffer in which gradients add up: made when activations have gone, unless it is kept.
+        landing_bytes: where they land before, when activations have gone.
         moments: of one forward and backward pass of one sample.
         work: of that pass.
         recomputed_bytes: the most that activations of one sample take where all blocks are recomputed, some together,
@@ -100,6 +101,7 @@ class Footprint:
     weight_bytes: int
     adapter_bytes: int
     gradient_bytes: int
+    landing_bytes: int
     blocks: tuple[Block, ...]
     moments: tuple[Moment, ...]
     work: Work
@@ -284,22 +286,29 @@ def planned(
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
     keeps = parts * job.accumulation > 1 or job.graphs
-    beside = footprint.gradient_bytes + activations if keeps else max(footprint.gradient_bytes, activations)
-    peak = resident_bytes(footprint, offloaded) + beside
+    stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
+    peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if job.graphs:
-        proof = int(PROOF_SHARE * footprint.adapter_bytes)
+        proof = PROOF_BUFFERS * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
     seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
     blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))
     return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs, keeps)
 
 
-def correction(plan: Plan, peak_bytes: int, footprint: Footprint) -> float:
-    """Measured activations over counted ones, from the peak of one pass of a plan."""
+def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
+    """Measured activations over counted ones, from the peak of one pass of a plan.
+
+    ``before`` where that was when gradients were gathered: it says nothing of activations.
+    """
     counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
-    others = resident_bytes(footprint, plan.offloaded) + plan.keeps_gradients * footprint.gradient_bytes
-    return max(MIN_CORRECTION, (peak_bytes - others) / max(1, counted))
+    resident = resident_bytes(footprint, plan.offloaded)
+    if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
+        return before
+    return max(
+        MIN_CORRECTION, (peak_bytes - resident - plan.keeps_gradients * footprint.gradient_bytes) / max(1, counted)
+    )
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:

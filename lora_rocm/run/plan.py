@@ -39,6 +39,7 @@ from lora_rocm.run.wording import size_text, time_text
 
 MODULE = "lora_rocm.train.footprint"
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
+ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what grows with the rank
 SMALLEST_RESOLUTION = 256
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
@@ -146,9 +147,8 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
         if choose(budget_bytes, smaller, free, rates) is not None:
             return f"Set {_resolution_key(recipe)} to {side}{other}: that would fit."
     for rank in (4096 >> power for power in range(13)):
-        adapter = (footprint.adapter_bytes, footprint.gradient_bytes)
-        slim_bytes, slim_gradient_bytes = (each * rank // recipe.lora.rank for each in adapter)
-        slim = replace(footprint, adapter_bytes=slim_bytes, gradient_bytes=slim_gradient_bytes)
+        adapter = {name: getattr(footprint, name) * rank // recipe.lora.rank for name in ADAPTER}
+        slim = replace(footprint, **adapter)
         if rank < recipe.lora.rank and choose(budget_bytes, slim, free, rates) is not None:
             return f"Set lora.rank to {rank}{other}: that would fit."
     return "Free memory of the GPU, or take a smaller model: no resolution and rank would fit."
@@ -210,7 +210,7 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 def _facts(footprint: Footprint) -> dict[str, Any]:
     """What is worth printing of a footprint."""
     whole = footprint.to_json()
-    keys = ("height", "width", "weight_bytes", "adapter_bytes", "gradient_bytes", "work")
+    keys = ("height", "width", "weight_bytes", *ADAPTER, "work")
     return {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
 
 
@@ -229,7 +229,7 @@ def _lines(
         f"{name}: {footprint.width} x {footprint.height} pixels, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
-    adapter = size_text(footprint.adapter_bytes + footprint.gradient_bytes)
+    adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""

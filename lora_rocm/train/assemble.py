@@ -14,9 +14,11 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.train import compiling
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.engine import Engine
+from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.hooks import CallEvery, Validation
 from lora_rocm.train.loop import Hook, Position, Trainer
+from lora_rocm.train.memory import Memory
 from lora_rocm.train.relief import Relief
 from lora_rocm.train.start import Data, Start, captures, pins
 
@@ -76,9 +78,7 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), trainer.optimizer.weights
 
     def alone(batch: Tensors, draws: Tensors) -> None:
-        weights.drop_gradients()
-        if memory.keeps_gradients:
-            weights.keep_gradients()
+        _forget(weights, memory)
         eager.run(batch, draws)
 
     if compiler is not None:
@@ -89,10 +89,16 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
         rows = -(-start.recipe.train.batch_size // memory.parts)
         compiling.require_no_offload(compiler, memory.offload is not None)
         compiler.warm_up(compiling.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
-    trainer.optimizer.drop_gradients()
+    _forget(weights, memory)
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
     if not memory.captures:
         trainer.engine.graphs = artifacts.guard.canary.capture = None
+
+
+def _forget(weights: FlatWeights, memory: Memory) -> None:
+    """No gradients, and their buffer there or not as the plan in force has it."""
+    weights.keep_gradients(memory.keeps_gradients)
+    weights.drop_gradients()
 
 
 def _engine(start: Start, artifacts: Artifacts) -> Engine:

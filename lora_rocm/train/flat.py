@@ -68,10 +68,11 @@ class FlatWeights:
             self._gradients = torch.zeros(self.masters.numel(), device=self.masters.device)
         return self._gradients
 
-    def keep_gradients(self) -> None:
-        """From now on they stay where they are: a graph writes there, or several passes add to them."""
-        self._keeps_gradients = True
-        self._gradients = self.gradients
+    def keep_gradients(self, keeps: bool) -> None:
+        """Whether they stay where they are, also once they are dropped: a graph writes there, or several passes add."""
+        self._keeps_gradients = keeps
+        if keeps:
+            self._gradients = self.gradients
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Name -> its part of a tensor of this layout, in its shape."""
@@ -99,11 +100,13 @@ class FlatWeights:
         """
         found = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         self._landing.untyped_storage().resize_(self._landing_bytes)
-        self._landing.zero_()
-        torch._foreach_copy_([self._landings[name] for name in found], list(found.values()))
-        self.drop_leaf_gradients()
-        self.gradients.add_(self._landing)
-        self._landing.untyped_storage().resize_(0)
+        try:
+            self._landing.zero_()
+            torch._foreach_copy_([self._landings[name] for name in found], list(found.values()))
+            self.drop_leaf_gradients()
+            self.gradients.add_(self._landing)
+        finally:  # memory may run out in here
+            self._landing.untyped_storage().resize_(0)
 
     def drop_leaf_gradients(self) -> None:
         for leaf in self.leaves.values():

@@ -236,6 +236,7 @@ def count(
         weight_bytes=sum(map(_bytes, frozen.values())),
         adapter_bytes=adapter[0],
         gradient_bytes=adapter[1],
+        landing_bytes=adapter[2],
         blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=work,
@@ -254,18 +255,18 @@ def _recomputed(
     return ledger.mark()
 
 
-def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
-    """Of so many trained weights, (always, while gradients are gathered).
+def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Of so many trained weights, (always, the gradients' buffer, where they land).
 
     Always: masters and two moments, what the layers work with where these compute in another format (the weights once
-    more), and the gradients that a pass makes. Then: where these land, and the buffer in which they add up.
+    more), and the gradients that a pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
     leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
     average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (3 * master + average + working + leaf), count * (4 + leaf)
+    return count * (3 * master + average + working + leaf), count * 4, count * leaf
 
 
 def _block(name: str, seen: _Seen) -> Block:

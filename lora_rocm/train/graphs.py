@@ -120,7 +120,7 @@ class Graphs:
         """Drop all graphs and their pool; shapes that were refused stay so."""
         self.captured = {shape: None for shape, graph in self.captured.items() if graph is None}
         self._seen.clear()
-        self._capture = None
+        self._let_go()
         empty_pools()
 
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
@@ -141,7 +141,7 @@ class Graphs:
             self.weights.drop_leaf_gradients()
             self.captured[shape] = None
             if not any(self.captured.values()):
-                self._capture = None  # a pool goes with the last graph of it, and cannot be begun again
+                self._let_go()
             self.say(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
         gradients.copy_(before_N).add_(made_N)
         return passed
@@ -161,6 +161,11 @@ class Graphs:
         self.release()
         self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
 
+    def _let_go(self) -> None:
+        """There is no graph: a pool goes with the last one of it, and cannot be begun again."""
+        self._capture = None
+        self.weights.keep_gradients(False)
+
     def _say_full(self) -> None:
         if not self._full:
             self._full = True
@@ -169,7 +174,7 @@ class Graphs:
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
         if self._capture is None:
             self._capture = self.new_capture()
-        self.weights.keep_gradients()
+        self.weights.keep_gradients(True)
         batch, draws = ({name: tensor.clone() for name, tensor in part.items()} for part in example)
         replay, passed = self._capture(lambda: eager(batch, draws))
         return Captured(batch, draws, replay, passed)

@@ -158,7 +158,7 @@ class Memory:
     def _after(self, now: Plan, peak: int) -> Plan | None:
         """What is chosen with the estimate corrected, if it is needed or faster; nothing that has run out is faster."""
         assert self.footprint is not None
-        self._correct(correction(now, peak, self.footprint))
+        self._correct(correction(now, peak, self.footprint, self.job.correction))
         wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
         assert self.plan is not None
         fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes

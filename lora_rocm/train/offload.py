@@ -113,6 +113,7 @@ class Offload:
         self._handles = [
             block.register_forward_pre_hook(partial(self._enter, index)) for index, block in enumerate(blocks)
         ]
+        self._handles += [block.register_forward_hook(partial(self._left, index)) for index, block in enumerate(blocks)]
 
     def close(self) -> None:
         """Blocks are left alone from now on; their weights are on the CPU."""
@@ -133,6 +134,14 @@ class Offload:
         wanted = following >= 0 and self._returns[following] if back else following < len(self._waiting)
         if wanted and following not in self._holds:
             self._fetch(following, spare=place)
+
+    def _left(self, index: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Behind a block's forward pass: the backward pass enters it where its output's gradient is there.
+
+        What stands last in it may need nothing but weights to go back, and so is not computed again before.
+        """
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and output.requires_grad:
+            output.register_hook(lambda gradient: self._enter(index, module, ()))
 
     def _goes_back(self, index: int, args: Any) -> bool:
         """Whether a block is entered by the backward pass, which computes it again."""

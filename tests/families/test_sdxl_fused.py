@@ -162,6 +162,12 @@ def test_other_kinds_of_adapter(how: dict[str, bool]) -> None:
     assert off(run(unet), run(make(lean=False, **how))) < ROUNDING
 
 
+def test_dora_on_convolutions_in_channels_last() -> None:
+    unet = make("attention-mlp-conv", use_dora=True)
+    fuse(unet, Fusion(channels_last=True))
+    assert off(run(unet), run(make("attention-mlp-conv", lean=False, use_dora=True))) < ROUNDING
+
+
 def test_dropout_drops_in_training_and_not_else() -> None:
     unet = make(lora_dropout=0.5)
     fuse(unet, Fusion())

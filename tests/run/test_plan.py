@@ -35,7 +35,7 @@ def net() -> Footprint:
         for n in range(10)
     )
     moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
-    return Footprint(1024, 1024, 5 * GIB, GIB // 2, GIB // 8, blocks, moments, Work(3e13, 3e10, 300))
+    return Footprint(1024, 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, Work(3e13, 3e10, 300))
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
 
 
 def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
-    asked, large = recipe(lora={"rank": 64}), replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0)
+    asked, large = recipe(lora={"rank": 64}), replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     error = does_not_fit(asked, large, job, Rates(), 4 * GIB)
     assert error.fix.startswith("Set lora.rank to 16")

@@ -58,8 +58,7 @@ def test_gradients_take_memory_only_between_gathering_and_the_update_unless_they
 
     places = []
     for keeps in (False, True):
-        if keeps:
-            flat.keep_gradients()
+        flat.keep_gradients(keeps)
         for _ in range(2):
             assert (bytes_held() > 0) is keeps
             layers["a.x"].float().sum().backward()
@@ -68,6 +67,29 @@ def test_gradients_take_memory_only_between_gathering_and_the_update_unless_they
             places.append(flat.gradients.data_ptr())
             flat.drop_gradients()
     assert places[-1] == places[-2]
+    flat.keep_gradients(False)
+    assert bytes_held() > 0  # what is in them is not lost
+    flat.drop_gradients()
+    assert bytes_held() == 0
+
+
+def test_memory_that_runs_out_while_gradients_are_gathered_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = leaves()
+    flat = FlatWeights(layers, torch.bfloat16)
+
+    def full(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    layers["a.x"].float().sum().backward()
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "_foreach_copy_", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            flat.gather()
+    flat.drop_gradients()
+    assert flat._landing.untyped_storage().nbytes() == 0 and flat._gradients is None
+    layers["a.x"].float().sum().backward()
+    flat.gather()
+    assert float(flat.gradients.sum()) == 15.0
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.data())

@@ -144,10 +144,10 @@ def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint,
 
 def test_what_the_adapter_takes() -> None:
     plain = recipe(Path("x"))
-    assert adapter_bytes(100, plain, torch.float32) == (100 * (4 + 8 + 4), 100 * (4 + 4))
-    assert adapter_bytes(100, plain, torch.bfloat16) == (100 * (4 + 8 + 2 + 2), 100 * (4 + 2))
+    assert adapter_bytes(100, plain, torch.float32) == (100 * (4 + 8 + 4), 400, 400)
+    assert adapter_bytes(100, plain, torch.bfloat16) == (100 * (4 + 8 + 2 + 2), 400, 200)
     assert adapter_bytes(100, recipe(Path("x"), weight_dtype="bf16"), torch.bfloat16)[0] == 100 * (2 + 4 + 2)
-    assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 100 * (4 + 4))
+    assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
@@ -171,15 +171,15 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
         tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
-    always, gathering = adapter_bytes(size, its, leaf_dtype)
+    always, buffer, landing = adapter_bytes(size, its, leaf_dtype)
     assert held() == always
     with Ledger(iter(())) as ledger:  # of what comes while they are gathered, only the sum stays
         weights.gather()
-    gradient = size * leaf_dtype.itemsize
-    assert held() == always - gradient + 4 * size
-    assert gathering == 4 * size + gradient == ledger.peak_bytes
+    assert landing == size * leaf_dtype.itemsize  # and so much were the leaf's gradients, which are gone
+    assert held() == always - landing + buffer
+    assert buffer + landing == ledger.peak_bytes
     weights.drop_gradients()
-    assert held() == always - gradient
+    assert held() == always - landing
 
 
 def test_the_largest_bucket() -> None:
@@ -197,7 +197,7 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
     memory.parent.mkdir()
     made: list[str] = []
-    fake = Footprint(SIDE_PX, SIDE_PX, 1, 2, 3, (), (), counting.Work(3.0, 4.0, 5))
+    fake = Footprint(SIDE_PX, SIDE_PX, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
     monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
     monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
 
@@ -253,7 +253,7 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
 def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    nothing = Footprint(8, 8, 0, 0, 0, (), (), Work())
+    nothing = Footprint(8, 8, 0, 0, 0, 0, (), (), Work())
 
     def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
         if not family.recipe.model.name_or_path.startswith("random:"):

@@ -163,11 +163,12 @@ class Layer:
         return Passed(loss.detach(), loss_B.detach())
 
     def capture(self, run: Callable[[], Passed]) -> Replay:
-        kept = self.weights.gradients.clone()
+        kept, place = self.weights.gradients.clone(), self.weights.gradients.data_ptr()
         passed = run()
         self.weights.gradients.copy_(kept)
 
         def replay() -> None:
+            assert self.weights._gradients is not None and self.weights.gradients.data_ptr() == place  # it writes there
             before = self.weights.gradients.clone()
             self.weights.gradients.zero_()
             for static, found in zip(passed, run(), strict=True):

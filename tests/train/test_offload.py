@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing, Run
+from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.train.offload import ALIGNMENT_BYTES, Offload, copy_into
 
 CPU = torch.device("cpu")
@@ -312,6 +314,42 @@ def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> No
     alone = Offload(list(Net().blocks), DeviceTransfer(CPU, pin=False), pin=False)
     assert second.host_bytes <= alone.host_bytes + 2 * ALIGNMENT_BYTES
     assert same(trained(net, CPU), wanted)
+
+
+class ConvolvedLast(nn.Module):
+    """A block whose last step goes back with nothing but a weight: nothing asks for it to be computed again before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Conv2d(2, 2, 1)
+        self.last = FrozenConv2d(2, 2, 3, padding=1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.last(torch.tanh(self.trained(x)))
+        return output
+
+
+@pytest.mark.parametrize("is_entered", [True, False])  # False: the control
+def test_weights_that_are_all_a_block_needs_to_go_back_are_there(
+    monkeypatch: pytest.MonkeyPatch, is_entered: bool
+) -> None:
+    net = Net()
+    net.blocks = nn.ModuleList(ConvolvedLast() for _ in range(4))
+    net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
+    if not is_entered:
+        monkeypatch.setattr(Offload, "_left", lambda *_: None)
+    offload = Offload(list(net.blocks), DeviceTransfer(CPU, pin=False), False)
+    places = {place.untyped_storage().data_ptr() for place in offload._places}
+    convolve, were_there = F.conv_transpose2d, []
+
+    def watched(gradient: Tensor, weight: Tensor, *how: Any) -> Tensor:
+        were_there.append(weight.untyped_storage().data_ptr() in places)
+        return convolve(gradient, weight, *how)
+
+    monkeypatch.setattr(F, "conv_transpose2d", watched)
+    for _ in range(2):
+        net(torch.randn(1, 2, 8, 8)).sum().backward()
+    assert len(were_there) == 8 and all(were_there) is is_entered
 
 
 @pytest.mark.gpu
