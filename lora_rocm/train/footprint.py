@@ -41,7 +41,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import inject
-from lora_rocm.train.ledger import Ledger, Tally, fused_attention
+from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
 
 META = torch.device("meta")
 NOT_HERE = ("hub-unreachable", "hub-incomplete")  # the codes of a model that is not, or not all, on this machine
@@ -285,7 +285,7 @@ def _block(name: str, seen: _Seen) -> Block:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return taken_bytes(tensor.numel() * tensor.element_size())
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -23,6 +23,17 @@ from lora_rocm.run.memory_plan import Work
 
 PIECE_BYTES = 512
 """Allocators hand out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
+"""From the first on a tensor gets memory of its own, in multiples of the second, and a rest up to the third is not used
+for others (there, kMinLargeAlloc, kRoundLarge, kSmallSize)."""
+
+
+def taken_bytes(num_bytes: int) -> int:
+    """What an allocator counts for a tensor that comes into an empty memory."""
+    if num_bytes < OWN_SEGMENT_BYTES:
+        return num_bytes
+    segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+    return segment_bytes if segment_bytes - num_bytes <= REST_BYTES else num_bytes
 
 
 @dataclass

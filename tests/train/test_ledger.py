@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_rocm.train.ledger import PIECE_BYTES, Ledger, fused_attention
+from lora_rocm.train.ledger import PIECE_BYTES, Ledger, fused_attention, taken_bytes
 
 META = torch.device("meta")
 
@@ -28,6 +28,24 @@ def test_bytes_come_and_go(device: torch.device) -> None:
         assert ledger.size_of(small) == PIECE_BYTES
         assert ledger.size_of(weight) == 0
     assert ledger.tally.flops == 2 * 256**3
+
+
+@pytest.mark.parametrize(
+    ("mib", "taken_mib"),
+    [(0.5, 0.5), (9.375, 9.375), (10, 10), (12.5, 12.5), (21.09375, 22), (25, 26), (28.125, 28.125), (30, 30)],
+)
+def test_a_rest_that_is_too_small_for_others_is_the_tensor_s(mib: float, taken_mib: float) -> None:
+    """12.5 MiB come in 14, of which others get 1.5; 25 in 26, of which nobody gets the last."""
+    assert taken_bytes(int(mib * 2**20)) == int(taken_mib * 2**20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mib", [9.375, 12.5, 21.09375, 25, 28.125])
+def test_a_gpu_s_allocator_counts_so(mib: float) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    tensor = torch.empty(int(mib * 2**20), dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == taken_bytes(tensor.numel())
 
 
 def test_a_product_into_memory_that_is_there_counts_as_the_other() -> None:
