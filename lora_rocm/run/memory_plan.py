@@ -52,7 +52,7 @@ class Block:
         weight_bytes: of its frozen weights.
         kept_bytes: what it keeps for the backward pass and would not, were it recomputed: nothing of what it was given.
         start_bytes: what is taken when its forward pass begins.
-        rise_bytes: the most that its forward pass takes besides.
+        rise_bytes: the most that its forward pass takes besides, up to the last tensor that it keeps.
         passing_bytes: the same where it keeps nothing.
         entry_bytes: what is taken when the backward pass reaches it, where everything is kept.
         forward: the work to compute it once more.
@@ -306,9 +306,8 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
     resident = resident_bytes(footprint, plan.offloaded)
     if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
         return before
-    return max(
-        MIN_CORRECTION, (peak_bytes - resident - plan.keeps_gradients * footprint.gradient_bytes) / max(1, counted)
-    )
+    stays = footprint.gradient_bytes * plan.keeps_gradients
+    return max(MIN_CORRECTION, (peak_bytes - resident - stays) / max(1, counted))
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:

@@ -92,7 +92,7 @@ class _Watch:
         self.moments.clear()
 
     def forward_is_over(self) -> None:
-        """What a block was given and nothing keeps has gone. To compute the block again it would be kept."""
+        """To compute a block again what it was given is kept: also what has gone by now, since nothing else keeps it."""
         self.note()
         for seen in self.seen:
             seen.kept_bytes -= sum(num_bytes for memory, num_bytes in seen.inputs if memory() is None)
