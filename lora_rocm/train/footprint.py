@@ -92,7 +92,7 @@ class _Watch:
         self.moments.clear()
 
     def forward_is_over(self) -> None:
-        """To compute a block again what it was given is kept: also what has gone by now, since nothing else keeps it."""
+        """To compute a block again, what it was given is kept; also what has gone by now: nothing else keeps that."""
         self.note()
         for seen in self.seen:
             seen.kept_bytes -= sum(num_bytes for memory, num_bytes in seen.inputs if memory() is None)
