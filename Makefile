@@ -17,6 +17,7 @@ install: ## make .venv and install everything into it (ARGS=--repair, --upgrade,
 demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the package
 	$(BIN)/lora-rocm demo
 
+# Bytecode is written even where the environment says not to: three workers would compile all libraries each.
 test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 

@@ -70,7 +70,7 @@ class Recomputing:
     def _wants(self, block: nn.Module) -> bool:
         return self._wanted is None or id(block) in self._wanted
 
-    def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
+    def _recomputed(self, run: Run, *args: Any) -> Any:
         return checkpoint(run, *args, **self._how)
 
 

@@ -24,7 +24,7 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.families.sdxl_attention import merge_projections
 from lora_rocm.kernels.choice import Form, form_for
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
@@ -201,7 +201,7 @@ class FusedTransformer(Transformer2DModel):
         batch, channels, height, width = hidden_states.shape
         h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
         h_BSD = self.proj_in(h.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
-        run = self._gradient_checkpointing_func if torch.is_grad_enabled() and self.gradient_checkpointing else _call
+        run = _caller(self)
         if isinstance(run, Recomputing):
             h_BSD = run.chain(list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
         else:
@@ -310,6 +310,12 @@ class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
         return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size, encoder_hidden_states)
 
 
+def _caller(module: Any) -> Run:
+    """What calls the blocks of a module: plainly, or as diffusers was told by ``enable_gradient_checkpointing``."""
+    recomputes = torch.is_grad_enabled() and module.gradient_checkpointing
+    return module._gradient_checkpointing_func if recomputes else _call  # type: ignore[no-any-return]
+
+
 def _call(module: nn.Module, *args: Any) -> Any:
     return module(*args)
 
@@ -317,7 +323,7 @@ def _call(module: nn.Module, *args: Any) -> Any:
 def _upwards(
     block: Any, h_BCHW: Tensor, skips: tuple[Tensor, ...], temb_BD: Any, size: Any, text_BSD: Any = None
 ) -> Tensor:
-    run = block._gradient_checkpointing_func if torch.is_grad_enabled() and block.gradient_checkpointing else _call
+    run = _caller(block)
     attentions = getattr(block, "attentions", [None] * len(block.resnets))
     for resnet, attention, skip in zip(block.resnets, attentions, reversed(skips), strict=True):
         h_BCHW = run(resnet, h_BCHW, temb_BD, skip)

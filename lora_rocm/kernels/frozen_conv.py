@@ -32,7 +32,11 @@ class FrozenConv2d(nn.Conv2d):
 
 
 class _FrozenConvolution(Function):
-    """Its way back is a transposed convolution, which is the same call of the library as that of PyTorch's own."""
+    """Its way back is a transposed convolution.
+
+    PyTorch makes both by the same function, which does not ask for the input: ``cudnn_convolution_backward_input`` and
+    ``miopen_convolution_backward_input`` (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:

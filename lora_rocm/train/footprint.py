@@ -228,15 +228,15 @@ def count(
         watch.close()
         for drop in drops:
             drop.remove()
-    adapter = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
+    always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         height=height,
         width=width,
         weight_bytes=sum(map(_bytes, frozen.values())),
-        adapter_bytes=adapter[0],
-        gradient_bytes=adapter[1],
-        landing_bytes=adapter[2],
+        adapter_bytes=always_bytes,
+        gradient_bytes=gradient_bytes,
+        landing_bytes=landing_bytes,
         blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=work,

@@ -140,13 +140,13 @@ class Offload:
 
         What stands last in it may need nothing but weights to go back, and so is not computed again before.
         """
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and output.requires_grad:
+        if torch.is_grad_enabled() and not _goes_back_now() and output.requires_grad:
             output.register_hook(lambda gradient: self._enter(index, module, ()))
 
     def _goes_back(self, index: int, args: Any) -> bool:
         """Whether a block is entered by the backward pass, which computes it again."""
         before, self._now = self._now, index
-        was_back, self._back = self._back, torch._C._current_graph_task_id() >= 0  # as torch.utils.checkpoint asks
+        was_back, self._back = self._back, _goes_back_now()
         if self._back:
             return True
         if before is None or was_back or index <= before:
@@ -199,6 +199,11 @@ class Offload:
         if arrived is not None:
             self._found_K[index].zero_()  # so that an answer of the time before is no answer
         self._transfer.checks += 1
+
+
+def _goes_back_now() -> bool:
+    """Whether a backward pass is under way; asked as torch.utils.checkpoint does."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def frozen_tensors(block: nn.Module) -> list[Tensor]:
