@@ -270,33 +270,49 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
         if plan is None:
             found[f"graphs {graphs}"] = {"plan": "none fits"}
             continue
-        setup.load(plan)  # as a run does it: no memory was cut up by weights that have left
-        setup.put(plan)
-        said: dict[str, Any] = {
-            "plan": text_of(plan),
-            "estimate_bytes": plan.peak_bytes,
-            "needed_bytes": plan.needed_bytes,
-        }
-        try:
-            with (
-                watching(setup, resident_bytes(footprint, plan.offloaded)) as peak,
-                allocator_limit(setup, limit_bytes),
-            ):
-                engine = setup.engine(plan.graphs)
-                seconds = setup.steps(plan, side_px, engine, WARM_UP + 1 + TIMED)[WARM_UP + 1 :]
-                allocated, reserved = peak()
-                captured = engine.graphs is not None and any(engine.graphs.captured.values())
-                engine.release()
-            said |= {"step_s": statistics.median(seconds), "peak_bytes": allocated, "reserved_bytes": reserved}
-            said |= {"captured": captured, "estimated_s": plan.step_s}
-        except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error) is None:
-                raise
-            said["problem"] = str(error).splitlines()[0]
+        found[f"graphs {graphs}"] = limited_steps(setup, limit_bytes, plan, side_px)
         setup.optimizer.drop_gradients()
         empty_pools()
-        found[f"graphs {graphs}"] = said
     return found
+
+
+def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> dict[str, Any]:
+    """Steps of one plan. A function of its own, so that its engine, and a whole model with it, leaves when it ends."""
+    setup.load(plan)  # as a run does it: no memory was cut up by weights that have left
+    setup.put(plan)
+    said: dict[str, Any] = {
+        "plan": text_of(plan),
+        "estimate_bytes": plan.peak_bytes,
+        "needed_bytes": plan.needed_bytes,
+    }
+    try:
+        with (
+            watching(setup, resident_bytes(setup.footprint(side_px), plan.offloaded)) as peak,
+            allocator_limit(setup, limit_bytes),
+        ):
+            engine = setup.engine(plan.graphs)
+            setup.steps(plan, side_px, engine, WARM_UP + 1)
+            before = allocations(setup.device)
+            seconds = setup.steps(plan, side_px, engine, TIMED)
+            said |= {name: count - before[name] for name, count in allocations(setup.device).items()}
+            allocated, reserved = peak()
+            captured = engine.graphs is not None and any(engine.graphs.captured.values())
+            engine.release()
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error) is None:
+            raise
+        return said | {"problem": str(error).splitlines()[0]}
+    said |= {"step_s": statistics.median(seconds), "peak_bytes": allocated, "reserved_bytes": reserved}
+    return said | {"captured": captured, "estimated_s": plan.step_s}
+
+
+def allocations(device: torch.device) -> dict[str, int]:
+    """How often the allocator asked the driver for memory, and how often it had to give some back before it could.
+
+    In steps that repeat both should stay as they are: a driver that is asked in each step makes it wait.
+    """
+    known = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return {name: known.get(name, 0) for name in ("num_device_alloc", "num_alloc_retries")}
 
 
 @contextmanager
