@@ -25,7 +25,9 @@ WORKSPACE_BYTES = 64 * MIB
 SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
 """What the allocator holds beside the tensors, because they are of many sizes: so much, and of the activations."""
-GRAPH_BYTES = 640 * MIB
+SLACK_RECOMPUTED = 0.5
+"""And of what a pass takes in which all is recomputed, as far as it is: what comes and goes is of ever other sizes."""
+GRAPH_BYTES = 512 * MIB
 """What captured steps take besides: the nodes of the graphs, and a pool that no other tensor is cut from."""
 PROOF_BUFFERS = 2
 """Of gradients, besides their own, while a captured pass is compared with what it should give."""
@@ -289,6 +291,10 @@ def planned(
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
     peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
+    if recomputed:
+        every = range(len(footprint.blocks))
+        passing = rows * activation_bytes(footprint, every) * job.correction * len(recomputed) / len(every)
+        needed += int(SLACK_RECOMPUTED * passing)
     if job.graphs:
         proof = PROOF_BUFFERS * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)

@@ -13,6 +13,9 @@ from lora_rocm.run.memory_plan import (
     GRAPH_BYTES,
     MODES,
     PROOF_BUFFERS,
+    SLACK_BYTES,
+    SLACK_RECOMPUTED,
+    SLACK_SHARE,
     SLOTS,
     WORKSPACE_BYTES,
     Block,
@@ -23,6 +26,7 @@ from lora_rocm.run.memory_plan import (
     Rates,
     Work,
     activation_bytes,
+    by_worth,
     choose,
     correction,
     parts_of,
@@ -101,6 +105,21 @@ def test_time_by_hand() -> None:
     assert again.step_s - keep.step_s == pytest.approx(3 * (4 * 3e9 / 1e12 + 2 * 6 * 1e-5))
     *_, waiting = plans_of("offload", 2, net, job, replace(RATES, bus_bytes=1e6))
     assert waiting.step_s == pytest.approx(3 * 2 * 2 * 20 * MIB / 1e6)  # the bus is what takes longest
+
+
+def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
+    """The more is recomputed, the more the allocator holds beside the tensors, and so for each sample."""
+    net = row_of_blocks([10 * MIB, 10 * MIB, 10 * MIB], flops=[1e9, 1e9, 1e9])
+    beside = {
+        (rows, len(plan.recomputed)): plan.needed_bytes - plan.peak_bytes - SLACK_BYTES
+        for rows in (1, 4)
+        for mode in ("selective", "recompute")
+        for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
+    }
+    passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
+    for (rows, count), found in beside.items():
+        own = SLACK_SHARE * rows * activation_bytes(net, by_worth(net, RATES)[:count])
+        assert found == pytest.approx(own + rows * passing * count / 3, abs=2)
 
 
 def test_selective_recomputes_first_what_is_worth_most() -> None:
