@@ -1,6 +1,6 @@
 """The memory plan's estimates against measured peaks, and what SDXL costs under a limit; with random weights.
 
-usage: python benchmarks/memory_plan.py ROOT [--only limits] [--toy] [--json FILE]
+usage: python benchmarks/memory_plan.py ROOT [--only limits] [--limits-gib 24,16,12,8,6] [--toy] [--json FILE]
 
 Each configuration (samples, pixels, rank, what is kept) is counted beforehand on a model without weights; then the
 product's own model, adapter, door, passes and optimizer make steps, and the allocator's peak is compared. One of the
@@ -252,10 +252,10 @@ def corrected(row: dict[str, Any], setup: Setup, case: Case, factor: float) -> i
     return int(resident + (plan.peak_bytes - resident) * factor)
 
 
-def limits_of(toy: bool, setup: Setup, side_px: int) -> list[int]:
+def limits_of(options: argparse.Namespace, setup: Setup, side_px: int) -> list[int]:
     """Limits in bytes, falling: a toy's are between what keeping all needs and the least."""
-    if not toy:
-        return [limit * GIB for limit in (24, 16, 12, 8, 6)]
+    if not options.toy:
+        return [int(limit) * GIB for limit in options.limits_gib.split(",")]
     footprint, job, rates = setup.footprint(side_px), Job(1), Rates()
     most, least = (next(iter(plans_of(mode, 1, footprint, job, rates))).needed_bytes for mode in ("keep", "recompute"))
     return [most, (most + least) // 2, least]
@@ -356,7 +356,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             _say(line_of(row))
         if not limits:
-            wanted_limits = limits_of(options.toy, setup, side_px)
+            wanted_limits = limits_of(options, setup, side_px)
             for limit, batch in [(wanted_limits[0], 4), *((limit, 1) for limit in wanted_limits)]:
                 limits.append(limited(setup, limit, rates, factor, batch, side_px))
                 _say(json.dumps(limits[-1]))
@@ -391,6 +391,7 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--only", choices=["limits"], help="the probe, and then the limits")
+    parser.add_argument("--limits-gib", default="24,16,12,8,6", help="the first also with four samples")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.root.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""On a GPU: the whole self-test passes on sound hardware in less than a minute, and wrong kernels on it are noticed."""
+"""On a GPU: the whole self-test passes on sound hardware, with its time printed; wrong kernels on it are noticed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lora_rocm.run.selftest import run_checks
 from tests.device.broken import ATTENTION, CONVOLUTIONS, PRODUCTS, Broken, Fault, one_bit, one_nan, stale, tail_of_zeros
 
 GPU = torch.device("cuda", 0)
-LIMIT_S = 60.0
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +29,7 @@ pytestmark = [
 ]
 
 
-def test_a_sound_gpu_passes_within_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_gpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     started = time.monotonic()
     found = run_checks(["--device", "cuda"], os.environ, said.append)
@@ -48,7 +47,6 @@ def test_a_sound_gpu_passes_within_a_minute(capsys: pytest.CaptureFixture[str]) 
     assert all(result.detail for result in found if result.status == "skipped")
     skipped = {result.name.rpartition(".")[0] for result in found if result.status == "skipped"}
     assert skipped <= {f"attention.{backend}" for backend in ("flash", "efficient", "cudnn")}
-    assert seconds < LIMIT_S
 
 
 def only(table: Callable[[torch.device], Iterator[Check]], *names: str) -> list[Check]:
