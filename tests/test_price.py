@@ -53,6 +53,9 @@ def test_the_shares() -> None:
     assert found["time_at_most_percent"] == pytest.approx(0.1 + 0.2)  # no kernels of its own in these blocks
     figures.blocks = blocks("step_ms", 100.03, 100.0) * 5  # the host is busy beside the GPU: no step is longer for it
     assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.03 + 0.1)
+    for block in figures.profiled[::2]:
+        block.busy_ms = 90.02  # of what is longer the guard's own kernels are so much: nothing idles meanwhile
+    assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.01 + 0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for machines without a GPU")
