@@ -300,7 +300,8 @@ def summary(figures: Figures) -> dict[str, Any]:
             "canary_added_idle_percent": 1e5 * look_idle_s / (figures.every * step_ms),
         }
         host_percent, kernels_percent = (100 * found[f"guard_{part}_ms"] / step_ms for part in ("host", "kernels"))
-        by_wall = max(0.0, found["guard_added_wall_to_percent"] - kernels_percent)  # while its kernels run nothing idles
+        # while the guard's own kernels run nothing idles
+        by_wall = max(0.0, found["guard_added_wall_to_percent"] - kernels_percent)
         found["idle_at_most_percent"] = min(host_percent, by_wall) + found["canary_added_idle_percent"]
         found["time_at_most_percent"] = host_percent + kernels_percent + found["canary_wall_percent"]
     return found
