@@ -17,8 +17,10 @@ from lora_rocm.run.watch import Hung
 MAX_ROLLBACKS = 3
 PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Before one more start, by how many starts in a row came no further: what is being reset has time to come back."""
-LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2}
-"""So many places further in that table: a GPU that was reset is not there at once."""
+LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
+"""So many places further in that table: a GPU that was reset is not there at once, nor is what a process held of it."""
+BEFORE_STEPS = ("start", "load")
+"""Phases in which memory that runs out is that of the base and the adapter alone."""
 GPU_IS_AWAY = ("gpu-not-seen", "no-gpu")
 """After another failure of the same command time may cure these: a GPU that was reset comes back."""
 REMEMBERED = "remembered"
@@ -31,6 +33,7 @@ WORDS: dict[Seen, str] = {
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
+    "graph": "a captured graph computed something else than the same work launched kernel by kernel",
     "nonfinite": "loss or gradient was not finite",
     "died": "ended without a word",
 }
@@ -40,7 +43,10 @@ NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
 
 @dataclass(frozen=True)
 class Failure:
-    """How one start of the worker ended. Fields as in the event ``failure``; seen None: no new start can cure it."""
+    """How one start of the worker ended. Fields as in the event ``failure``; seen None: no new start can cure it.
+
+    ``changed``: the worker had changed something itself, of which the next start makes use from its beginning.
+    """
 
     seen: Seen | None
     phase: str
@@ -51,6 +57,7 @@ class Failure:
     limit_s: float | None = None
     stacks: str | None = None
     kernel_log: tuple[str, ...] = ()
+    changed: bool = False
 
     def to_event(self) -> dict[str, Any]:
         return {
@@ -94,6 +101,19 @@ class History:
     def is_stuck(self) -> bool:
         """Two starts in a row came no further."""
         return len(self.progressed) > 1 and not any(self.progressed[-2:])
+
+    @property
+    def may_fit(self) -> bool:
+        """Memory ran out, with nothing left to change: whether it may be enough for a new process, whose is whole.
+
+        Not where another one met the same before, and came no further: what does not fit will not fit the next time.
+        """
+        last, *before = reversed(self.failures)
+        if self.progress or last.changed:
+            return True
+        if before:
+            return before[0].seen != "out-of-memory"  # that process may have held some of it still
+        return last.phase not in BEFORE_STEPS
 
     @property
     def cost(self) -> int:
@@ -155,8 +175,8 @@ def after(failure: Failure, history: History, situation: Situation) -> Judgement
             f"{failure.error.what} The run was rolled back {history.attempt} times, each time to other noise."
         )
     change = next_change(failure.seen, failure.phase, situation)
-    if failure.seen == "out-of-memory" and change is None and not history.progress:
-        return Raise(failure.error)  # what does not fit will not fit the next time
+    if failure.seen == "out-of-memory" and change is None and not history.may_fit:
+        return Raise(failure.error)
     if history.spent + history.cost > history.budget:
         return GiveUp(f"The budget of restarts is spent (runtime.max_restarts: {history.budget}).")
     if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):

@@ -285,6 +285,7 @@ class Supervisor:
             limit_s=late.limit_s if late else None,
             stacks=stacks.name if late and stacks.exists() else None,
             kernel_log=lines,
+            changed=any(state.changes.total() for state in states),
         )
 
     def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:

@@ -185,6 +185,12 @@ def change_then_die(run_dir: RunDir, writer: EventWriter) -> int:
     os._exit(9)
 
 
+def change_then_full(run_dir: RunDir, writer: EventWriter) -> int:
+    """All that a worker can change was changed, and memory ran out all the same: what it held was in pieces."""
+    writer.write("change", id="checkpointing", effect="rounding", seen="out-of-memory", text="again")
+    return failing("out-of-memory")(run_dir, writer)
+
+
 def failing(code: str) -> Callable[[RunDir, EventWriter], int]:
     def end(run_dir: RunDir, writer: EventWriter) -> int:
         writer.write("error", code=code, what=f"It met {code}.", where="there", fix="Do so.", exit_code=3)
@@ -221,6 +227,7 @@ ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "hang-deaf": hang_deaf,
     "hang-after-end": hang_after_end,
     "change-then-die": change_then_die,
+    "change-then-full": change_then_full,
     "reset": reset,
     **{code: failing(code) for code in CODES},
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -187,15 +188,51 @@ def test_who_was_killed_once_is_only_started_again() -> None:
 
 
 def test_what_does_not_fit_is_not_tried_again_and_again() -> None:
-    machine = on(CPU)
-    tried = []
-    while isinstance(found := after(failure("out-of-memory"), history(False, False), machine), Restart):
+    machine, past, tried = on(CPU), History(100), []
+    while True:
+        past = past.with_failure(failure("out-of-memory"), False, 0)
+        found = after(past.failures[-1], past, machine)
+        if not isinstance(found, Restart):
+            break
         tried += found.changes
-        machine = changed(machine, *found.changes)
+        machine, past = changed(machine, *found.changes), past.with_restart(found)
     assert tried == ["micro-batch-halved", "micro-batch-halved", "checkpointing"]
     assert isinstance(found, Raise) and found.error.exit_code == 3
-    assert after(failure("out-of-memory"), history(False, True), machine) == Restart((), 0)  # the heap in splinters
-    assert isinstance(after(failure("out-of-memory", "load"), history(False), on(CPU)), Raise)  # nothing helps there
+
+
+FULL = failure("out-of-memory")
+ALL_TRIED = ("micro-batch-halved", "micro-batch-halved", "checkpointing")
+
+
+@pytest.mark.parametrize(
+    ("failures", "again"),
+    [
+        ([FULL], True),  # of a process that had all this from its beginning: its heap is in splinters, perhaps
+        ([FULL, FULL], False),
+        ([FULL, replace(FULL, changed=True)], True),  # the worker changed something itself: a new one begins with that
+        ([replace(FULL, changed=True), FULL], False),
+        ([failure("out-of-memory", "load")], False),  # the base and the adapter alone are too much
+        ([failure("hang"), failure("out-of-memory", "load")], True),  # what hung holds its memory for a while
+        ([failure("hang"), failure("out-of-memory", "load"), failure("out-of-memory", "load")], False),
+        ([failure("out-of-memory", "preview")], True),
+    ],
+)
+def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: list[Failure], again: bool) -> None:
+    past = History(10, progressed=(False,) * len(failures), failures=tuple(failures))
+    situation = changed(on(CPU), *ALL_TRIED, "vae-tiling")
+    wanted = Restart((), 0) if again else Raise(failures[-1].error)
+    assert after(failures[-1], past, situation) == wanted
+    further = replace(past, progressed=(*past.progressed[:-1], True))
+    assert after(failures[-1], further, situation) == Restart((), 0)
+    assert past.pause_s() >= 2.0  # what the one before held is not there at once
+
+
+def test_memory_that_runs_out_in_a_checkpoint_is_answered_like_that_of_a_step() -> None:
+    assert after(failure("out-of-memory", "checkpoint"), history(), on(CPU)) == Restart(("micro-batch-halved",), 0)
+
+
+def test_everything_that_can_be_seen_has_words() -> None:
+    assert set(WORDS) == set(get_args(Seen))
 
 
 def test_roll_backs_are_counted_and_end_with_the_original_words() -> None:

@@ -267,6 +267,12 @@ def test_what_does_not_fit_ends_with_its_own_words(run: Run) -> None:
     assert [restart["changes"] for restart in run.written("restart")] == [["checkpointing"]]
 
 
+def test_what_was_changed_on_the_way_may_fit_from_the_beginning(run: Run) -> None:
+    assert run("first:change-then-full") == 0
+    assert [settings_from(start["environ"]).checkpointing for start in run.started()] == [False, True]
+    assert [restart["changes"] for restart in run.written("restart")] == [["checkpointing"]]
+
+
 def test_always_the_same_failure_is_given_up(run: Run) -> None:
     with pytest.raises(GaveUpError) as caught:
         run("transfer-failed", "runtime.max_restarts=3")
