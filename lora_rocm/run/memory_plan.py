@@ -292,9 +292,7 @@ def planned(
     peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if recomputed:
-        every = range(len(footprint.blocks))
-        passing = rows * activation_bytes(footprint, every) * job.correction * len(recomputed) / len(every)
-        needed += int(SLACK_RECOMPUTED * passing)
+        needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, recomputed, offloaded))
     if job.graphs:
         proof = PROOF_BUFFERS * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
@@ -346,6 +344,14 @@ def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded:
         if block.entry_bytes:  # else no gradient goes through it
             levels.append(block.entry_bytes - block.kept_bytes - missing[index] + block.rise_bytes)
     return max(levels, default=0)
+
+
+def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
+    """What one sample takes where all is recomputed, as far as it is: some together only where all of it is."""
+    every = range(len(footprint.blocks))
+    if offloaded or len(recomputed) < len(every):
+        footprint = replace(footprint, recomputed_bytes=None)
+    return activation_bytes(footprint, every) * len(recomputed) / len(every)
 
 
 def by_worth(footprint: Footprint, rates: Rates) -> list[int]:

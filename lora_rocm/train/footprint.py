@@ -359,11 +359,12 @@ def room_bytes(device: torch.device, settings: Settings) -> int:
     return settings.memory_limit_bytes or max(0, device_budget(device) - CONTEXT_BYTES)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """A GPU's matrix products, copies within it, and copies from pinned memory."""
-    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
+    """A GPU's matrix products, copies within it, and copies from main memory (``pin``: from pinned memory)."""
+    own = torch.Generator(device).manual_seed(0)  # nobody's noise changes because this was measured
+    a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=pin)
     return Rates(
         flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
         moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),

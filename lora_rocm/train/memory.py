@@ -19,7 +19,7 @@ from lora_rocm.run.memory_plan import Footprint, Job, Plan, Rates, choose, corre
 from lora_rocm.run.plan import does_not_fit, job_of, plan_text
 from lora_rocm.run.wording import size_text
 from lora_rocm.train.engine import send_zeros
-from lora_rocm.train.footprint import counted, room_bytes
+from lora_rocm.train.footprint import counted, measured_rates, room_bytes
 from lora_rocm.train.offload import Offload, frozen_tensors
 
 TRIES = 6
@@ -233,14 +233,36 @@ def decide(
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
         return Memory(job, recomputes, only == "offload", say)
     footprint = counted(recipe, family, dtype, settings, bucket_hw, on_gpu)
-    return choose_from(recipe, footprint, job, room_bytes(device, settings) if on_gpu else None, say)
+    rates = rates_here(recipe, device, dtype, settings)
+    return choose_from(recipe, footprint, job, room_bytes(device, settings) if on_gpu else None, say, rates)
+
+
+def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
+    """What this GPU does in a second, measured now, as ``lora-rocm plan`` does.
+
+    A deterministic run goes by figures that are the same at each start, and so chooses the same. So does the CPU.
+    """
+    if device.type != "cuda" or recipe.runtime.deterministic:
+        return Rates()
+    try:
+        return measured_rates(device, dtype, pin=settings.copy_method == "auto")
+    except RuntimeError as error:
+        if out_of_memory(error) is None:
+            raise
+        return Rates()
+    finally:
+        empty_pools()
 
 
 def choose_from(
-    recipe: Recipe, footprint: Footprint, job: Job, budget_bytes: int | None, say: Callable[[str], None]
+    recipe: Recipe,
+    footprint: Footprint,
+    job: Job,
+    budget_bytes: int | None,
+    say: Callable[[str], None],
+    rates: Rates = Rates(),  # noqa: B008 (frozen)
 ) -> Memory:
     """The decision of ``decide``, from a footprint and a budget."""
-    rates = Rates()
     plan = choose(budget_bytes, footprint, job, rates)
     if plan is None:
         plan = smallest(footprint, job, rates)

@@ -117,6 +117,12 @@ def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
         for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
     }
     passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
+    together = replace(net, recomputed_bytes=MIB)  # holds only where all are recomputed, and none is offloaded
+    *_, some, every = (
+        plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, Job(), RATES)
+    )
+    assert some.needed_bytes - some.peak_bytes == SLACK_BYTES + beside[1, len(some.recomputed)]
+    assert every.needed_bytes - every.peak_bytes - SLACK_BYTES == int((SLACK_SHARE + SLACK_RECOMPUTED) * MIB)
     for (rows, count), found in beside.items():
         own = SLACK_SHARE * rows * activation_bytes(net, by_worth(net, RATES)[:count])
         assert found == pytest.approx(own + rows * passing * count / 3, abs=2)

@@ -22,6 +22,7 @@ from lora_rocm.run import memory_plan
 from lora_rocm.run.memory_plan import (
     Footprint,
     Job,
+    Mode,
     Plan,
     Rates,
     activation_bytes,
@@ -32,7 +33,7 @@ from lora_rocm.run.memory_plan import (
 )
 from lora_rocm.train import memory as memory_module
 from lora_rocm.train.footprint import count
-from lora_rocm.train.memory import Memory, apply, choose_from, decide
+from lora_rocm.train.memory import Memory, apply, choose_from, decide, rates_here
 from lora_rocm.train.offload import Offload
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -326,6 +327,64 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
     found = decide(asked, family, CPU, torch.float32, settings, (32, 32), str)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
+
+
+def test_a_gpu_is_measured_unless_each_start_has_to_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, gpu, measured, pinned = recipe(), torch.device("cuda"), Rates(flops=7e14, known=True), []
+
+    def measure(device: torch.device, dtype: torch.dtype, pin: bool) -> Rates:
+        pinned.append(pin)
+        return measured
+
+    monkeypatch.setattr(memory_module, "measured_rates", measure)
+    fixed = asked.model_copy(update={"runtime": asked.runtime.model_copy(update={"deterministic": True})})
+    assert rates_here(asked, gpu, torch.bfloat16, Settings()) is measured
+    assert rates_here(asked, gpu, torch.bfloat16, Settings(copy_method="unpinned")) is measured
+    assert (
+        rates_here(fixed, gpu, torch.bfloat16, Settings())
+        == Rates()
+        == rates_here(asked, CPU, torch.float32, Settings())
+    )
+    assert pinned == [True, False]
+
+
+def test_a_gpu_too_full_to_be_measured_is_planned_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(words: str) -> None:
+        def measure(*given: object, **named: object) -> Rates:
+            raise RuntimeError(words)
+
+        monkeypatch.setattr(memory_module, "measured_rates", measure)
+
+    fails("HIP out of memory. Tried to allocate 256.00 MiB.")
+    assert rates_here(recipe(), torch.device("cuda"), torch.float32, Settings()) == Rates()
+    fails("HIP error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal"):
+        rates_here(recipe(), torch.device("cuda"), torch.float32, Settings())
+
+
+def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
+    """Launches of a slow host, and a fast GPU: what is captured is faster, though it needs more recomputing."""
+    job = Job(graphs=True, modes=("keep", "recompute"))  # one sample: no smaller parts would fit
+    keep, again = (planned_bytes(mode, footprint, job) for mode in ("keep", "recompute"))
+    captured, launched = keep
+    assert launched < captured
+    budget = max(launched, again[0])
+    assert budget < captured
+    slow_host = Rates(flops=1e18, moved_bytes=1e18, launch_s=0.0, host_launch_s=1.0)
+    fast_host = Rates(flops=1e6, moved_bytes=1e6, launch_s=0.0, host_launch_s=0.0)
+    said: list[str] = []
+    found = [choose_from(recipe(), footprint, job, budget, said.append, rates) for rates in (slow_host, fast_host)]
+    assert [(memory.plan.mode, memory.plan.graphs) for memory in found if memory.plan] == [
+        ("recompute", True),
+        ("keep", False),
+    ]
+
+
+def planned_bytes(mode: Mode, footprint: Footprint, job: Job) -> tuple[int, int]:
+    """What a mode needs: captured, launched."""
+    ways = (job, replace(job, graphs=False))
+    captured, launched = (next(plans_of(mode, 1, footprint, way, Rates())).needed_bytes for way in ways)
+    return captured, launched
 
 
 def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
