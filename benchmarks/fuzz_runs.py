@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -15,6 +16,20 @@ from benchmarks.mutations import changed, json_bytes
 
 SCRATCH: list[str] = []
 """The folder in which what is damaged is made."""
+BAIT = "bait.safetensors"
+DEVICE = "/dev/null"  # as /dev/zero is one, but it has an end where it is read after all
+NAMES = (
+    f"optimizer.safetensors/../../sound/{BAIT}",
+    "state.json",
+    "adapter",
+    "..",
+    "",
+    "ema.safetensors",
+    "C:\\CON\\NUL",
+    "\\\\host\\share\\x",
+    "a\0b",
+)
+"""Files that a state may name though they are none of the checkpoint."""
 
 
 @cache
@@ -30,6 +45,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     run_dir = RunDir(folder).create()
     run_dir.recipe.write_text("{}", encoding="utf-8")  # without one it is no run
     path = state.save(run_dir, position, parts, {"threads": 1})
+    (folder / BAIT).write_bytes((path / state.FILE_OF["adapter"]).read_bytes())
     return json.loads((path / state.STATE_FILE).read_bytes()), {
         file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"
     }
@@ -41,10 +57,21 @@ def checkpoint_state(rng: random.Random) -> bytes:
 
     found, _ = _checkpoint(Path(SCRATCH[0]))
     body = {key: value for key, value in found.items() if key != "seal"}
+    if rng.random() < 0.2:
+        return state._sealed({**body, "sha256": _renamed(rng, body["sha256"])})
     if rng.random() < 0.3:
         return json_bytes(rng, changed(rng, found))
     other = changed(rng, body)
     return state._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
+
+
+def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
+    """One name more, or in place of another; of what can be read with the right checksum: the name alone is wrong."""
+    replaced = rng.choice((None, *checksums))
+    kept = {name: checksum for name, checksum in checksums.items() if name != replaced}
+    right = {f"../sound/{BAIT}": checksums["adapter.safetensors"], DEVICE: hashlib.sha256(b"").hexdigest()}
+    name = rng.choice((*right, rng.choice(NAMES)))
+    return {**kept, name: right.get(name, "0" * 64)}
 
 
 def read_checkpoint(path: Path) -> None:
@@ -56,6 +83,7 @@ def read_checkpoint(path: Path) -> None:
     found = state.read(path.parent)
     if found is None:
         raise Refused("damaged")
+    assert set(found.checksums) <= set(state.FILE_OF.values()), "a file was read that is none of the checkpoint"
     for part in ("adapter", "optimizer"):
         found.tensors(part)
 

@@ -3,6 +3,9 @@
 A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors``
 and ``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to
 disk, read back, then renamed. Nothing is ever pickled.
+
+Somebody else may have written one: the seal is a plain checksum, which keeps out damage and not a lie. So what
+``state.json`` says does not decide which files are read, nor how much of them is held in memory.
 """
 
 from __future__ import annotations
@@ -19,14 +22,20 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from lora_rocm.errors import ResumeError, StorageError, storage_error
+from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
+from lora_rocm.families.weightfiles import read_header
+from lora_rocm.host.plain import check_plain, read_plain
 from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, make_folder, rename
 from lora_rocm.train.loop import Position
 
 STATE_FILE = "state.json"
+FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
+"""Of each part; a checkpoint has no others."""
+MAX_STATE_BYTES = 1 << 27  # the tags of captions are in it: 20 MB where 100,000 pictures have 200 letters each
+MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
+PIECE_BYTES = 1 << 20  # held at once where only a checksum is wanted
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,12 @@ class Checkpoint:
         Raises:
             StorageError: the file is no longer what it was when the checkpoint was found whole.
         """
-        name = f"{part}.safetensors"
+        name = FILE_OF[part]
         if name not in self.checksums:  # a file of that name beside it is not of this checkpoint
             return {}
         try:
             # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
-            content = (self.path / name).read_bytes()
+            content = _content(self.path / name, MAX_PART_BYTES)
         except OSError as error:
             raise storage_error(error, self.path / name) from error
         if hashlib.sha256(content).hexdigest() != self.checksums[name]:
@@ -103,8 +112,8 @@ def save(
         for part, tensors in parts.items():
             if tensors:
                 content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-                checksums[f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
-                _write(temporary / f"{part}.safetensors", content)
+                checksums[FILE_OF[part]] = hashlib.sha256(content).hexdigest()
+                _write(temporary / FILE_OF[part], content)
         state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
         _write(temporary / STATE_FILE, _sealed(state))
         if read(temporary) is None:
@@ -120,22 +129,47 @@ def save(
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None where anything about it is damaged or missing."""
+    """The checkpoint in a folder, or None where anything about it is damaged, missing, or not as it is written here."""
     try:
-        state = json.loads((path / STATE_FILE).read_bytes())
+        state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
         if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
             return None
+        if not set(state["sha256"]) <= set(FILE_OF.values()):  # it could name any file of this machine, or a device
+            return None
         for name, wanted in state["sha256"].items():
-            content = (path / name).read_bytes()
-            if hashlib.sha256(content).hexdigest() != wanted:
+            if _checksum(path / name) != wanted:
                 return None
+            read_header(path / name)  # the right checksum of something else
         position = Position(**state["position"])
         named = CHECKPOINT_NAME.match(path.name)
         if named and int(named.group(1)) != position.updates:  # a folder or a state.json that was put elsewhere
             return None
         return Checkpoint(path, position, state["facts"], state["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError):
+    except (LoraRocmError, OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
+
+
+def _content(path: Path, max_bytes: int) -> bytes:
+    """As ``read_plain``, which makes room for as much as it may read: here no more than the file has.
+
+    Raises:
+        OSError: as there.
+    """
+    return read_plain(path, check_plain(path, max_bytes))
+
+
+def _checksum(path: Path) -> str:
+    """SHA-256 of a plain file, of no more bytes than it has now.
+
+    Raises:
+        OSError: it is missing, not plain or too large, or it cannot be read.
+    """
+    left, found = check_plain(path, MAX_PART_BYTES), hashlib.sha256()
+    with path.open("rb") as file:
+        while left and (piece := file.read(min(left, PIECE_BYTES))):
+            found.update(piece)
+            left -= len(piece)
+    return found.hexdigest()
 
 
 def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:

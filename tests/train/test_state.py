@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
+import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -117,7 +122,7 @@ def test_each_check_of_a_checkpoint_is_needed(tmp_path: Path, monkeypatch: pytes
     elif weak == "checksum":
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        monkeypatch.setattr(state.hashlib, "sha256", lambda content: Same())
+        monkeypatch.setattr(state.hashlib, "sha256", lambda content=b"": Same())
         state_of = json.loads(text.read_bytes())
         state_of["sha256"] = dict.fromkeys(state_of["sha256"], Same().hexdigest())
         text.write_bytes(state._sealed({key: value for key, value in state_of.items() if key != "seal"}))
@@ -132,8 +137,96 @@ def test_each_check_of_a_checkpoint_is_needed(tmp_path: Path, monkeypatch: pytes
 class Same:
     """A checksum that is the same for everything."""
 
+    def update(self, content: bytes) -> None: ...
+
     def hexdigest(self) -> str:
         return "0"
+
+
+def lie(path: Path, files: dict[str, bytes]) -> None:
+    """Have the state of a checkpoint name other files (of this content), with the right checksums and seal."""
+    body = json.loads((path / "state.json").read_bytes())
+    del body["seal"]
+    for name, content in files.items():
+        body["sha256"][name] = hashlib.sha256(content).hexdigest()
+        if not (path / name).exists():
+            (path / name).write_bytes(content)
+    (path / "state.json").write_bytes(state._sealed(body))
+
+
+def part(count: int) -> bytes:
+    return safetensors.torch.save({"x": torch.zeros(count)})
+
+
+ADAPTER = "adapter.safetensors"
+
+
+@pytest.mark.parametrize("name", ["../aside.safetensors", "aside.safetensors", "{}/aside.safetensors"])
+def test_no_file_is_read_because_the_state_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    older, path = write(run_dir, 3), write(run_dir, 6)
+    name = name.format(tmp_path)
+    lie(path, {name: part(3)})
+    found, damaged = state.latest_valid(run_dir)
+    assert damaged == [path] and found is not None and found.path == older
+    monkeypatch.setattr(state, "FILE_OF", {**state.FILE_OF, "aside": name})
+    assert state.read(path) is not None  # control: it is the name alone
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a device with a path")
+def test_a_device_in_the_place_of_a_part_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(RunDir(tmp_path), 6)
+    (path / ADAPTER).unlink()
+    (path / ADAPTER).symlink_to("/dev/null")
+    lie(path, {ADAPTER: b""})
+    assert state.read(path) is None
+    monkeypatch.setattr(state, "read_header", lambda file: None)  # it is not only that this one holds no tensors
+    assert state.read(path) is None
+    monkeypatch.setattr(state, "check_plain", lambda file, most: file.stat().st_size)
+    assert state.read(path) is not None  # control
+
+
+@pytest.mark.parametrize(("limit", "file"), [("MAX_PART_BYTES", ADAPTER), ("MAX_STATE_BYTES", "state.json")])
+def test_what_is_larger_than_anything_written_here_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, file: str
+) -> None:
+    path = write(RunDir(tmp_path), 6)
+    size = (path / file).stat().st_size
+    others = max(other.stat().st_size for other in path.glob("*.safetensors"))
+    monkeypatch.setattr(state, limit, max(size, others))
+    assert state.read(path) is not None  # control
+    monkeypatch.setattr(state, limit, size - 1)
+    assert state.read(path) is None
+
+
+def test_a_checkpoint_is_looked_at_piece_by_piece(tmp_path: Path) -> None:
+    """What lies there may be larger than memory; where it is really loaded, there is as much of it as tensors need."""
+    path, large = write(RunDir(tmp_path), 6), part(1 << 22)
+    (path / ADAPTER).write_bytes(large)
+    lie(path, {ADAPTER: large})
+    assert peak_bytes(lambda: state.read(path)) < len(large) // 4
+    found = state.read(path)
+    assert found is not None
+    assert peak_bytes(lambda: found.tensors("adapter")) >= len(large)  # control: the measure sees such reads
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Of what Python allocates in the call."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", (1 << 40).to_bytes(8, "little") + b"{}", part(3) + b"x"])
+def test_a_right_checksum_of_no_tensors_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    path = write(RunDir(tmp_path), 6)
+    for wanted, written in ((False, content), (True, part(3))):  # the second: control
+        (path / ADAPTER).write_bytes(written)
+        lie(path, {ADAPTER: written})
+        assert (state.read(path) is not None) == wanted
 
 
 def test_a_part_that_changes_after_the_checks_is_not_used(tmp_path: Path) -> None:
