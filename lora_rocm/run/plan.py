@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ from lora_rocm.run.wording import size_text, time_text
 
 MODULE = "lora_rocm.train.footprint"
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
+COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot follow weights that move
 ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what grows with the rank
 SMALLEST_RESOLUTION = 256
+LARGEST_RANK = 4096
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
@@ -54,6 +56,19 @@ class Room:
     why: str
     shared: bool = False
     """It is main memory: nothing is won by letting weights wait there."""
+
+
+@dataclass(frozen=True)
+class RecipeJob(Job):
+    """A job with the modes that it would have if the recipe asked for something else.
+
+    Attributes:
+        auto_modes: with ``runtime.memory: auto``.
+        eager_modes: with ``runtime.compile: off`` besides.
+    """
+
+    auto_modes: tuple[Mode, ...] = MODES
+    eager_modes: tuple[Mode, ...] = MODES
 
 
 def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool) -> int:
@@ -95,7 +110,9 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
     return 0
 
 
-def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None) -> Job:
+def job_of(
+    recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None
+) -> RecipeJob:
     """What the recipe, and what past failures made necessary, ask of a step.
 
     Args:
@@ -105,20 +122,28 @@ def job_of(recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: boo
         can_offload: main memory is another one than the GPU's; a recipe that asks for it gets it all the same.
         shapes: sizes of the pictures; None: not known, so several where the recipe has buckets.
     """
-    wanted = recipe.runtime.memory
-    modes: tuple[Mode, ...] = (wanted,) if wanted != "auto" else MODES if can_offload else MODES[:-1]
-    if recipe.train.gradient_checkpointing or settings.checkpointing:
-        modes = tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
-    train = recipe.train
-    return Job(
+    wanted, train = recipe.runtime.memory, recipe.train
+    recomputes = train.gradient_checkpointing or settings.checkpointing
+    eager_modes = _allowed(MODES if can_offload else MODES[:-1], recomputes)
+    auto_modes = _allowed(MODES[:-1], recomputes) if recipe.runtime.compile in COMPILES else eager_modes
+    return RecipeJob(
         batch_size=train.batch_size,
         accumulation=train.gradient_accumulation_steps,
-        modes=modes,
+        modes=auto_modes if wanted == "auto" else _allowed((wanted,), recomputes),
         min_parts=min(settings.micro_batch_parts, train.batch_size),
         graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
         shapes=shapes or (2 if recipe.data.enable_bucket else 1),
         all_offloaded=wanted == "offload",
+        auto_modes=auto_modes,
+        eager_modes=eager_modes,
     )
+
+
+def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
+    """Those of the modes that do not keep what has to be recomputed."""
+    if not recomputes:
+        return modes
+    return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
 
 
 def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> UserError:
@@ -135,23 +160,63 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
 
 
 def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
-    """What to change, the mildest first."""
-    free = replace(job, modes=MODES, all_offloaded=False)
-    if recipe.runtime.memory not in ("auto", "offload") and choose(budget_bytes, footprint, free, rates) is not None:
-        return "Set runtime.memory to auto."
-    step, resolution = recipe.data.bucket_step, _resolution(recipe)
-    other = "" if recipe.runtime.memory in ("auto", "offload") else " and runtime.memory to auto"
-    for side in range(resolution - step, SMALLEST_RESOLUTION - 1, -step):
-        share = (side / resolution) ** 2
-        smaller = footprint.with_area(int(footprint.height * share), footprint.width)
-        if choose(budget_bytes, smaller, free, rates) is not None:
-            return f"Set {_resolution_key(recipe)} to {side}{other}: that would fit."
-    for rank in (4096 >> power for power in range(13)):
-        adapter = {name: getattr(footprint, name) * rank // recipe.lora.rank for name in ADAPTER}
-        slim = replace(footprint, **adapter)
-        if rank < recipe.lora.rank and choose(budget_bytes, slim, free, rates) is not None:
-            return f"Set lora.rank to {rank}{other}: that would fit."
-    return "Free memory of the GPU, or take a smaller model: no resolution and rank would fit."
+    """What to change, the mildest first. It is only said where there is a plan with it."""
+    ways = _ways(recipe, job)
+
+    def besides(side: int, rank: int) -> tuple[str, ...] | None:
+        """What of ``runtime`` has to change as well; None: nothing of it would help."""
+        reduced = _reduced(recipe, footprint, side, rank)
+        return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
+
+    for side, rank in _milder_first(recipe, lambda side, rank: besides(side, rank) is not None):
+        more = besides(side, rank)
+        if more is not None:
+            resized = [f"{_resolution_key(recipe)} to {side}"] if side != _resolution(recipe) else []
+            slimmed = [f"lora.rank to {rank}"] if rank != recipe.lora.rank else []
+            return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
+    least = min(SMALLEST_RESOLUTION, _resolution(recipe))
+    return f"Free memory of the GPU, or take a smaller model: no rank would fit, at any resolution from {least} on."
+
+
+def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
+    """Changes of ``runtime`` in words, none at first, and the job that each of them makes."""
+    found: list[tuple[tuple[str, ...], Job]] = [((), job)]
+    if isinstance(job, RecipeJob):
+        auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
+        if auto:
+            found.append((auto, replace(job, modes=job.auto_modes, all_offloaded=False)))
+        if job.eager_modes != job.auto_modes:
+            eager = replace(job, modes=job.eager_modes, all_offloaded=False)
+            found.append(((*auto, "runtime.compile to off"), eager))
+    return found
+
+
+def _milder_first(recipe: Recipe, fits: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+    """Resolutions and ranks to try: the recipe's, then less of one of them, then of both, with as much rank as can be.
+
+    ``fits`` spares all resolutions with a rank that not even the smallest of them would make small enough.
+    """
+    own_side, own_rank, step = _resolution(recipe), recipe.lora.rank, recipe.data.bucket_step
+    sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
+    sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
+    ranks = [rank for rank in (LARGEST_RANK >> power for power in range(13)) if rank < own_rank]
+    yield own_side, own_rank
+    yield from ((side, own_rank) for side in sides)
+    yield from ((own_side, rank) for rank in ranks)
+    for rank in ranks:
+        if sides and fits(sides[-1], rank):
+            yield from ((side, rank) for side in sides)
+
+
+def _reduced(recipe: Recipe, footprint: Footprint, side: int, rank: int) -> Footprint:
+    share = (side / _resolution(recipe)) ** 2
+    smaller = footprint.with_area(int(footprint.height * share), footprint.width) if share != 1 else footprint
+    return replace(smaller, **{name: getattr(smaller, name) * rank // recipe.lora.rank for name in ADAPTER})
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """In a sentence: "a, b and c"."""
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _resolution(recipe: Recipe) -> int:

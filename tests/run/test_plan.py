@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
-from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Moment, Rates, Work, choose
+from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, Work, choose
 from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
 
 GIB = 2**30
@@ -195,6 +196,26 @@ def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: boo
     assert job.all_offloaded == (memory == "offload")
 
 
+@pytest.mark.parametrize(
+    ("compiled", "memory", "modes"),
+    [
+        ("off", "auto", MODES),  # the control
+        ("auto", "auto", MODES),  # which is off
+        ("regional", "auto", MODES[:-1]),
+        ("full", "auto", MODES[:-1]),
+        ("full", "offload", ("offload",)),  # asked for both: that is refused in words, not undone
+    ],
+)
+def test_what_is_compiled_is_not_offloaded_by_auto(compiled: str, memory: str, modes: tuple[str, ...]) -> None:
+    asked = recipe(runtime={"compile": compiled, "memory": memory})
+    assert job_of(asked, Settings(), on_gpu=True, can_offload=True).modes == modes
+    needs_little = int(4.3 * GIB)  # of the weights alone there are 5
+    found = choose(
+        needs_little, net().with_area(256, 256), job_of(asked, Settings(), on_gpu=True, can_offload=True), Rates()
+    )
+    assert (found is not None and found.mode == "offload") is ("offload" in modes)
+
+
 def test_what_past_failures_made_necessary_holds() -> None:
     job = job_of(recipe(), Settings(micro_batch_parts=8, checkpointing=True), on_gpu=True, can_offload=True)
     assert job.modes == ("recompute", "offload") and job.min_parts == 4
@@ -220,7 +241,7 @@ def test_graphs_are_counted_where_there_are_some(on_gpu: bool, sections: dict[st
         ({"runtime": {"memory": "keep"}}, 8, "runtime.memory to auto"),
         ({}, 2.2, "data.resolution to"),
         ({"runtime": {"memory": "keep"}}, 2.2, "and runtime.memory to auto"),
-        ({}, 0.5, "no resolution and rank"),
+        ({}, 0.5, "no rank would fit, at any resolution"),
     ],
 )
 def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, fix: str) -> None:
@@ -235,6 +256,92 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
             choose(int(limit_gib * GIB), net().with_area(s, s), free, Rates()) is not None for s in (side, side + 64)
         ]
         assert fits == [True, False]
+
+
+def slim() -> Footprint:
+    """Little but an adapter and activations: there is a budget for which less of one of them is not enough."""
+    blocks = tuple(replace(block, weight_bytes=2**20) for block in net().blocks)
+    return replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks)
+
+
+def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Footprint]:
+    """The recipe with what the sentence says, and its footprint. The settings are read from the words alone."""
+    changes = dict(re.findall(r"(\w+\.\w+) to (\w+)", fix))
+    sections = asked.model_dump(mode="json")
+    for name, value in changes.items():
+        section, key = name.split(".")
+        sections[section][key] = value
+    now = Recipe.model_validate(sections)
+    side, rank = now.data.resolution, now.lora.rank
+    adapter = {name: getattr(footprint, name) * rank // asked.lora.rank for name in command.ADAPTER}
+    return now, replace(footprint.with_area(side, side), **adapter)
+
+
+NEAREST: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "kept": {"runtime": {"memory": "keep"}},
+    "all offloaded": {"runtime": {"memory": "offload"}},
+    "recomputed": {"train": {"gradient_checkpointing": True}},
+    "compiled": {"runtime": {"compile": "regional"}},
+    "kept and compiled": {"runtime": {"compile": "full", "memory": "keep"}},
+}
+
+
+def untrue(asked: Recipe, footprint: Footprint, can_offload: bool, auto_modes: tuple[Mode, ...] | None) -> list[str]:
+    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search; None: the right ones."""
+    found = []
+    for budget_bytes in (int(gib * GIB) for gib in (0.4, 0.6, 0.75, 1, 1.5, 2, 2.6, 3, 4, 5, 5.5, 5.8, 6.2, 7, 8, 9)):
+        job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)
+        if choose(budget_bytes, footprint, job, Rates()) is not None:
+            continue
+        told = job if auto_modes is None else replace(job, auto_modes=auto_modes, eager_modes=auto_modes)
+        fix = does_not_fit(asked, footprint, told, Rates(), budget_bytes).fix
+        words = fix
+        if fix.startswith("Free memory"):
+            words = "data.resolution to 256, lora.rank to 1, runtime.memory to auto, runtime.compile to off"
+        now, smaller = followed(words, asked, footprint)
+        then = job_of(now, Settings(), on_gpu=True, can_offload=can_offload)
+        fits = choose(budget_bytes, smaller, then, Rates()) is not None
+        if fits is fix.startswith("Free memory"):
+            found.append(f"{budget_bytes / GIB} GiB: {fix}")
+    return found
+
+
+@pytest.mark.parametrize("can_offload", [True, False])
+@pytest.mark.parametrize("footprint", [net(), slim()], ids=["net", "slim"])
+@pytest.mark.parametrize("sections", NEAREST.values(), ids=NEAREST)
+def test_what_is_said_would_fit_does_and_what_is_said_would_not_does_not(
+    sections: dict[str, Any], footprint: Footprint, can_offload: bool
+) -> None:
+    assert not untrue(recipe(**sections), footprint, can_offload, None)
+
+
+def test_a_search_with_more_than_auto_has_here_would_be_seen() -> None:
+    """The control: memory that the GPU shares, and a search that offloads all the same."""
+    told = untrue(recipe(runtime={"memory": "keep"}), net(), False, MODES)
+    assert any("Set runtime.memory to auto: " in fix for fix in told)
+
+
+def test_both_are_named_where_neither_is_enough() -> None:
+    def said(gib: float) -> str:
+        job = job_of(recipe(), Settings(), on_gpu=True, can_offload=True)
+        return does_not_fit(recipe(), slim(), job, Rates(), int(gib * GIB)).fix or ""
+
+    assert re.fullmatch(r"Set data.resolution to \d+ and lora.rank to [1-8]: that would fit\.", said(1.0))
+    assert said(0.3).startswith("Free memory of the GPU")  # the control
+
+
+def test_what_compiling_forbids_is_named_before_smaller_pictures() -> None:
+    def said(**runtime: str) -> str:
+        asked = recipe(runtime=runtime)
+        job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+        return does_not_fit(asked, net(), job, Rates(), int(5.5 * GIB)).fix or ""
+
+    assert said(compile="full") == "Set runtime.compile to off: that would fit."
+    assert (
+        said(compile="full", memory="keep") == "Set runtime.memory to auto and runtime.compile to off: that would fit."
+    )
+    assert said(memory="keep") == "Set runtime.memory to auto: that would fit."  # the control
 
 
 @pytest.mark.parametrize("own", [512, None])  # None: the control
