@@ -15,6 +15,7 @@ from typing import Any
 from lora_rocm.data.folders import MAX_CAPTION_BYTES, shown
 from lora_rocm.errors import DataError
 from lora_rocm.host.printable import one_line
+from lora_rocm.host.swelling import unpacked_bytes
 from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
@@ -34,8 +35,8 @@ DATASET_ERRORS = (
     ImportError,
 )
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
-"""Parquet that says it unpacks to more than both, in bytes and as often as its own size, was not made of pictures:
-these hardly shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
+"""Parquet that unpacks to more than both, in bytes and as often as its own size, was not made of pictures: these hardly
+shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
@@ -304,24 +305,21 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
 
 
 def _refuse_swelling(files: Iterable[Path], where: str) -> None:
-    """Look into the footers of Parquet files before anything is unpacked.
+    """Find out what Parquet files hold before the library unpacks anything.
 
     Raises:
         DataError: see MAX_UNPACKED_BYTES.
         OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is no Parquet.
     """
-    from pyarrow import parquet
-
     for file in files:
         if file.suffix.lower() != ".parquet":
             continue
-        footer = parquet.read_metadata(file)
-        groups = (footer.row_group(index) for index in range(footer.num_row_groups))
-        unpacked_bytes = sum(group.total_byte_size for group in groups)
-        if unpacked_bytes > max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size):
+        limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
+        found_bytes = unpacked_bytes(file, limit_bytes)
+        if found_bytes > limit_bytes:
             raise DataError(
                 "dataset-swells",
-                f"A file of {file.stat().st_size} bytes would unpack to {unpacked_bytes}: it cannot be pictures.",
+                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be pictures.",
                 where=f"{where}: {shown(file)}",
                 fix="Make the dataset again, with pictures in their own format (PNG, JPEG, ...) in its cells.",
             )

@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from lora_rocm.data import rows
 from lora_rocm.data.pictures import read_size
 from lora_rocm.data.rows import as_file, picture_in, rows_of
 from lora_rocm.errors import DataError
+from lora_rocm.host import swelling
 from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
 
 
@@ -110,6 +112,40 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             list(rows_of(source(tmp_path / name)))
         assert caught.value.code == code and caught.value.fix
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(("copies", "refused"), [(1500, True), (500, False)])
+def test_one_value_in_very_many_rows_is_refused_before_it_is_written_out(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, copies: int, refused: bool, as_folder: bool
+) -> None:
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 20 << 20)
+    picture = {"bytes": content + bytes(20_000), "path": None}
+    file = write(tmp_path / "ds" / "train.parquet", image=[picture] * copies, text=["a photo"] * copies)
+    assert rows.MAX_UNPACKING * file.stat().st_size < rows.MAX_UNPACKED_BYTES  # which is then the limit
+    loads: list[object] = []
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **how: loads.append(args) or load(*args, **how))
+    if not refused:
+        assert len(list(rows_of(source(file.parent if as_folder else file)))) == copies and loads
+        return
+    with pytest.raises(DataError) as caught:
+        list(rows_of(source(file.parent if as_folder else file)))
+    assert caught.value.code == "dataset-swells" and str(file) in caught.value.where and not loads
+
+
+def test_captions_that_many_rows_share_are_read_after_they_were_counted(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "MAX_UNPACKING", 2)
+    texts = ["a photo of a cat", "a drawing"] * 500
+    pictures = [content + str(number).encode() for number in range(len(texts))]
+    file = write(tmp_path / "x.parquet", image=pictures, text=texts)
+    counted: list[int] = []
+    count = swelling._values_bytes
+    monkeypatch.setattr(swelling, "_values_bytes", lambda array: counted.append(count(array)) or counted[-1])
+    assert [caption for _, caption in rows_of(source(file))] == texts and counted
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP", "GIF", "AVIF"])
