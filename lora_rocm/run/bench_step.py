@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,12 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
         make_folder(traces)
     _measure(loaded.recipe, asked, traces if asked.profile else None, found)
     rows = over_rounds(found.rows)
-    price = price_of(rows)
-    say("", *_text(loaded.recipe, asked, found.machine, rows, price))
+    price, unlike = price_of(rows), unlike_of(rows)
+    say("", *_text(loaded.recipe, asked, found.machine, rows, price, unlike))
     if json_path is not None:
         head = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         about = {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
-        found_here = {"machine": found.machine, **about, "rows": found.rows, "price": price}
+        found_here = {"machine": found.machine, **about, "rows": found.rows, "price": price, "unlike": unlike}
         write_json(json_path, {**head, **found_here})
         say("", f"Wrote {json_path}")
     return 0
@@ -149,6 +149,24 @@ def price_of(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     return found
 
 
+def unlike_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """For each bare loop what it does otherwise to need memory, in words: a ratio of times says little then."""
+    ours = next(row for row in rows if row["name"] == OURS)
+    return {row["name"]: list(_unlike(ours, row)) for row in rows if row is not ours and not row["problem"]}
+
+
+def _unlike(ours: Row, bare: Row) -> Iterator[str]:
+    blocks, recomputed, offloaded = (ours[name] for name in ("blocks", "recomputed_blocks", "offloaded_blocks"))
+    if recomputed and not bare["recomputes"]:
+        yield f"{OURS} recomputes {recomputed} of {blocks} blocks, and the bare loop keeps everything"
+    elif recomputed < blocks and bare["recomputes"]:
+        yield f"the bare loop recomputes all blocks, and {OURS} {recomputed} of {blocks}"
+    if offloaded:
+        yield f"{OURS} has {offloaded} of {blocks} blocks wait in main memory, and the bare loop keeps all weights"
+    if ours["parts"] > 1:
+        yield f"{OURS} computes a micro-batch in {ours['parts']} parts, and the bare loop at once"
+
+
 def _a_sample(row: Row, value: float | None) -> float | None:
     return None if value is None else value / row["samples"]
 
@@ -157,7 +175,14 @@ def _ratio(ours: float | None, others: float | None) -> float | None:
     return ours / others if ours is not None and others else None
 
 
-def _text(recipe: Recipe, asked: Asked, machine: Row, rows: Sequence[Row], price: Mapping[str, Row]) -> list[str]:
+def _text(
+    recipe: Recipe,
+    asked: Asked,
+    machine: Row,
+    rows: Sequence[Row],
+    price: Mapping[str, Row],
+    unlike: Mapping[str, list[str]],
+) -> list[str]:
     whole = [row for row in rows if not row["problem"]]
     ours = next(row for row in whole if row["name"] == OURS)
     lines = [_about(recipe, asked, ours), "", *bench_tables.step_table(whole)]
@@ -171,6 +196,7 @@ def _text(recipe: Recipe, asked: Asked, machine: Row, rows: Sequence[Row], price
         *bench_tables.parts_table(ours),
     ]
     lines += bench_tables.price_text(price)
+    lines += [f"Not alike, {name}: {'; '.join(texts)}." for name, texts in unlike.items() if texts]
     if asked.profile:
         lines += ["", "Kernels by kind, ms (number) a step:", *bench_tables.kinds_table(whole)]
         lines += ["", f"What takes longest in a step of {OURS}:", *bench_tables.top_table(ours)]
@@ -191,6 +217,13 @@ def _about(recipe: Recipe, asked: Asked, ours: Row) -> str:
         f"{recipe.model.family}, {base}, {recipe.data.resolution} px, batch {train.batch_size}{parts}"
         f"{f' x {train.gradient_accumulation_steps}' if train.gradient_accumulation_steps > 1 else ''}, "
         f"{ours['dtype']}, rank {recipe.lora.rank} on {ours['adapted_layers']} layers "
-        f"({ours['trained_weights'] / 1e6:.2f} M weights), "
-        f"{'with' if ours['recomputes'] else 'without'} gradient checkpointing"
+        f"({ours['trained_weights'] / 1e6:.2f} M weights), {_checkpointing(ours)}"
     )
+
+
+def _checkpointing(ours: Row) -> str:
+    blocks, recomputed, offloaded = (ours[name] for name in ("blocks", "recomputed_blocks", "offloaded_blocks"))
+    words = f"{'with' if recomputed else 'without'} gradient checkpointing"
+    if 0 < recomputed < blocks:
+        words = f"{recomputed} of {blocks} blocks recomputed"
+    return f"{words}, {offloaded} of {blocks} blocks offloaded" if offloaded else words

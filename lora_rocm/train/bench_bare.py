@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.recipe.schema import Recipe
@@ -26,15 +28,23 @@ EAGER, CAPTURED, COMPILED = "bare, eager", "bare, captured", "bare, compiled and
 
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch and its noise on the host, and the names of the layers to adapt, by component."""
+    """What a run of ours hands to the bare loop.
+
+    Attributes:
+        batch, draws: a micro-batch and its noise, on the host.
+        layers: the names of those to adapt, by component.
+        recomputes: the run computes all activations again, be it that the recipe asked for it, that the memory plan
+            chose it, or that a step ran out of memory.
+    """
 
     batch: Tensors
     draws: Tensors
     layers: Mapping[str, Sequence[str]]
+    recomputes: bool
 
 
 def inputs_of(bench: Bench) -> Inputs:
-    """The first micro-batch of a run."""
+    """The first micro-batch of a run, and how it computes now."""
     trainer = bench.trainer
     batch = next(trainer.open_batches(0))
     seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch["positions"]]
@@ -42,11 +52,11 @@ def inputs_of(bench: Bench) -> Inputs:
     for component, path, _ in bench.artifacts.adapter.modules.values():
         layers.setdefault(component, []).append(path)
     tensors = {name: tensor.clone() for name, tensor in batch["tensors"].items()}
-    return Inputs(tensors, trainer.family.draw(tensors, seeds).tensors, layers)
+    return Inputs(tensors, trainer.family.draw(tensors, seeds).tensors, layers, trainer.relief.recomputes)
 
 
 class BareStep:
-    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` says rank, scale and checkpointing."""
+    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` says rank and scale."""
 
     def __init__(
         self, family: ModelFamily, recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str
@@ -58,8 +68,8 @@ class BareStep:
         for name, component in self.model.components.items():
             parameters += _adapt(component, inputs.layers.get(name, ()), recipe, dtype)
             component.to(device).train()
-            if recipe.train.gradient_checkpointing and name not in family.text_components:
-                _checkpointed(component)
+            if inputs.recomputes and name not in family.text_components:
+                _checkpointed(component, draws=recipe.lora.dropout > 0)
             if how == COMPILED:
                 _compiled(component)
         self.batch = {name: tensor.to(device) for name, tensor in inputs.batch.items()}
@@ -129,8 +139,9 @@ def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: to
     return found
 
 
-def _checkpointed(component: Any) -> None:
-    component.enable_gradient_checkpointing()
+def _checkpointed(component: Any, draws: bool) -> None:
+    """The blocks that diffusers would. Without ``draws`` no random state is read, which capturing forbids."""
+    component.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=draws))
 
 
 def _compiled(component: Any) -> None:

@@ -112,9 +112,7 @@ def measure_ours(bench: Bench, wanted: Wanted, matmul: Figures) -> Figures:
         counts = count_step(bench)[0]
         figures["counts"] = counts.to_json()
         figures["profile"]["waits"] = counts.waits
-    relief = bench.trainer.relief
-    figures |= {"parts": relief.parts, "recomputes": relief.recomputes, "incidents": bench.incidents}
-    return with_rates(figures, flops, matmul)
+    return with_rates({**figures, **_kept(bench), "incidents": bench.incidents}, flops, matmul)
 
 
 def measure_bare(
@@ -136,6 +134,7 @@ def measure_bare(
             **times(seconds, recipe.train.batch_size),
             **_peaks(device, held),
             "warm_up_steps": MIN_WARM_UP,
+            "recomputes": inputs.recomputes,
             "profile": _profiled(lambda: _times(run, TRACED_STEPS), TRACED_STEPS, device, wanted, how),
         }
         return figures | {"idle_s": idle_s(figures)}
@@ -186,6 +185,22 @@ def flagged_waits(run: Callable[[], object]) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum(FLAGGED in str(warning.message) for warning in caught)
+
+
+def _kept(bench: Bench) -> Figures:
+    """What the steps did to need less memory: parts of a micro-batch, and blocks recomputed or offloaded."""
+    relief, memory = bench.trainer.relief, bench.artifacts.memory
+    blocks = len(bench.trainer.family.blocks(bench.trainer.model))
+    recomputed, offloaded = (0, blocks * memory.offloads)
+    if memory.plan is not None:
+        recomputed, offloaded = len(memory.plan.recomputed), len(memory.plan.offloaded)
+    return {
+        "parts": relief.parts,
+        "recomputes": relief.recomputes,
+        "blocks": blocks,
+        "recomputed_blocks": blocks if relief.recomputes else recomputed,
+        "offloaded_blocks": offloaded,
+    }
 
 
 def _warm_up(bench: Bench) -> int:

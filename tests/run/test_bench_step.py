@@ -33,11 +33,12 @@ def profile(busy_s: float | None, kernels: float = 10_000.0, waits: float = 0.0)
 def row(name: str = OURS, again: int = 0, median_s: float = 0.078, busy_s: float | None = 0.074, **more: Any) -> Event:
     times = {"median_s": median_s, "p95_s": median_s * 1.1, "mean_s": median_s, "samples": 1}
     peaks = {"peak_allocated_bytes": 10 * 2**30, "peak_reserved_bytes": 11 * 2**30}
-    found = {**times, **peaks, "samples_per_s": 1 / median_s, "profile": profile(busy_s)}
+    found = {**times, **peaks, "samples_per_s": 1 / median_s, "profile": profile(busy_s), "recomputes": False}
     if name == OURS:
         found |= {
             "flops": 14.58e12, "flops_per_s": 187e12, "of_matmul": 0.237, "idle_s": 0.004, "parts": 1,
-            "recomputes": False, "incidents": [], "adapted_layers": 560, "trained_weights": 23_000_000,
+            "blocks": 70, "recomputed_blocks": 0, "offloaded_blocks": 0, "incidents": [],
+            "adapted_layers": 560, "trained_weights": 23_000_000,
             "dtype": "bfloat16", "parts_s": {"loading": 0.001, "optimizer": 0.0005},
         }  # fmt: skip
     return {"type": "row", "number": 0, "name": name, "round": again, "problem": None, **found, **more}
@@ -129,11 +130,43 @@ def test_a_gpu_that_the_profiler_does_not_see_is_told(child: Any, tmp_path: Path
 
 
 def test_what_the_run_changed_meanwhile_is_told(child: Any, tmp_path: Path, capsys: Any) -> None:
-    child(GPU, begin(OURS), row(parts=2, recomputes=True, incidents=["out-of-memory: x, in parts", "a", "a"]))
+    child(GPU, begin(OURS), row(parts=2, recomputed_blocks=70, incidents=["out-of-memory: x, in parts", "a", "a"]))
     measured(tmp_path)
     text = capsys.readouterr().out
     assert "batch 4 in 2 parts" in text and "with gradient checkpointing" in text
     assert text.count("  a\n") == 1 and "  out-of-memory: x, in parts\n" in text
+
+
+@pytest.mark.parametrize(
+    ("kept", "bare_recomputes", "head", "not_alike"),
+    [
+        ({}, False, "without gradient checkpointing\n", None),  # the control
+        ({"recomputed_blocks": 70}, True, "with gradient checkpointing\n", None),  # the control
+        ({"recomputed_blocks": 70}, False, "with gradient checkpointing\n", "70 of 70 blocks, and the bare loop keeps"),
+        ({"recomputed_blocks": 12}, False, "12 of 70 blocks recomputed\n", "12 of 70 blocks, and the bare loop keeps"),
+        ({}, True, "without gradient checkpointing\n", "the bare loop recomputes all blocks, and lora-rocm 0 of 70"),
+        (
+            {"recomputed_blocks": 70, "offloaded_blocks": 9},
+            True,
+            "with gradient checkpointing, 9 of 70 blocks offloaded\n",
+            "9 of 70 blocks wait in main memory, and the bare loop keeps all weights",
+        ),
+        ({"parts": 2}, False, "without gradient checkpointing\n", "in 2 parts, and the bare loop at once"),
+    ],
+)
+def test_what_the_bare_loop_does_otherwise_stands_beside_the_price(
+    child: Any, tmp_path: Path, capsys: Any, kept: Event, bare_recomputes: bool, head: str, not_alike: str | None
+) -> None:
+    child(GPU, begin(OURS), row(**kept), begin("bare, eager"), row("bare, eager", recomputes=bare_recomputes))
+    saved = measured(tmp_path)
+    text = capsys.readouterr().out
+    assert head in text
+    after_price = text.split("Beside bare, eager: ")[1].splitlines()[1:2]
+    if not_alike is None:
+        assert "Not alike" not in text and saved["unlike"] == {"bare, eager": []}
+    else:
+        assert after_price[0].startswith("Not alike, bare, eager: ") and not_alike in after_price[0]
+        assert not_alike in saved["unlike"]["bare, eager"][0]
 
 
 def test_a_bare_loop_that_cannot_be_captured_is_named(child: Any, tmp_path: Path, capsys: Any) -> None:

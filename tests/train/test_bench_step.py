@@ -65,6 +65,7 @@ def test_ours_and_bare_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert 0 < parts["optimizer"] < parts["backward"] and parts["check"] > 0
     assert ours["of_matmul"] == pytest.approx(ours["flops"] / ours["median_s"] / machine["matmul"]["per_second"])
     assert ours["trained_weights"] > 10_000 and ours["adapted_layers"] > 100 and ours["incidents"] == []
+    assert (ours["recomputed_blocks"], ours["offloaded_blocks"], bare["recomputes"]) == (0, 0, False) and ours["blocks"]
     assert bare["profile"]["kernels"] > 1000 and ours["profile"]["busy_s"] is None
     assert all(Path(row["profile"]["trace"]).stat().st_size > 1000 for row in (ours, bare))
 
@@ -144,16 +145,28 @@ def test_what_is_not_foreseen_leaves_a_traceback(tmp_path: Path, monkeypatch: py
         bench_step.main([str(tmp_path / "job.json")], watch_parent=False)
 
 
-def test_the_bare_loop_is_the_same_model_with_the_same_layers_on_the_same_numbers(tmp_path: Path) -> None:
-    recipe = recipe_for(recipe_of("train.gradient_checkpointing=true"), True, tmp_path)
+@pytest.mark.parametrize(
+    ("asked", "recomputes"),
+    [
+        ("train.gradient_checkpointing=true", True),
+        ("runtime.memory=recompute", True),
+        ("runtime.memory=keep", False),  # the control
+    ],
+)
+def test_the_bare_loop_is_the_same_model_with_the_same_layers_on_the_same_numbers(
+    tmp_path: Path, asked: str, recomputes: bool
+) -> None:
+    recipe = recipe_for(recipe_of(asked), True, tmp_path)
     with open_bench(recipe, Settings(), tmp_path, random_weights=True, watch_parent=False) as bench:
         inputs, ours = inputs_of(bench), bench.artifacts.adapter
+        kept = bench_measure._kept(bench)
         losses_B = bench.trainer.engine.losses(inputs.batch, inputs.draws)
     assert bench.start.session.readers == []  # a thread that lives on holds the session, and these would hold the model
     bare = BareStep(bench.trainer.family, recipe, inputs, torch.float32, CPU, EAGER)
     trained = [p for p in bare.model.components["unet"].parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == sum(p.numel() for p in ours.parameters.values())
-    assert bare.model.components["unet"].is_gradient_checkpointing
+    assert bare.model.components["unet"].is_gradient_checkpointing is recomputes
+    assert kept["recomputed_blocks"] == (kept["blocks"] if recomputes else 0) and kept["offloaded_blocks"] == 0
     bare()
     assert torch.allclose(bare.loss, losses_B.mean(), rtol=1e-4)  # a fresh LoRA changes nothing
     before = float(bare.loss.detach())
@@ -180,6 +193,37 @@ def test_what_is_measured_beside_ours() -> None:
     gpu = torch.device("cuda")
     assert variants(None, gpu) == () and variants("bare-compiled", CPU) == (EAGER,)
     assert variants("bare", gpu) == (EAGER, "bare, captured") and len(variants("bare-compiled", gpu)) == 3
+
+
+@pytest.mark.parametrize(
+    ("memory", "recomputed", "offloaded", "bare_recomputes"),
+    [("selective", 1, 0, False), ("offload", None, None, True)],
+)
+def test_a_run_that_recomputes_some_or_offloads_says_so(
+    tmp_path: Path, memory: str, recomputed: int | None, offloaded: int | None, bare_recomputes: bool
+) -> None:
+    """None: all."""
+    recipe = recipe_for(recipe_of(f"runtime.memory={memory}"), True, tmp_path)
+    with open_bench(recipe, Settings(), tmp_path, random_weights=True, watch_parent=False) as bench:
+        kept, inputs = bench_measure._kept(bench), inputs_of(bench)
+        every = len(bench.trainer.family.blocks(bench.trainer.model))
+        assert (kept["blocks"], inputs.recomputes, kept["recomputes"]) == (every, bare_recomputes, bare_recomputes)
+        assert kept["recomputed_blocks"] == (every if recomputed is None else recomputed) > 0
+        assert kept["offloaded_blocks"] == (every if offloaded is None else offloaded)
+        bench.trainer.relief.recomputes = True  # as after a step that ran out of memory
+        assert bench_measure._kept(bench)["recomputed_blocks"] == every and inputs_of(bench).recomputes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
+def test_on_a_gpu_the_bare_loop_recomputes_where_ours_does_and_can_be_captured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], quick: None, memory: str
+) -> None:
+    recipe = recipe_of("runtime.device=gpu", "data.resolution=128", f"runtime.memory={memory}")
+    _, *events = events_of(tmp_path, capfd, recipe, against="bare", steps=3)
+    rows = [event for event in events if event["type"] == "row"]
+    assert [row["problem"] for row in rows] == [None] * 3
+    assert [row["recomputes"] for row in rows] == [memory == "recompute"] * 3
 
 
 @pytest.mark.gpu
