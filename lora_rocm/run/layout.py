@@ -28,8 +28,9 @@ SUPERVISOR = "supervisor"
 """Name of the parent among the writers of events."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 """By these a folder is known to be the directory of a run that has begun."""
-PARENTS_FILES = ("recipe.yaml", "recipe.rank", "environment.json", "report.html")
-"""Written by the light parent; every other file of a run by its worker."""
+PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
+"""Written by the light parent of rank 0; every other file of a run by its worker, but for the recipes of other ranks."""
+RECIPES_OF_RANKS = "recipe.rank"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RunDir:
 
     def recipe_of(self, rank: int) -> Path:
         """The recipe that rank was started with, where it was not started by the parent of rank 0 (``torchrun``)."""
-        return self.path / f"recipe.rank{rank}.yaml" if rank else self.recipe
+        return self.path / f"{RECIPES_OF_RANKS}{rank}.yaml" if rank else self.recipe
 
     def lock_of(self, rank: int) -> Path:
         """Held by the worker of that rank."""
@@ -191,12 +192,24 @@ class RunDir:
         """Remove what a killed writer left under temporary names: the parent's files, or those of the worker.
 
         Each removes its own only, and only while it holds its lock: the other may be writing at this very moment.
+        So may other ranks their recipes, which are theirs to remove (``discard_unfinished_recipe``).
         """
         for path in sorted(self.path.rglob(".*.tmp"), reverse=True):
-            parents = path.parent == self.path and path.name[1:].startswith(PARENTS_FILES)
-            if parents == of_parent:
-                with contextlib.suppress(OSError):  # it does no harm; the next start tries again
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            here, name = path.parent == self.path, path.name[1:]
+            if here and name.startswith(RECIPES_OF_RANKS):
+                continue
+            if (here and name.startswith(PARENTS_FILES)) == of_parent:
+                _discard(path)
+
+    def discard_unfinished_recipe(self, rank: int) -> None:
+        """Remove what that rank itself, killed, left of its recipe."""
+        for path in self.path.glob(f".{self.recipe_of(rank).name}.*.tmp"):
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:

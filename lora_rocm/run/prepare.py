@@ -1,4 +1,4 @@
-"""Which run directory, and whether what is asked fits what is in it. Everything but ``settle`` only looks."""
+"""Which run directory, and whether what is asked fits what is in it. Only ``settle`` and ``settle_rank`` write."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError
+from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_atomic
 
 LATEST = "latest"
+MAX_RESULT_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
     run_dir = chosen.run_dir
     if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe):
         return False
+    run_dir.discard_unfinished_recipe(rank)
     write_atomic(run_dir.recipe_of(rank), dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
 
@@ -165,7 +168,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
     if not same_length or resume_differences(old, new):
         return False
     try:
-        json.loads(run_dir.result.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):  # of several processes rank 0 may take it away at any time
+        json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+    except (OSError, ValueError, RecursionError):  # of several processes rank 0 may take it away at any time
         return False
     return True

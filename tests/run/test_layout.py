@@ -66,6 +66,19 @@ def test_what_a_killed_writer_left_is_removed_by_its_own_side(tmp_path: Path) ->
     assert [path.exists() for path in (*of_parent, *kept)] == [False] * 2 + [True] * 3
 
 
+def test_each_rank_removes_what_it_left_of_its_recipe_and_nobody_else_does(tmp_path: Path) -> None:
+    """Ranks that torchrun starts write at the same moment, and no lock is between them."""
+    run_dir = RunDir(tmp_path / "größe x").create()
+    left = [run_dir.path / f".{run_dir.recipe_of(rank).name}.77.ab.tmp" for rank in (1, 2, 12)]
+    for path in (*left, run_dir.recipe_of(1)):
+        path.write_bytes(b"half")
+    run_dir.discard_unfinished(of_parent=True)
+    run_dir.discard_unfinished(of_parent=False)
+    assert [path.exists() for path in left] == [True] * 3
+    run_dir.discard_unfinished_recipe(1)
+    assert [path.exists() for path in (*left, run_dir.recipe_of(1))] == [False, True, True, True]
+
+
 def test_a_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path / "run").create()
     with pytest.raises(StorageError, match="not there any more"):

@@ -6,7 +6,7 @@ import pytest
 
 from lora_rocm.errors import ResumeError
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.run import prepare
+from lora_rocm.run import layout, prepare
 from lora_rocm.run.layout import RunDir, write_json
 from tests.run.fake_run import RECIPE
 
@@ -174,3 +174,24 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
 
     monkeypatch.setattr(prepare, "load_recipe", meanwhile)
     assert prepare.settle_rank(chosen, loaded.recipe, 1) and run_dir.recipe_of(1).exists()
+
+
+def test_rank_0_leaves_alone_what_another_rank_is_writing(
+    loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes the directory ready between the two halves of what rank 1 does: its file is written, not renamed."""
+    run_dir = RunDir(tmp_path / "run").create()
+    killed = run_dir.path / f".{run_dir.recipe_of(1).name}.77.ab.tmp"
+    killed.write_bytes(b"half")
+    chosen, rename, written = prepare.choose(loaded, run_dir.path, "latest"), layout.rename, list[Path]()
+
+    def meanwhile(source: Path, target: Path) -> None:
+        if not written:
+            written.append(target)
+            assert prepare.settle(chosen, loaded.recipe, accept_changes=False)
+        rename(source, target)
+
+    monkeypatch.setattr(layout, "rename", meanwhile)
+    assert prepare.settle_rank(chosen, loaded.recipe, 1)
+    assert written == [run_dir.recipe_of(1)] and run_dir.recipe.exists()
+    assert load_recipe(run_dir.recipe_of(1)).recipe == loaded.recipe and not killed.exists()
