@@ -17,7 +17,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.prepare import Facts, Prepared, prepare
 from lora_rocm.data.reader import BadEntry, Orders, Read, Reader
-from lora_rocm.data.workers import Workers
+from lora_rocm.data.workers import GivenUp, Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 
@@ -40,10 +40,15 @@ Repair = Callable[[str, str, str], None]
 
 
 def open_workers(
-    cache: LatentCache, family: ModelFamily, runtime: RuntimeSection, say: Callable[[str], None]
+    cache: LatentCache,
+    family: ModelFamily,
+    runtime: RuntimeSection,
+    say: Callable[[str], None],
+    given_up: GivenUp = lambda seen: None,
 ) -> Workers:
-    """What ``loader`` reads with; one for all readings of a run. ``say`` gets a sentence when a worker failed."""
-    return Workers(Reader(cache, {encoder.kind: encoder.outputs for encoder in family.encoders()}), runtime, say)
+    """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
+    reader = Reader(cache, {encoder.kind: encoder.outputs for encoder in family.encoders()})
+    return Workers(reader, runtime, say, given_up)
 
 
 def loader(

@@ -27,6 +27,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.utils.data import DataLoader, get_worker_info
 
 from lora_rocm.data.reader import BadEntry, Order, Orders, Read
+from lora_rocm.host.changes import Seen
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.exits import describe_exit
 
@@ -38,7 +39,10 @@ SPARE_DESCRIPTORS = 8  # for the sockets over which descriptors are handed over
 KILL_WAIT_S = 5.0  # a process that is stuck inside a driver cannot die; it is left behind
 NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
 """In torch's messages: a file descriptor was wanted and there was none, on this side or on the other."""
+WAITED = "DataLoader timed out"
+"""In torch's message: it waited as long as the run does, and was first to say so."""
 
+GivenUp = Callable[[Seen], None]
 Result = Read | BadEntry
 
 
@@ -49,7 +53,15 @@ class Source(Protocol):
 
 
 class WorkersFailed(Exception):
-    """A worker hung, died or raised; the message says which."""
+    """A worker hung, died or raised; the message says which.
+
+    Args:
+        seen: in the words of the table of changes, where one that raised has died, too: it ended before its work.
+    """
+
+    def __init__(self, what: str, seen: Seen = "died") -> None:
+        super().__init__(what)
+        self.seen = seen
 
 
 class Workers:
@@ -59,10 +71,13 @@ class Workers:
         source: what the workers read from.
         runtime: how many workers, how long they may be silent, and whether they are kept between two readings.
         say: gets a sentence for each change.
+        given_up: called once, where from then on the rest is read without workers, with what was seen of the last one.
     """
 
-    def __init__(self, source: Source, runtime: RuntimeSection, say: Callable[[str], None]) -> None:
-        self.source, self._runtime, self._say = source, runtime, say
+    def __init__(
+        self, source: Source, runtime: RuntimeSection, say: Callable[[str], None], given_up: GivenUp = lambda seen: None
+    ) -> None:
+        self.source, self._runtime, self._say, self._given_up = source, runtime, say, given_up
         self.count = runtime.workers_on(sys.platform)
         self.sharing = get_sharing_strategy()
         self._idle: list[Group] = []
@@ -79,7 +94,7 @@ class Workers:
                     yield result
                 return
             except WorkersFailed as failure:
-                self._change(group, str(failure))
+                self._change(group, str(failure), failure.seen)
             finally:
                 self._give_back(group)
         yield from one_ahead(data_loader(self.source, orders.after(given)))
@@ -105,8 +120,9 @@ class Workers:
         else:
             group.close()
 
-    def _change(self, group: Group, what: str) -> None:
+    def _change(self, group: Group, what: str, seen: Seen) -> None:
         """Decide how to go on after a failure, and say it."""
+        had = self.count
         while self._idle:
             self._idle.pop().close()
         if group.sharing == "file_descriptor" and any(sign in what for sign in NO_DESCRIPTORS):
@@ -116,6 +132,8 @@ class Workers:
             self.count = min(self.count, group.size // 2)
             how = f"going on with {self.count} workers" if self.count else "going on without workers"
         self._say(f"A loader worker failed: {what}; {how}. No sample is lost.")
+        if had and not self.count:  # two readings can be under way, and the workers of both fail
+            self._given_up(seen)
 
 
 class Group:
@@ -172,13 +190,13 @@ class Group:
                 continue
             if said == "failed":
                 self._wait_for_the_dead()
-                raise WorkersFailed(value)
+                raise WorkersFailed(value, "loader-hang" if WAITED in value else "died")
             return said, value
 
     def _look(self, deadline: float, limit_s: float) -> None:
         self._look_for_the_dead()
         if time.monotonic() > deadline:
-            raise WorkersFailed(f"no batch came within {limit_s:g} s")
+            raise WorkersFailed(f"no batch came within {limit_s:g} s", "loader-hang")
 
     def _wait_for_the_dead(self) -> None:
         """A connection breaks, and the sentinel tells it, a moment before the system knows how the process ended."""

@@ -9,7 +9,7 @@ from typing import Any
 from lora_rocm.device.memory import Usage, empty_pools
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.host.changes import BY_ID
+from lora_rocm.host.changes import BY_ID, Seen
 
 EMPTY_EVERY_UPDATES = 100
 """Emptied pools that do not last for so many updates were no cure."""
@@ -63,7 +63,7 @@ class Relief:
         return self._emptied_at is None or updates - self._emptied_at >= EMPTY_EVERY_UPDATES
 
 
-def tell(change: str, emit: Callable[..., Any]) -> None:
-    """The event for a change of the table (``host.changes``) that the worker has made itself."""
+def tell(change: str, emit: Callable[..., Any], seen: Seen = "out-of-memory") -> None:
+    """The event for a change of the table (``host.changes``) that the worker has made itself, and because of what."""
     row = BY_ID[change]
-    emit("change", id=row.id, effect=row.effect, seen="out-of-memory", text=row.text)
+    emit("change", id=row.id, effect=row.effect, seen=seen, text=row.text)

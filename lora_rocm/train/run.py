@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -173,7 +174,8 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
-    workers = open_workers(cache, family, _runtime(start), session.notice)
+    given_up = partial(tell, "workers-0", session.emit)
+    workers = open_workers(cache, family, _runtime(start), session.notice, given_up)
     return Data(prepared, plan, steps, workers)
 
 

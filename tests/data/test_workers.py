@@ -24,7 +24,8 @@ from lora_rocm.data import workers as under_test
 from lora_rocm.data.buckets import fit
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.reader import Order, Orders, Read
-from lora_rocm.data.workers import Workers, hand_over, one_ahead
+from lora_rocm.data.workers import Group, Workers, WorkersFailed, hand_over, one_ahead
+from lora_rocm.host.changes import Seen
 from lora_rocm.recipe.schema import RuntimeSection
 
 COUNT = 9
@@ -91,10 +92,12 @@ def orders() -> Orders:
     return Orders(BatchPlan(items, 1, 1, 0), 0, COUNT)
 
 
-def read(source: Source, orders: Orders, said: list[str], **runtime: Any) -> list[Any]:
+def read(
+    source: Source, orders: Orders, said: list[str], given_up: Callable[[Seen], None] = pytest.fail, **runtime: Any
+) -> list[Any]:
     """Where nothing hangs on purpose, the limit is one that no busy machine reaches."""
     timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
-    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), said.append)
+    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), said.append, given_up)
     try:
         return plain(workers.reads(orders))
     finally:
@@ -111,8 +114,10 @@ SLOW = ("is stopped", "crashes")  # to the main process the same as "hangs" and 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in SAID])
 def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
+    seen: list[Seen] = []
     started = time.monotonic()
-    assert read(Source(fault, tmp_path), orders, said, workers=1) == read(Source(), orders, [])
+    assert read(Source(fault, tmp_path), orders, said, seen.append, workers=1) == read(Source(), orders, [])
+    assert seen == ["loader-hang" if fault in ("hangs", "is stopped") else "died"]
     assert len(said) == 1 and SAID[fault] in said[0] and "going on without workers" in said[0], said
     assert time.monotonic() - started < 120 and multiprocessing.active_children() == []
     assert len(list(tmp_path.iterdir())) == 1  # the fault did happen
@@ -120,7 +125,9 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
 
 def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    assert read(Source("is killed", tmp_path), orders, said, workers=2) == read(Source(), orders, [])
+    given_up: list[int] = []
+    found = read(Source("is killed", tmp_path), orders, said, lambda seen: given_up.append(len(said)), workers=2)
+    assert found == read(Source(), orders, []) and given_up == [2]  # not where one was left
     assert ["going on with 1 workers" in text for text in said] == [True, False] and len(said) == 2
 
 
@@ -129,7 +136,7 @@ def test_reading_that_forgets_its_position_gives_other_batches(
 ) -> None:
     """Negative control of the tests above."""
     monkeypatch.setattr(Orders, "after", lambda self, count: self)
-    assert read(Source("raises", tmp_path), orders, [], workers=1) != read(Source(), orders, [])
+    assert read(Source("raises", tmp_path), orders, [], lambda seen: None, workers=1) != read(Source(), orders, [])
 
 
 def test_workers_that_are_sound_are_not_given_up(orders: Orders) -> None:
@@ -188,6 +195,40 @@ def test_only_tensors_in_main_memory_leave_a_worker() -> None:
     assert hand_over(Read(order, {"x": here}, {})).tensors["x"] is here
     with pytest.raises(ValueError, match="x is on meta"):
         hand_over(Read(order, {"x": elsewhere}, {}))
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"), [("RuntimeError: DataLoader timed out after 120 seconds", "loader-hang"), ("EOFError: ", "died")]
+)
+def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch, what: str, seen: str
+) -> None:
+    def serve(self: Group, loader: Any, given: Any) -> None:
+        self._told.put(("failed", what))
+
+    monkeypatch.setattr(Group, "_serve", serve)
+    found: list[Seen] = []
+    assert read(Source(), orders, [], found.append, workers=1) == read(Source(), orders, [])
+    assert found == [seen]
+
+
+def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the held-out pictures comes in the middle of a step's reading."""
+
+    def failing(self: Group, orders: Orders) -> Iterator[Any]:
+        yield Source()[next(iter(orders))]
+        raise WorkersFailed("it hung", "loader-hang")
+
+    monkeypatch.setattr(Group, "reads", failing)
+    found: list[Seen] = []
+    workers = Workers(Source(), RuntimeSection(workers=1), lambda text: None, found.append)
+    one, other = workers.reads(orders), workers.reads(orders)
+    begun = plain(itertools.islice(one, 1)), plain(itertools.islice(other, 1))
+    assert [some + plain(rest) for some, rest in zip(begun, (one, other), strict=True)] == 2 * [
+        read(Source(), orders, [])
+    ]
+    assert found == ["loader-hang"]
+    workers.close()
 
 
 def test_on_windows_workers_are_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,11 @@ def change_then_die(run_dir: RunDir, writer: EventWriter) -> int:
     os._exit(9)
 
 
+def loader_then_die(run_dir: RunDir, writer: EventWriter) -> int:
+    writer.write("change", id="workers-0", effect="exact", seen="loader-hang", text="without")
+    os._exit(9)
+
+
 def change_then_full(run_dir: RunDir, writer: EventWriter) -> int:
     """All that a worker can change was changed, and memory ran out all the same: what it held was in pieces."""
     writer.write("change", id="checkpointing", effect="rounding", seen="out-of-memory", text="again")
@@ -227,6 +232,7 @@ ENDINGS: dict[str, Callable[[RunDir, EventWriter], int]] = {
     "hang-deaf": hang_deaf,
     "hang-after-end": hang_after_end,
     "change-then-die": change_then_die,
+    "loader-then-die": loader_then_die,
     "change-then-full": change_then_full,
     "reset": reset,
     **{code: failing(code) for code in CODES},

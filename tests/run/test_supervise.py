@@ -311,6 +311,13 @@ def test_what_the_worker_changed_itself_stays(run: Run) -> None:
     assert not run.written("change")  # the worker has told it
 
 
+def test_workers_that_the_worker_gave_up_stay_so_in_the_next_command_as_well(run: Run) -> None:
+    loader = ("runtime.workers=2", "runtime.workers_on_windows=true")
+    assert run("first:loader-then-die", *loader) == 0 == run("done", *loader)
+    assert [settings_from(start["environ"]).loader_workers for start in run.started()] == [None, 0, 0]
+    assert run.kept == [("workers-0", "loader-hang")] and not run.written("change")
+
+
 # changes of the run and of the machine
 
 

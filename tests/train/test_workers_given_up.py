@@ -1,0 +1,50 @@
+"""Loader workers that a run gave up: on record as a change, and no byte differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.data.workers import Group, WorkersFailed
+from lora_rocm.run.events import read_events
+from lora_rocm.run.judge import changes_of
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.trouble import trouble_of
+from tests.train.test_run import bytes_of, make_recipe, material, start, straight
+
+__all__ = ["material", "straight"]
+
+
+def changes(run_dir: Path) -> list[dict[str, Any]]:
+    return read_events(RunDir(run_dir).events(), "change")
+
+
+@pytest.mark.parametrize("seen", ["loader-hang", "died"])
+def test_workers_that_are_given_up_are_a_change_of_the_run(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Any
+) -> None:
+    recipe, whole = make_recipe(material, runtime={"workers": 1}), Group.reads
+
+    def failing(self: Group, orders: Any) -> Iterator[Any]:
+        yield from itertools.islice(whole(self, orders), 3)
+        raise WorkersFailed("it failed", seen)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "reads", failing)
+        assert start(recipe, tmp_path / "run")
+    (change,) = changes(tmp_path / "run")
+    assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", seen)
+    assert bytes_of(tmp_path / "run") == bytes_of(straight)
+    run_dir = RunDir(tmp_path / "run")
+    assert changes_of(trouble_of(run_dir, read_events(run_dir.events()))) == ("workers-0",)  # for whoever resumes it
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_that_work_are_no_change(material: Path, straight: Path, tmp_path: Path, workers: int) -> None:
+    """Nor is it where the recipe wants none."""
+    assert start(make_recipe(material, runtime={"workers": workers}), tmp_path / "run")
+    assert changes(tmp_path / "run") == [] and bytes_of(tmp_path / "run") == bytes_of(straight)
