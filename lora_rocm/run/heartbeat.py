@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import storage_error
+from lora_rocm.host.plain import read_plain
 
 WIDTH_BYTES = 256
 """A record is padded to this, so that no end of an older, longer one is left behind it."""
+MAX_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The last beat; None where there is none, or it is being written at this very moment."""
+    """The last beat; None where there is none, it is being written at this very moment, or it is no plain file."""
     try:
-        value: Any = json.loads(path.read_bytes())
+        value: Any = json.loads(read_plain(path, MAX_BYTES))
         found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.host.plain import read_plain
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
 from lora_rocm.run.layout import RunDir, write_atomic
@@ -339,7 +339,7 @@ def _timings(facts: Facts) -> str:
 
 def _recipe(facts: Facts) -> str:
     try:
-        text = facts.run_dir.recipe.read_text(encoding="utf-8", errors="replace")
+        text = read_plain(facts.run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
     return section("Recipe", preformatted(text))

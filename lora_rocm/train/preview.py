@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
+from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir, write_atomic, write_json
 
@@ -20,6 +21,7 @@ MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
 REQUESTS_FILE = "requests.json"  # beside the pictures of a round: what they were drawn from
+MAX_REQUESTS_BYTES = 1 << 24
 
 
 def picture_size(recipe: Recipe) -> tuple[int, int]:
@@ -74,8 +76,8 @@ def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None
     """The pictures of a round that is complete and of these prompts and settings, else None."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
-        drawn = json.loads((folder / REQUESTS_FILE).read_bytes())
-    except (OSError, ValueError):
+        drawn = json.loads(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     paths = _paths(folder, requests)
     same = drawn == [asdict(request) for request in requests]

@@ -1,5 +1,6 @@
 """Which run directory, and whether it fits."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,27 @@ def test_a_complete_run_with_other_wishes_goes_on(
 def test_a_torn_result_is_no_result(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     run_dir.result.write_bytes(b'{"updates": 4')
+    assert again(loaded, run_dir)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_a_pipe_in_the_place_of_the_result_is_no_result_and_is_not_waited_for(
+    loaded: LoadedRecipe, tmp_path: Path
+) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    os.mkfifo(run_dir.result)
+    assert again(loaded, run_dir) and not run_dir.result.exists()
+
+
+def test_a_result_is_not_read_beyond_what_it_can_be(
+    loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = made(loaded, tmp_path / "run")
+    monkeypatch.setattr(prepare, "MAX_RESULT_BYTES", 100)
+    run_dir.result.write_bytes(b"{}".ljust(100))
+    assert not again(loaded, run_dir)
+    run_dir.result.write_bytes(b"{}".ljust(101))
     assert again(loaded, run_dir)
 
 

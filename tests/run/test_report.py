@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -125,6 +126,30 @@ def test_damaged_parts(run_dir: RunDir) -> None:
         file.write(b'{"type": "step", "upda')
     html, _ = checked(write_report(run_dir))
     assert "Not finished: step 40 of 40" in html and html.count("<img") == 9
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "too large", "link to a plain file"])
+def test_a_recipe_that_is_no_plain_file_is_neither_waited_for_nor_read_without_end(run_dir: RunDir, kind: str) -> None:
+    write_whole_run(run_dir)
+    text = run_dir.recipe.read_bytes()
+    run_dir.recipe.unlink()
+    if kind == "pipe":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("this system has no pipes with names")
+        os.mkfifo(run_dir.recipe)
+    elif kind == "too large":
+        run_dir.recipe.write_bytes(text + b"#" * report.MAX_RECIPE_BYTES)
+    else:
+        (run_dir.path / "elsewhere").write_bytes(text)
+        try:
+            run_dir.recipe.symlink_to(run_dir.path / "elsewhere")
+        except OSError:
+            pytest.skip("no links may be made here")
+    _, checker = checked(write_report(run_dir))
+    assert ("Recipe" in checker.headings) == (
+        kind == "link to a plain file"
+    ) and "Exports, loaded back" in checker.headings
 
 
 def test_an_error_is_the_headline(run_dir: RunDir) -> None:

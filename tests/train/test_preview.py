@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from lora_rocm.recipe.schema import Recipe
@@ -46,6 +48,27 @@ def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
     assert preview.existing(run_dir, 0, make_recipe(seed=8)) is None
     paths[1].unlink()
     assert preview.existing(run_dir, 0, recipe) is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "too large", "too deep", "whole"])
+def test_what_a_round_was_drawn_from_is_read_from_a_plain_file_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    run_dir, recipe = RunDir(tmp_path), make_recipe()
+    paths, file = draw_round(run_dir, 0, ["red", "green", "blue"]), run_dir.samples_at(0) / preview.REQUESTS_FILE
+    write_json(file, [asdict(request) for request in preview.requests_of(recipe)])
+    if kind == "pipe":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("this system has no pipes with names")
+        file.unlink()
+        os.mkfifo(file)
+    elif kind == "too deep":
+        file.write_bytes(b"[" * 10**6)
+    else:
+        room = 0 if kind == "whole" else -1
+        monkeypatch.setattr(preview, "MAX_REQUESTS_BYTES", file.stat().st_size + room)
+    assert preview.existing(run_dir, 0, recipe) == (paths if kind == "whole" else None)
 
 
 def test_the_grid_has_before_on_the_left_and_after_on_the_right(tmp_path: Path) -> None:
