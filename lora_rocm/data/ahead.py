@@ -71,7 +71,7 @@ class Behind:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
         try:
-            with suppress(*((LoraRocmError, OSError) if failed else ())):
+            with suppress(*((LoraRocmError, OSError, RuntimeError, MemoryError) if failed else ())):
                 while self._waiting:
                     self._finish_oldest()
         finally:

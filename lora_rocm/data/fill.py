@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -50,6 +50,21 @@ Found = Callable[[int, Looked], None]
 """Called with the index of a picture and what is known of it, once all its entries are there."""
 
 LOOKED_AT_ONCE = 32  # pictures that a thread looks for in the cache at a time
+
+
+@contextmanager
+def afterwards(act: Callable[[], None]) -> Iterator[None]:
+    """Do something on a device at the end of a ``with`` block, however it ends.
+
+    Where the block failed, that error is the one to be told: with the GPU lost, whatever is asked of it fails too.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        with suppress(*((RuntimeError,) if failed else ())):
+            act()
 
 
 @dataclass
@@ -272,35 +287,35 @@ class Caches:
         progress = Progress("images", there + missing.num_entries, self.report, done=there)
         filling = Filling(self, progress)
         ready = ahead(partial(made_ready, self._entries_of), missing, lambda picture: picture.num_bytes)
-        try:
-            with filling, closing(ready):
-                for index, picture, looked in zip(missing.indices, missing, ready, strict=True):
-                    if looked.problem is not None:
-                        failed[picture.sample.key] = looked.problem
-                        self.all_could_be_read &= not looked.passing
-                        progress.step(len(picture.flips))
-                        continue
-                    if looked.file is not None:
-                        memory.remember(looked.file, looked.sha256)
-                    found(index, filling.add(looked))
-        finally:
-            del filling
-            empty_pools()
+        with afterwards(empty_pools):
+            try:
+                with filling, closing(ready):
+                    for index, picture, looked in zip(missing.indices, missing, ready, strict=True):
+                        if looked.problem is not None:
+                            failed[picture.sample.key] = looked.problem
+                            self.all_could_be_read &= not looked.passing
+                            progress.step(len(picture.flips))
+                            continue
+                        if looked.file is not None:
+                            memory.remember(looked.file, looked.sha256)
+                        found(index, filling.add(looked))
+            finally:
+                del filling
 
     def _encode_texts(self, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
         """Encode captions, each with what is wrong with its entry; ``count`` of them, of a ``total``."""
         door = self.open_door(self.device)
         encode, held = self.text_encoder.load(door), self._held_back(door)
         progress = Progress("captions", total, self.report, total - count)
-        try:
-            with Behind() as behind, held:
-                for caption, fault in missing:
-                    key, tensors = self.text_key(caption), encode(caption)
-                    held.add(partial(self.put_behind, behind, "text", key, tensors, repr(caption), fault))
-                    progress.step()
-        finally:
-            del encode, held, door
-            empty_pools()
+        with afterwards(empty_pools):
+            try:
+                with Behind() as behind, held:
+                    for caption, fault in missing:
+                        key, tensors = self.text_key(caption), encode(caption)
+                        held.add(partial(self.put_behind, behind, "text", key, tensors, repr(caption), fault))
+                        progress.step()
+            finally:
+                del encode, held, door
 
 
 def _image_as_before(sample: Sample, sha256: str) -> Image.Image:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lora_rocm.data.fill import afterwards
 from lora_rocm.device.canary import ENTRIES_ARE_LOST, Canary
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
@@ -63,10 +64,12 @@ class CacheGuard:
             self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
         canary = self._canaries[device]
         canary.transfer = door
-        try:
-            look(canary, self.updates, self.emit)
-        finally:
+
+        def let_go() -> None:
             canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can leave memory
+
+        with afterwards(let_go):
+            look(canary, self.updates, self.emit)
 
 
 @dataclass

@@ -152,11 +152,20 @@ def test_the_first_error_is_told_and_what_was_added_before_is_written(error: Bas
     assert caught.value is error and written == [1]
 
 
-@pytest.mark.parametrize(("first", "told"), [(RuntimeError("first"), RuntimeError), (None, StorageError)])
-def test_a_disk_that_is_full_too_does_not_take_the_place_of_the_first_error(
-    first: Exception | None, told: type[Exception]
+@pytest.mark.parametrize(
+    "second",
+    [FULL, OSError("gone"), MemoryError(), RuntimeError("HIP error: device lost")],
+    ids=lambda error: repr(error)[:12],
+)
+@pytest.mark.parametrize("first", [ValueError("first"), None], ids=["after another", "alone"])
+def test_a_write_that_fails_too_does_not_take_the_place_of_the_first_error(
+    first: Exception | None, second: Exception
 ) -> None:
-    with pytest.raises(told), Behind() as behind:
-        behind.add(fails)
+    def write() -> None:
+        raise second
+
+    with pytest.raises((ValueError, type(second))) as caught, Behind() as behind:
+        behind.add(write)
         if first is not None:
             raise first
+    assert caught.value is (first or second)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.data import ahead, filling, ready
+from lora_rocm.data import ahead, fill, filling, ready
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.fill import Caches
 from lora_rocm.data.prepare import prepare
@@ -541,3 +541,37 @@ def test_warnings_are_as_they_were_after_pictures_were_read_in_threads(
     before = list(warnings.filters)
     caches.fill_images(pictures_for(make, tmp_path / "data"))
     assert warnings.filters == before
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize(
+    "first", [RuntimeError("HIP error: unspecified launch failure"), None], ids=["after another", "alone"]
+)
+def test_memory_that_a_lost_gpu_does_not_give_back_does_not_take_the_place_of_the_first_error(
+    tmp_path: Path,
+    make: SimpleNamespace,
+    caches: Caches,
+    family: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    first: Exception | None,
+) -> None:
+    second = RuntimeError("HIP error: device lost")
+    encoder = family.text_encoder if kind == "text" else family.image_encoder
+    whole = encoder.tensors_of
+
+    def encode(item: Any) -> Any:
+        if first is not None:
+            raise first
+        return whole(item)
+
+    def lost() -> None:
+        raise second
+
+    encoder.tensors_of = encode
+    monkeypatch.setattr(fill, "empty_pools", lost)
+    make.picture(tmp_path / "data" / "0.png", caption="x")
+    pictures = pictures_for(make, tmp_path / "data")
+    with pytest.raises(RuntimeError) as caught:
+        caches.fill_texts(["a"]) if kind == "text" else caches.fill_images(pictures)
+    assert caught.value is (first or second)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data import proven
+from lora_rocm.device.canary import Canary
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families import sdxl_encoders
@@ -18,7 +19,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train import run
+from lora_rocm.train import guard, run
 from lora_rocm.train import start as start_facts
 from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
@@ -171,3 +172,22 @@ def test_a_bus_that_never_works_makes_no_entry(material: Path, tmp_path: Path, m
     with pytest.raises(TransferError, match=r"by every method"):
         fill(material, tmp_path)
     assert not entries(tmp_path)
+
+
+@pytest.mark.parametrize("first", [CanaryError("canary-kernel", "wrong"), None], ids=["after another", "alone"])
+def test_a_device_that_is_lost_too_does_not_take_the_place_of_the_first_error(
+    monkeypatch: pytest.MonkeyPatch, first: Exception | None
+) -> None:
+    second = RuntimeError("HIP error: device lost")
+
+    def lost(*device: Any, **how: Any) -> DeviceTransfer:
+        raise second
+
+    look = CacheGuard(rank=4, updates=0, emit=lambda *event, **fields: None)
+    door = DeviceTransfer(torch.device("cpu"), pin=False)
+    look(door)
+    monkeypatch.setattr(Canary, "failure", lambda self: first)
+    monkeypatch.setattr(guard, "DeviceTransfer", lost)
+    with pytest.raises((CanaryError, RuntimeError)) as caught:
+        look(door)
+    assert caught.value is (first or second)
