@@ -287,6 +287,7 @@ class TimeoutsSection(Section):
     )
     load: float | None = on_resume(None, "Loading the base model.", gt=0)
     cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0)
+    compile: float | None = on_resume(None, "With runtime.compile: each part that is compiled.", gt=0)
     first_step: float | None = on_resume(None, "The first step of a start: kernels are compiled.", gt=0)
     step: float | None = on_resume(None, "Every further step, and each batch of a held-out pass.", gt=0)
     checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0)

@@ -22,12 +22,14 @@ from lora_rocm.host.printable import legible
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # a worker started; resumed_from is an update count or null
     "start": ("pid", "device", "torch", "threads", "precision", "resumed_from"),
-    # phase: load, cache, step, checkpoint, preview, export; state: begin or end; seconds on end
+    # phase: load, cache, compile, step, checkpoint, preview, export; state: begin or end; seconds on end
     "phase": ("phase", "state", "seconds"),
     # what the data came to
     "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
     # caching goes on: what (images, captions; sizes, hashes, texts: what is only looked at), done, total, per_second
     "cache": ("what", "done", "total", "per_second"),
+    # compiling goes on: done and total are sizes of pictures, size is what is compiled for now, else empty
+    "compile": ("size", "done", "total"),
     # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
     "repaired": ("kind", "item", "reason"),
     # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
@@ -100,7 +102,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("loss", "grad_norm", "loss_scale", "epoch", "per_second", "seconds", "control"), f"{NUMBER}?"),
     **dict.fromkeys(("max_difference", "silent_s", "limit_s"), f"{NUMBER}?"),
     **dict.fromkeys(("device", "torch", "precision", "phase", "state", "kind", "item", "reason", "action"), TEXT),
-    **dict.fromkeys(("path", "format", "text", "id", "effect", "what", "where", "fix", "code", "detail"), TEXT),
+    **dict.fromkeys(("path", "format", "text", "id", "effect", "what", "where", "fix", "code", "detail", "size"), TEXT),
     **dict.fromkeys(("seen", "activity", "stacks", "lora"), f"{TEXT}?"),
     **dict.fromkeys(("notices", "checks", "pictures", "cannot_read", "changes", "kernel_log"), TEXTS),
     "phase.seconds": NUMBER,

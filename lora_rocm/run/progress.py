@@ -22,6 +22,7 @@ LINE_EVERY_S = 10.0
 PHASES = {
     "load": "Loading the base model",
     "cache": "Reading pictures and captions, filling the caches",
+    "compile": "Compiling the model for each size of pictures (minutes)",
     "preview": "Drawing previews",
     "export": "Writing and checking the LoRA",
 }
@@ -101,6 +102,9 @@ class ProgressDisplay:
         rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
         what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
         self.view.show(what, event["done"], event["total"], rate)
+
+    def _on_compile(self, event: Event) -> None:
+        self.view.show("Compiling", event["done"], event["total"], event["size"])
 
     def _on_repaired(self, event: Event) -> None:
         self.repairs += 1

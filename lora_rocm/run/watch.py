@@ -68,6 +68,7 @@ LIMITS: dict[str, Limit] = {
     "load": Limit(3600.0, log_counts=True),
     "cache_first": Limit(1800.0, log_counts=True),
     "cache": Limit(1800.0, 300.0, 20.0, lambda learned: _median(learned.item_s)),
+    "compile": Limit(3600.0),
     "first_step": Limit(1800.0),
     "step": Limit(300.0, 300.0, 20.0, lambda learned: _median(learned.step_s)),
     "checkpoint": Limit(600.0),
@@ -78,6 +79,7 @@ LIMITS: dict[str, Limit] = {
 """By what the worker does. A phase that is not here, or none at all, has the limit of "start".
 
 cache_first: an encoder is loaded before the first picture and before the first caption.
+compile: a whole component can be one part, for which the compiler takes many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache"}
 """Where the key below ``timeouts`` is named otherwise."""

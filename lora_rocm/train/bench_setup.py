@@ -122,7 +122,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         artifacts, position = run.load(start, family, data)
         bench = Bench(start, data, artifacts, run.new_trainer(start, data, position, artifacts), steps, incidents)
         sizes = data.prepared.facts.bucket_counts
-        compiler = compiling.for_run(recipe, device, sizes, session.notice, session.beat)
+        compiler = compiling.for_run(recipe, device, sizes, session.notice, session.emit, session.beat)
         with compiling.explained(compiler):
             run.first_pass(start, artifacts, bench.trainer, compiler)
         bench.closing = stack.pop_all()

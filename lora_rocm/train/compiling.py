@@ -60,7 +60,8 @@ class Compiler:
     Attributes:
         how: see ``how_asked``.
         sizes_hw: height and width of the buckets, in pixels; their number, times the parts, bounds what is compiled.
-        say: gets a sentence where it begins, and where it is done.
+        say: gets a sentence where it is done.
+        tell: gets the events ``compile``.
         beat: called after each piece: it is progress.
         backend: of ``torch.compile``.
         pieces: compiled until now.
@@ -69,6 +70,7 @@ class Compiler:
     how: How
     sizes_hw: Sequence[tuple[int, int]]
     say: Callable[[str], None]
+    tell: Callable[..., object]
     beat: Callable[[str], None]
     backend: str = "inductor"
     pieces: int = field(default=0, init=False)
@@ -87,11 +89,12 @@ class Compiler:
         def counted(graph: Any, inputs: list[Any], **options: Any) -> Any:
             compiled = inner(graph, inputs, **options)
             self.pieces += 1
-            self.beat("step")
+            self.beat("compile")
             return compiled
 
         for part in parts:
             part.compile(backend=counted, fullgraph=True, dynamic=False)
+        self._tell(0)
 
     def warm_up(self, run: Callable[[int, int], object]) -> None:
         """A pass of each size (given height and width), the largest first; its gradients are the caller's to drop.
@@ -99,13 +102,21 @@ class Compiler:
         Raises:
             LoraRocmError: as ``explained``.
         """
-        ordered = sorted(self.sizes_hw, key=lambda hw: -hw[0] * hw[1])
-        for number, (height, width) in enumerate(ordered, 1):
-            self.say(f"Compiling for pictures of {width}x{height} ({number} of {len(ordered)}).")
+        for done, (height, width) in enumerate(self._ordered, 1):
             with self.explained():
                 run(height, width)
-            self.beat("step")
-        self.say(f"Compiled: {self.pieces} pieces for {len(ordered)} sizes. They are kept for the next run.")
+            self.beat("compile")
+            self._tell(done)
+        self.say(f"Compiled: {self.pieces} pieces for {len(self.sizes_hw)} sizes. They are kept for the next run.")
+
+    @property
+    def _ordered(self) -> list[tuple[int, int]]:
+        return sorted(self.sizes_hw, key=lambda hw: -hw[0] * hw[1])
+
+    def _tell(self, done: int) -> None:
+        following = next(iter(self._ordered[done:]), None)
+        size = "" if following is None else f"{following[1]}x{following[0]}"
+        self.tell("compile", size=size, done=done, total=len(self.sizes_hw))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -132,11 +143,12 @@ def for_run(
     device: torch.device,
     sizes_hw: Iterable[tuple[int, int]],
     say: Callable[[str], None],
+    tell: Callable[..., object],
     beat: Callable[[str], None],
 ) -> Compiler | None:
     """The compiler of a run over pictures of these sizes; None where nothing is to be compiled."""
     how = how_asked(recipe.runtime.compile, device)
-    return None if how is None else Compiler(how, tuple(sizes_hw), say, beat)
+    return None if how is None else Compiler(how, tuple(sizes_hw), say, tell, beat)
 
 
 def zero_passes(

@@ -80,11 +80,17 @@ def train(start: Start) -> tuple[bool, int]:
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position.updates))
     watching = first_time(start.device, "The first step", session.notice)
-    compiler = compiling.for_run(recipe, start.device, data.prepared.facts.bucket_counts, session.notice, session.beat)
-    with closing(data.workers), session.phase("step"), watching as seen, compiling.explained(compiler):
-        session.readers.append(lambda event: seen() if event["type"] == "step" else None)
-        first_pass(start, artifacts, trainer, compiler)
-        finished = trainer.fit(data.max_train_steps)
+    to_session = (session.notice, session.emit, session.beat)
+    compiler = compiling.for_run(recipe, start.device, data.prepared.facts.bucket_counts, *to_session)
+    with closing(data.workers), compiling.explained(compiler):
+        if compiler is not None:
+            with session.phase("compile"):  # minutes, and no limit of a step is for these
+                first_pass(start, artifacts, trainer, compiler)
+        with session.phase("step"), watching as seen:
+            session.readers.append(lambda event: seen() if event["type"] == "step" else None)
+            if compiler is None:
+                first_pass(start, artifacts, trainer, compiler)
+            finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     trainer.engine.release()  # the last previews want the memory
     if finished:

@@ -24,6 +24,9 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("phase", {"phase": "cache", "state": "begin", "seconds": 0.0}),
     ("cache", {"what": "images", "done": 3, "total": 18, "per_second": 1.5}),
     ("cache", {"what": "images", "done": 18, "total": 18, "per_second": 1.5}),
+    ("phase", {"phase": "compile", "state": "begin", "seconds": 0.0}),
+    ("compile", {"size": "1024x768", "done": 2, "total": 5}),
+    ("compile", {"size": "", "done": 5, "total": 5}),
     ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
     ("data", data_fields()),
     ("step", step_fields(1, loss=0.5)),
@@ -63,6 +66,7 @@ def test_plain_lines() -> None:
     text = drawn(lambda stream: LineView(stream, every_s=0.0))
     assert "Going on from step 7" in text
     assert "Caching images 18/18  1.5/s" in text
+    assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
     assert "Training 2/40  loss 0.5 " in text and "nan" not in text  # the average passes over what is not finite

@@ -89,6 +89,7 @@ def test_each_phase_has_its_limit() -> None:
     for phase, name, seconds in (
         ("load", "load", 3600.0),
         ("cache", "cache", 1800.0),
+        ("compile", "compile", 3600.0),
         ("step", "first_step", 1800.0),
         ("checkpoint", "checkpoint", 600.0),
         ("preview", "preview", 3600.0),
@@ -115,6 +116,19 @@ def test_steps_are_compared_with_the_median_of_the_last_ones() -> None:
     again = Worker(learned=worker.state.learned).starts().begins("step")
     assert again.hangs_after() == ("first_step", 1800.0)  # kernels are compiled again
     assert again.steps(1.0).hangs_after() == ("step", 2000.0)
+
+
+def test_compiling_has_a_limit_of_its_own_and_the_steps_behind_it_theirs() -> None:
+    limits = Limits({"compile": 700.0, "first_step": 20.0})
+    worker = Worker(limits).starts().begins("compile").beats("compile").after(650)
+    assert decide(worker.state, worker.now) == Wait()
+    worker.beats("compile")  # a piece is done: the silence begins anew
+    assert worker.hangs_after() == ("compile", 700.0)
+    assert worker.ends("compile").begins("step").hangs_after() == ("first_step", 20.0)
+    assert not worker.state.learned.step_s  # the control: nothing of it counts as a step
+    log = Worker(limits).starts().begins("compile")
+    log.after(701).state.on_log(5000, log.now)
+    assert isinstance(decide(log.state, log.now), Hung)  # a compiler that only warns gets nowhere
 
 
 def test_caching_is_compared_with_its_items_once_the_encoder_works() -> None:

@@ -91,7 +91,7 @@ def test_what_cannot_be_compiled_is_told(
     def cannot(*args: object) -> None:
         raise Unsupported("no such operator")
 
-    compiler: Compiler | None = Compiler("regional", ((64, 64),), str, str)
+    compiler: Compiler | None = Compiler("regional", ((64, 64),), str, lambda kind, **fields: None, str)
     monkeypatch.setattr(compiling, "for_run", lambda *how: compiler)
     monkeypatch.setattr(Memory, "probe", cannot)
     error = events_of(tmp_path, capfd, recipe_of())[-1]

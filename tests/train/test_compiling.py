@@ -62,10 +62,12 @@ def breaks(x: Tensor) -> Tensor:
 class Said:
     def __init__(self) -> None:
         self.words: list[str] = []
-        self.beats = 0
+        self.events: list[tuple[str, int, int]] = []
+        self.beats: list[str] = []
 
-    def beat(self, activity: str) -> None:
-        self.beats += 1
+    def tell(self, event_type: str, *, size: str, done: int, total: int) -> None:
+        assert event_type == "compile"
+        self.events.append((size, done, total))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def compiled(
 ) -> tuple[Compiler, Model, Said]:
     torch.manual_seed(0)
     model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
-    compiler = Compiler(how, sizes, said.words.append, said.beat, backend="aot_eager")
+    compiler = Compiler(how, sizes, said.words.append, said.tell, said.beats.append, backend="aot_eager")
     family: Any = SimpleNamespace(blocks=lambda loaded: list(loaded.components["unet"].blocks))
     compiler.put(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
     return compiler, model, said
@@ -97,11 +99,8 @@ def passes(model: nn.Module) -> Callable[[int, int], object]:
 def test_each_size_is_compiled_once_and_gives_the_same(how: How, pieces: int) -> None:
     compiler, model, said = compiled(how)  # blocks: the first has an input without gradient, so two pieces
     compiler.warm_up(passes(model))
-    assert compiler.pieces == 2 * pieces and said.beats == compiler.pieces + 2
-    assert [words.split(" (")[0] for words in said.words[:2]] == [
-        "Compiling for pictures of 3x4",  # the largest first
-        "Compiling for pictures of 2x2",
-    ]
+    assert compiler.pieces == 2 * pieces and said.beats == ["compile"] * (compiler.pieces + 2)
+    assert said.events == [("3x4", 0, 2), ("2x2", 1, 2), ("", 2, 2)]  # the largest first
     x = torch.randn(2, 2, 3)
     found, plain = model(x), Model(*(Block() for _ in model.blocks))
     plain.load_state_dict(model.state_dict())
@@ -184,8 +183,24 @@ def test_a_compiled_run_is_the_eager_run(
     assert start(make_recipe(material, train=short, runtime={"compile": how}), tmp_path / how)
     assert compilers[0].pieces > 0
     torch.testing.assert_close(losses(tmp_path / how), losses(tmp_path / "eager"), rtol=1e-5, atol=1e-6)
-    said = [event["text"] for event in read_events(RunDir(tmp_path / how).events()) if event["type"] == "notice"]
+    events = read_events(RunDir(tmp_path / how).events())
+    said = [event["text"] for event in events if event["type"] == "notice"]
     assert [text for text in said if text.startswith("Compiled: ")]
+    assert _phases(tmp_path / how) == ["cache", "load", "compile", "step"] and "compile" not in _phases(
+        tmp_path / "eager"
+    )
+    ends = [number for number, event in enumerate(events) if (event["type"], event.get("state")) == ("phase", "end")]
+    within = events[ends[1] : ends[2]]
+    done = [(event["done"], event["total"]) for event in within if event["type"] == "compile"]
+    sizes = len(next(event for event in events if event["type"] == "data")["buckets"])
+    assert done == [(number, sizes) for number in range(sizes + 1)]
+
+
+def _phases(folder: Path) -> list[str]:
+    """The outer ones up to the first step, in their order."""
+    events = read_events(RunDir(folder).events(), "phase", "step")
+    first_step = [event["type"] for event in events].index("step")
+    return [event["phase"] for event in events[:first_step] if event["state"] == "begin"]
 
 
 @pytest.mark.parametrize(
