@@ -29,7 +29,7 @@ SUPERVISOR = "supervisor"
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 """By these a folder is known to be the directory of a run that has begun."""
 PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
-"""Written by the light parent of rank 0; every other file of a run by its worker, but for the recipes of other ranks."""
+"""Written by the light parent of rank 0; other files of a run by its worker, but for the recipes of other ranks."""
 RECIPES_OF_RANKS = "recipe.rank"
 
 
