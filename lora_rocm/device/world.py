@@ -290,6 +290,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
 
     Raises:
         MachineError: this PyTorch cannot, or the others do not come.
+        UserError: some train on a GPU and some on the CPU.
     """
     if me.size == 1:
         return World()
@@ -308,7 +309,11 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     with _others("their start"):
         opened = distributed.rendezvous("env://", me.rank, me.size, timeout=waiting)
         store, rank, size = next(opened)
-        ours = distributed.PrefixStore(f"lora_rocm/{me.start}", store)
+    ours = distributed.PrefixStore(f"lora_rocm/{me.start}", store)
+    staged = device.type == "cuda" and not nccl
+    world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
+    world.require_same("the device", {"runtime.device": device.type})  # backends that differ wait for each other
+    with _others("their start"):
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore(f"torch/{me.start}", store),
@@ -317,9 +322,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             timeout=waiting,
             device_id=device if nccl else None,
         )
-    return World(
-        me, backend, beat, staged=device.type == "cuda" and not nccl, _store=ours, _all_reduce=distributed.all_reduce
-    )
+    return world
 
 
 @contextmanager

@@ -183,6 +183,30 @@ def test_real_processes_over_gloo(end: str) -> None:
     assert [child.returncode for child in children] == ([0, 0] if end == "leave" else [0, 9])
 
 
+MIXED = """
+import os, sys, torch
+from lora_rocm.device.world import join
+from lora_rocm.errors import LoraRocmError
+from lora_rocm.host.ranks import rank_of
+me = rank_of(os.environ)
+try:
+    join(me, torch.device(sys.argv[1 + me.rank]), timeout_s=60)
+except LoraRocmError as error:
+    print(error.code, error.where)
+"""
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cpu", "cpu")])
+def test_a_gpu_and_a_processor_do_not_wait_for_each_other(devices: tuple[str, str]) -> None:
+    """Their backends differ, so the refusal comes before these meet. Rank 1 may find rank 0, and its store, gone."""
+    envs = environments({**os.environ, "PYTHONPATH": str(ROOT)}, 2)
+    command = [sys.executable, "-c", MIXED, *devices]
+    children = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, encoding="utf-8") for env in envs]
+    said, _ = [child.communicate(timeout=100)[0] for child in children]
+    refused = "ranks-differ runtime.device: rank 0 has cpu, rank 1 has cuda\n"
+    assert said == ("" if devices[0] == devices[1] else refused)
+
+
 @pytest.mark.gpu
 def test_an_update_of_several_ranks_waits_for_no_gpu() -> None:
     gpu = torch.device("cuda", 0)
