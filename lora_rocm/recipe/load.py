@@ -19,7 +19,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import Recipe, TimeoutsSection
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
     Key,
@@ -38,6 +38,13 @@ EITHER_OR: dict[Key, Key] = {
     ("train", "max_train_steps"): ("train", "epochs"),
     ("train", "epochs"): ("train", "max_train_steps"),
 }
+# Processes that train together may differ in these: they say where and how each of them does the same work.
+OF_A_PROCESS = frozenset({
+    "cache.dir", "output.dir", "train.gradient_checkpointing", "runtime.device", "runtime.workers",
+    "runtime.worker_timeout_s", "runtime.persistent_workers", "runtime.workers_on_windows", "runtime.pin_memory",
+    "runtime.graphs", "runtime.compile", "runtime.memory", "runtime.profile", "runtime.self_test",
+    "runtime.max_restarts", "runtime.threads", *(f"timeouts.{name}" for name in TimeoutsSection.model_fields),
+})  # fmt: skip
 BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # YAML 1.1 takes it for the end of a line (section 5.4)
 PATH_LETTERS = 400  # of a path the end is what is wrong
@@ -196,6 +203,11 @@ def fingerprint(recipe: Recipe) -> str:
 def fixed_values(recipe: Recipe) -> dict[str, Any]:
     """Key -> JSON value of every value that has to stay the same when a run is resumed."""
     return {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
+
+
+def shared_values(recipe: Recipe) -> dict[str, Any]:
+    """Key -> JSON value of every value that has to be the same for processes that train together."""
+    return {dotted(key): value for key, value, _ in _leaves(recipe) if dotted(key) not in OF_A_PROCESS}
 
 
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:

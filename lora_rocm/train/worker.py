@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from lora_rocm.device.world import World, join
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.host.ranks import Rank, rank_of
 from lora_rocm.host.settings import settings_from
-from lora_rocm.recipe.load import fixed_values, load_recipe
+from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from lora_rocm.train.state import Checkpoint
 
 ORPHAN_LOCK_WAIT_S = 60.0
+PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
+"""Besides torch: the modules and kernels that a step is made of. Triton has another name in some wheels of torch."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -129,11 +132,20 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
     Raises:
         UserError: their recipes, versions, number formats or checkpoints differ.
     """
-    values = {key: json.dumps(value, ensure_ascii=False) for key, value in fixed_values(recipe).items()}
+    values = {key: json.dumps(value, ensure_ascii=False) for key, value in shared_values(recipe).items()}
     place = f"{checkpoint.path.name} {checkpoint.digest}" if checkpoint else "the beginning"
     world.require_same("the recipe", values)
-    world.require_same("software", {"lora-rocm": __version__, "torch": torch.__version__, "precision": str(dtype)})
+    world.require_same("software", {**_versions(), "precision": str(dtype)})
     world.require_same("the run directory", {"what they go on from": place})
+
+
+def _versions() -> dict[str, str]:
+    """Name -> version; a package that is not installed is left out, which to another rank's is a difference."""
+    found = {"lora-rocm": __version__, "torch": torch.__version__}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lora_rocm.recipe.load import (
     fingerprint,
     load_recipe,
     resume_differences,
+    shared_values,
     shipped_recipes,
 )
 
@@ -296,6 +297,39 @@ def test_fingerprint_and_differences(override: str, same: bool) -> None:
     differences = resume_differences(old, new)
     assert [problem.where for problem in differences] == ([] if same else [override.partition("=")[0]])
     assert all(" -> " in problem.what for problem in differences)
+
+
+@pytest.mark.parametrize(
+    ("override", "shared"),
+    [
+        ("lora.rank=3", True),
+        ("data.path=other", True),
+        ("train.max_train_steps=99", True),
+        ("train.validation_every_n_steps=9", True),
+        ("sample.every_n_steps=9", True),
+        ("sample.prompts=[x]", True),
+        ("output.save_every_n_steps=9", True),
+        ("output.formats=[peft]", True),
+        ("runtime.canary_every_n_steps=9", True),
+        ("runtime.deterministic=true", True),
+        ("output.dir=elsewhere", False),
+        ("cache.dir=elsewhere", False),
+        ("runtime.threads=2", False),
+        ("runtime.workers=2", False),
+        ("runtime.pin_memory=no", False),
+        ("runtime.memory=recompute", False),
+        ("timeouts.step=9", False),
+    ],
+)
+def test_what_processes_that_train_together_share(override: str, shared: bool) -> None:
+    old, new = (shared_values(load_recipe("recipe.yaml", sets).recipe) for sets in ((), (override,)))
+    assert [key for key in old if old[key] != new[key]] == ([override.partition("=")[0]] if shared else [])
+
+
+def test_what_they_may_differ_in_are_keys_of_the_recipe_that_a_resume_may_change() -> None:
+    recipe = load_recipe("recipe.yaml").recipe
+    keys = {f"{section}.{key}" for section, values in recipe.model_dump().items() for key in values}
+    assert keys >= load.OF_A_PROCESS and not load.OF_A_PROCESS & load.fixed_values(recipe).keys()
 
 
 @pytest.mark.parametrize(

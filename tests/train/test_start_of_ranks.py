@@ -1,0 +1,187 @@
+"""Workers that start together, each with a recipe of its own, as ``torchrun`` starts them; a thread each, but in the
+last test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from lora_rocm.device.world import World
+from lora_rocm.errors import StoppedError, UserError
+from lora_rocm.families.base import ModelFamily
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.events import read_events
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.team import environments
+from lora_rocm.train import run, session, worker
+from lora_rocm.train.start import Data, Start
+from tests.train.test_run import make_recipe, write_material
+from tests.worlds import in_threads
+
+ROOT = Path(__file__).parents[2]
+SHORT: dict[str, dict[str, Any]] = {
+    "data": {"resolution": 64, "bucket_step": 16},
+    "train": {"max_train_steps": 2, "gradient_accumulation_steps": 1, "batch_size": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def changed(material: Path, key: str, value: Any) -> Recipe:
+    section, name = key.split(".")
+    return make_recipe(material, **{**SHORT, section: {**SHORT.get(section, {}), name: value}})
+
+
+class Pair:
+    """Two workers of one run directory. Who waits for one that has ended hears of it, as from a store that is gone."""
+
+    def __init__(self, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        self.run_dir, self._here, self._ended = RunDir(run_dir).create(), threading.local(), threading.Event()
+        patch.setattr(worker, "rank_of", lambda environ: self._here.world.me)
+        patch.setattr(worker, "join", lambda me, device, beat: self._here.world)
+        patch.setattr(World, "close", lambda world: None)
+        patch.setattr(session.Session, "_watch_parent", lambda self: None)
+
+    @property
+    def rank(self) -> int:
+        return int(self._here.world.me.rank)
+
+    def __call__(self, recipes: Sequence[Recipe]) -> list[tuple[int, dict[str, Any]]]:
+        """(exit code, last event) of each."""
+        for rank, recipe in enumerate(recipes):
+            self.run_dir.recipe_of(rank).write_text(dump_recipe(recipe), encoding="utf-8")
+        codes = in_threads(len(recipes), self._work)
+        return [(code, read_events(self.run_dir.events(rank))[-1]) for rank, code in enumerate(codes)]
+
+    def _work(self, world: World) -> int:
+        self._here.world, world.beat = world, self._beat
+        own = str(self.run_dir.recipe_of(world.me.rank))
+        try:
+            return worker.main([str(self.run_dir.path), "--recipe", own])
+        finally:
+            self._ended.set()
+
+    def _beat(self, activity: str) -> None:
+        if self._ended.is_set():
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    return Pair(tmp_path / "run", monkeypatch)
+
+
+def refusals(ends: list[tuple[int, dict[str, Any]]], what: str) -> list[str]:
+    """Where all say that they differ in ``what``."""
+    assert [code for code, _ in ends] == [UserError.exit_code] * 2, ends
+    assert all(event["code"] == "ranks-differ" and f"differ in {what}" in event["what"] for _, event in ends), ends
+    return [event["where"] for _, event in ends]
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "second"),
+    [
+        ("lora.rank", 2, 3),
+        ("train.max_train_steps", 2, 3),
+        ("output.save_every_n_steps", 500, 1),
+        ("sample.seed", 1234, 1),
+    ],
+)
+def test_other_recipes_are_refused(key: str, first: object, second: object, material: Path, start: Pair) -> None:
+    """Those of the two that save or end at other steps would wait for each other for ever."""
+    ends = start([changed(material, key, value) for value in (first, second)])
+    assert refusals(ends, "the recipe") == [f"{key}: rank 0 has {first}, rank 1 has {second}"] * 2
+
+
+@pytest.mark.parametrize("key", ["cache.dir", "runtime.worker_timeout_s"])
+def test_what_is_of_one_process_may_differ(
+    key: str, material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as threads can go, which cannot load a model at once. Also the control of the refusals in this file."""
+
+    def load(*args: object) -> NoReturn:
+        raise StoppedError("enough", "Here the test ends.")
+
+    monkeypatch.setattr(run, "load", load)
+    own = str(material / "other cache") if key == "cache.dir" else 99.0
+    ends = start([make_recipe(material, **SHORT), changed(material, key, own)])
+    assert [(code, event["code"]) for code, event in ends] == [(StoppedError.exit_code, "enough")] * 2
+
+
+@pytest.mark.parametrize("package", ["diffusers", "peft", "transformers", "triton"])
+@pytest.mark.parametrize("theirs", ["0.1", None])
+def test_other_software_is_refused(
+    package: str, theirs: str | None, material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name != package:
+            return metadata.version(name)
+        if start.rank == 0:
+            return "9.9"
+        if theirs is None:
+            raise metadata.PackageNotFoundError(name)
+        return theirs
+
+    monkeypatch.setattr(worker, "version", version)
+    ends = start([make_recipe(material, **SHORT)] * 2)
+    assert refusals(ends, "software") == [f"{package}: rank 0 has 9.9, rank 1 has {theirs or 'nothing'}"] * 2
+
+
+def test_another_number_format_is_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = (torch.float32, torch.bfloat16)  # a card that computes one that the other does not
+    monkeypatch.setattr(worker, "compute_dtype", lambda *args: formats[start.rank])
+    ends = start([make_recipe(material, **SHORT)] * 2)
+    assert refusals(ends, "software") == ["precision: rank 0 has torch.float32, rank 1 has torch.bfloat16"] * 2
+
+
+def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same path on another machine, and what is there is not the same."""
+    prepare_data, caption = run.prepare_data, material / "pictures" / "bild 1.txt"
+    before = caption.read_bytes()
+
+    def elsewhere(begin: Start, family: ModelFamily) -> Data:
+        if begin.world.me.rank == 1:
+            caption.write_text("another caption", encoding="utf-8")
+        return prepare_data(begin, family)
+
+    monkeypatch.setattr(run, "prepare_data", elsewhere)
+    try:
+        ends = start([make_recipe(material, **SHORT)] * 2)
+    finally:
+        caption.write_bytes(before)
+    assert all("pictures and captions: rank 0 has" in where for where in refusals(ends, "the training data"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("second", "codes"), [(3, [2, 2]), (2, [0, 0])])
+def test_real_processes_are_refused_too_and_do_not_stand_still(
+    second: int, codes: list[int], material: Path, tmp_path: Path
+) -> None:
+    """Rank 1 may find rank 0 gone, which has opened what they talk through; ``torchrun`` opens that itself."""
+    children = []
+    for rank, env in enumerate(environments({**os.environ, "PYTHONPATH": str(ROOT)}, 2)):
+        own = tmp_path / f"of rank {rank}.yaml"
+        recipe = changed(material, "train.max_train_steps", second if rank else 2)
+        own.write_text(dump_recipe(recipe), encoding="utf-8")
+        words = ["train", str(own), "--run-dir", str(tmp_path / "run"), "--resume", "latest"]
+        command = [sys.executable, "-m", "lora_rocm", *words, "--set", "runtime.device=cpu"]
+        children.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    said = [child.communicate(timeout=200)[0].decode("utf-8", "replace") for child in children]
+    assert children[0].returncode == codes[0], said
+    assert children[1].returncode == codes[1] or (codes[1] and "gone" in said[1]), said
+    if codes[0]:
+        assert "train.max_train_steps: rank 0 has 2, rank 1 has 3" in said[0]
