@@ -79,14 +79,10 @@ def cases(toy: bool) -> list[Case]:
     """The probe comes first."""
     small, middle, large = (64, 96, 128) if toy else (512, 768, 1024)
     found = [Case(1, large, 16, "keep")]
-    found += [
-        Case(rows, side, 16, "keep") for rows, side in ((1, small), (1, middle), (2, middle), (2, large), (4, large))
-    ]
-    found += [
-        Case(1, large, 16, "selective", 0.5),
-        Case(4, large, 16, "selective", 0.5),
-        Case(2, middle, 16, "selective", 0.8),
-    ]
+    kept = ((1, small), (1, middle), (2, middle), (2, large), (4, large))
+    found += [Case(rows, side, 16, "keep") for rows, side in kept]
+    some = ((1, large, 0.5), (4, large, 0.5), (2, middle, 0.8))
+    found += [Case(rows, side, 16, "selective", share) for rows, side, share in some]
     found += [Case(1, large, 16, "recompute"), Case(4, large, 16, "recompute"), Case(1, small, 16, "recompute")]
     if not toy:
         found += [Case(1, large, 16, "keep", graphs=True), Case(4, large, 16, "keep", graphs=True)]
@@ -280,16 +276,11 @@ def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> d
     """Steps of one plan. A function of its own, so that its engine, and a whole model with it, leaves when it ends."""
     setup.load(plan)  # as a run does it: no memory was cut up by weights that have left
     setup.put(plan)
-    said: dict[str, Any] = {
-        "plan": text_of(plan),
-        "estimate_bytes": plan.peak_bytes,
-        "needed_bytes": plan.needed_bytes,
-    }
+    said: dict[str, Any] = {"plan": text_of(plan)}
+    said |= {"estimate_bytes": plan.peak_bytes, "needed_bytes": plan.needed_bytes}
     try:
-        with (
-            watching(setup, resident_bytes(setup.footprint(side_px), plan.offloaded)) as peak,
-            allocator_limit(setup, limit_bytes),
-        ):
+        resident = resident_bytes(setup.footprint(side_px), plan.offloaded)
+        with watching(setup, resident) as peak, allocator_limit(setup, limit_bytes):
             engine = setup.engine(plan.graphs)
             setup.steps(plan, side_px, engine, WARM_UP + 1)
             before = allocations(setup.device)

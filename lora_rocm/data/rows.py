@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.data.folders import MAX_CAPTION_BYTES, shown
+from lora_rocm.data.swelling import unpacked_bytes
 from lora_rocm.errors import DataError
 from lora_rocm.host.printable import one_line
-from lora_rocm.host.swelling import unpacked_bytes
 from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}

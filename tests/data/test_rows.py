@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from lora_rocm.data import rows
+from lora_rocm.data import rows, swelling
 from lora_rocm.data.pictures import read_size
 from lora_rocm.data.rows import as_file, picture_in, rows_of
 from lora_rocm.errors import DataError
-from lora_rocm.host import swelling
 from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
 
 

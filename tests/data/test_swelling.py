@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lora_rocm.host import swelling
-from lora_rocm.host.swelling import unpacked_bytes
+from lora_rocm.data import swelling
+from lora_rocm.data.swelling import unpacked_bytes
 
 MIB = 1 << 20
 NO_LIMIT = 1 << 60
@@ -174,7 +174,7 @@ def test_memory_while_counting_is_not_that_of_what_is_counted(tmp_path: Path, ho
 import resource, sys
 from pathlib import Path
 from pyarrow import compute, parquet
-from lora_rocm.host.swelling import unpacked_bytes
+from lora_rocm.data.swelling import unpacked_bytes
 file = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 {act}
