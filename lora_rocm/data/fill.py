@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -34,7 +34,7 @@ from lora_rocm.data.proven import HeldBack, Look, OpenDoor, plain_door
 from lora_rocm.data.ready import Entry, ImageJob, Looked, Picture, hash_of, looked_at, made_ready, pixels_of
 from lora_rocm.data.samples import Sample, image_bytes, load_image
 from lora_rocm.device.failure import out_of_memory
-from lora_rocm.device.memory import empty_pools
+from lora_rocm.device.memory import afterwards, empty_pools
 from lora_rocm.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -50,21 +50,6 @@ Found = Callable[[int, Looked], None]
 """Called with the index of a picture and what is known of it, once all its entries are there."""
 
 LOOKED_AT_ONCE = 32  # pictures that a thread looks for in the cache at a time
-
-
-@contextmanager
-def afterwards(act: Callable[[], None]) -> Iterator[None]:
-    """Do something on a device at the end of a ``with`` block, however it ends.
-
-    Where the block failed, that error is the one to be told: with the GPU lost, whatever is asked of it fails too.
-    """
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        with suppress(*((RuntimeError,) if failed else ())):
-            act()
 
 
 @dataclass

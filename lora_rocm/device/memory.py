@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -85,3 +87,18 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
     number = torch.cuda.current_device() if device.index is None else device.index  # it takes no plain "cuda"
     torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, number)
     return limit_bytes
+
+
+@contextmanager
+def afterwards(act: Callable[[], None]) -> Iterator[None]:
+    """Do something on a device at the end of a ``with`` block, however it ends.
+
+    Where the block failed, that error is the one to be told: with the GPU lost, whatever is asked of it fails too.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        with suppress(*((RuntimeError,) if failed else ())):
+            act()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lora_rocm.data.fill import afterwards
 from lora_rocm.device.canary import ENTRIES_ARE_LOST, Canary
+from lora_rocm.device.memory import afterwards
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.train.optim import GatedAdamW
