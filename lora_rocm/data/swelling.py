@@ -22,7 +22,7 @@ READ_BYTES = 1 << 20
 LIST_BATCHES = 64
 """A chunk of lists is read in about this many parts: each gets a copy of the dictionary."""
 DICTIONARY_PAGE, STRUCT_FIELD_I32 = 2, 0x15  # in a page's header, which is Thrift's compact form
-MAX_LIST_VALUES = 1 << 22
+MAX_LIST_VALUES = 1 << 25
 """In a chunk of lists one row may hold all values: each takes some bytes also while it only stands in a dictionary."""
 
 

@@ -312,7 +312,8 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     ours = distributed.PrefixStore(f"lora_rocm/{me.start}", store)
     staged = device.type == "cuda" and not nccl
     world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
-    world.require_same("the device", {"runtime.device": device.type})  # backends that differ wait for each other
+    # those that differ would wait for each other
+    world.require_same("the device", {"runtime.device": device.type, "backend": backend})
     with _others("their start"):
         distributed.init_process_group(
             backend,

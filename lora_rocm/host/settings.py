@@ -49,6 +49,10 @@ class Settings:
     vae_tiling: bool = False
     """The VAE works in tiles on pictures of any size."""
 
+    def pins(self, asked: str) -> bool:
+        """Whether what goes to a GPU goes through pinned memory; ``asked``: ``runtime.pin_memory``."""
+        return (self.pin_memory if asked == "auto" else asked == "yes") and self.copy_method == "auto"
+
     def to_text(self) -> str:
         """One line; only what differs from the defaults, so that it can be read."""
         return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Settings())[key]})

@@ -192,6 +192,12 @@ def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
     )
 
 
+def relieved(changes: Iterable[str], phase: str) -> bool:
+    """Whether one of these changes is an answer to memory that ran out in this phase."""
+    rows = (BY_ID[change] for change in changes if change in BY_ID)
+    return any("out-of-memory" in row.seen and phase in row.phases for row in rows)
+
+
 def changed(situation: Situation, *changes: str) -> Situation:
     """The situation with more changes in force."""
     return replace(situation, changes=(*situation.changes, *changes))

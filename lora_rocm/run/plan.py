@@ -43,6 +43,7 @@ COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot fol
 ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what grows with the rank
 SMALLEST_RESOLUTION = 256
 LARGEST_RANK = 4096
+MAX_SIDES = 32  # that are tried: each is as long as a choice takes
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
@@ -197,6 +198,7 @@ def _milder_first(recipe: Recipe, fits: Callable[[int, int], bool]) -> Iterator[
     ``fits`` spares all resolutions with a rank that not even the smallest of them would make small enough.
     """
     own_side, own_rank, step = _resolution(recipe), recipe.lora.rank, recipe.data.bucket_step
+    step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
     sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
     sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
     ranks = [rank for rank in (LARGEST_RANK >> power for power in range(13)) if rank < own_rank]

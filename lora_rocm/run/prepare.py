@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -169,6 +170,10 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
         return False
     try:
         json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
-    except (OSError, ValueError, RecursionError):  # of several processes rank 0 may take it away at any time
+    except OSError as error:  # of several processes rank 0 may take it away at any time
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # of read_plain: it is none of ours
+            raise
+        return False
+    except (ValueError, RecursionError):
         return False
     return True

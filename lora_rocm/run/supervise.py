@@ -40,6 +40,7 @@ from lora_rocm.run.judge import (
     changes_of,
     gave_up,
     hung_error,
+    relieved,
     seen_of,
 )
 from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir, write_json
@@ -285,7 +286,7 @@ class Supervisor:
             limit_s=late.limit_s if late else None,
             stacks=stacks.name if late and stacks.exists() else None,
             kernel_log=lines,
-            changed=any(state.changes.total() for state in states),
+            changed=any(relieved(state.changes, state.phase) for state in states),
         )
 
     def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:

@@ -47,6 +47,7 @@ META = torch.device("meta")
 NOT_HERE = ("hub-unreachable", "hub-incomplete")  # the codes of a model that is not, or not all, on this machine
 KEPT = 20  # footprints that are remembered
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
+SENT_BYTES = 32 * 2**20  # the same of copies from main memory: PyTorch keeps what it has pinned
 
 
 @dataclass
@@ -338,10 +339,14 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         found = counted(recipe, family_for(recipe), *how)
     precision = next(name for name, known in DTYPES.items() if known is dtype)
     told = {"precision": precision, "model_is_here": is_here}
-    return {"footprint": found.to_json(), **told, "gpu": _gpu(device, settings, dtype)}
+    return {
+        "footprint": found.to_json(),
+        **told,
+        "gpu": _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory)),
+    }
 
 
-def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype) -> dict[str, Any] | None:
+def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool) -> dict[str, Any] | None:
     """Of the GPU that would train: its room, and what it does in a second, measured now."""
     if device.type != "cuda":
         return None
@@ -350,7 +355,7 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype) -> dict[s
         "name": describe(device),
         "integrated": bool(getattr(properties, "is_integrated", 0)),
         "budget_bytes": room_bytes(device, settings),
-        "rates": asdict(measured_rates(device, dtype)),
+        "rates": asdict(measured_rates(device, dtype, pin)),
     }
 
 
@@ -364,11 +369,11 @@ def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -
     own = torch.Generator(device).manual_seed(0)  # nobody's noise changes because this was measured
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=pin)
+    there = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=pin)
     return Rates(
         flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
         moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
-        bus_bytes=COPIED_BYTES / seconds_of(lambda: here.copy_(there, non_blocking=True), device),
+        bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
         known=True,
     )
 

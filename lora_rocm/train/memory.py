@@ -233,8 +233,8 @@ def decide(
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
         return Memory(job, recomputes, only == "offload", say)
     footprint = counted(recipe, family, dtype, settings, bucket_hw, on_gpu)
-    rates = rates_here(recipe, device, dtype, settings)
-    return choose_from(recipe, footprint, job, room_bytes(device, settings) if on_gpu else None, say, rates)
+    budget_bytes = room_bytes(device, settings) if on_gpu else None  # before anything is taken to measure with
+    return choose_from(recipe, footprint, job, budget_bytes, say, rates_here(recipe, device, dtype, settings))
 
 
 def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
@@ -245,7 +245,7 @@ def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, setting
     if device.type != "cuda" or recipe.runtime.deterministic:
         return Rates()
     try:
-        return measured_rates(device, dtype, pin=settings.copy_method == "auto")
+        return measured_rates(device, dtype, pin=settings.pins(recipe.runtime.pin_memory))
     except RuntimeError as error:
         if out_of_memory(error) is None:
             raise

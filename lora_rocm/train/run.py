@@ -86,6 +86,7 @@ def train(start: Start) -> tuple[bool, int]:
         if compiler is not None:
             with session.phase("compile"):  # minutes, and no limit of a step is for these
                 first_pass(start, artifacts, trainer, compiler)
+        start.world.exchange("compiled", limit_s=None)  # one may have to compile what another has in its cache
         with session.phase("step"), watching as seen:
             session.readers.append(lambda event: seen() if event["type"] == "step" else None)
             if compiler is None:

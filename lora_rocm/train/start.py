@@ -62,9 +62,7 @@ def transfer_of(start: Start) -> DeviceTransfer:
 
 def pins(start: Start) -> bool:
     """Whether copies to the device go through pinned memory."""
-    asked, settings = start.recipe.runtime.pin_memory, start.settings
-    planned = settings.pin_memory if asked == "auto" else asked == "yes"
-    return start.device.type == "cuda" and planned and settings.copy_method == "auto"
+    return start.device.type == "cuda" and start.settings.pins(start.recipe.runtime.pin_memory)
 
 
 def captures(start: Start) -> bool:

@@ -33,7 +33,7 @@ from lora_rocm.train.loop import Position
 STATE_FILE = "state.json"
 FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
 """Of each part; a checkpoint has no others."""
-MAX_STATE_BYTES = 1 << 27  # the tags of captions are in it: 20 MB where 100,000 pictures have 200 letters each
+MAX_STATE_BYTES = 1 << 30  # the tags of captions are in it: 40,000 a folder, each of any length
 MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
 PIECE_BYTES = 1 << 20  # held at once where only a checksum is wanted
 

@@ -30,6 +30,7 @@ from lora_rocm.run.judge import (
     changes_of,
     gave_up,
     hung_error,
+    relieved,
     seen_of,
 )
 from lora_rocm.run.watch import Hung
@@ -229,6 +230,24 @@ def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: lis
 
 def test_memory_that_runs_out_in_a_checkpoint_is_answered_like_that_of_a_step() -> None:
     assert after(failure("out-of-memory", "checkpoint"), history(), on(CPU)) == Restart(("micro-batch-halved",), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase", "found"),
+    [
+        (["checkpointing"], "step", True),
+        (["workers-0", "micro-batch-halved"], "compile", True),
+        (["vae-tiling"], "cache", True),
+        (["vae-tiling"], "step", False),
+        (["workers-0"], "step", False),
+        (["of another version"], "step", False),
+        ([], "step", False),
+    ],
+)
+def test_only_what_answers_memory_there_makes_a_new_process_worth_while(
+    changes: list[str], phase: str, found: bool
+) -> None:
+    assert relieved(changes, phase) is found
 
 
 def test_everything_that_can_be_seen_has_words() -> None:

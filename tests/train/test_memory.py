@@ -345,7 +345,10 @@ def test_a_gpu_is_measured_unless_each_start_has_to_choose_the_same(monkeypatch:
         == Rates()
         == rates_here(asked, CPU, torch.float32, Settings())
     )
-    assert pinned == [True, False]
+    never = asked.model_copy(update={"runtime": asked.runtime.model_copy(update={"pin_memory": "no"})})
+    assert rates_here(never, gpu, torch.bfloat16, Settings()) is measured
+    assert rates_here(asked, gpu, torch.bfloat16, Settings(pin_memory=False)) is measured
+    assert pinned == [True, False, False, False]
 
 
 def test_a_gpu_too_full_to_be_measured_is_planned_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
