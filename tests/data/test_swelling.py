@@ -165,6 +165,7 @@ def test_a_dictionary_s_header_that_is_none_is_not_believed(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the highest memory of a process is read from /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["counted", "read"])
 def test_memory_while_counting_is_not_that_of_what_is_counted(tmp_path: Path, how: str) -> None:
     copies = 20_000  # 2 GB

@@ -23,7 +23,7 @@ def changes(run_dir: Path) -> list[dict[str, Any]]:
     return read_events(RunDir(run_dir).events(), "change")
 
 
-@pytest.mark.parametrize("seen", ["loader-hang", "died"])
+@pytest.mark.parametrize("seen", ["loader-hang", pytest.param("died", marks=pytest.mark.slow)])
 def test_workers_that_are_given_up_are_a_change_of_the_run(
     material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Any
 ) -> None:
