@@ -61,7 +61,7 @@ STANDARD_LIBRARY_ONLY = {
     "host.remember", "host.whole", "host.sources", "host.wheels", "host.printable",
 }  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 
 
 @dataclass(frozen=True)
