@@ -1,0 +1,79 @@
+"""Run the tests that compute as other processors would: with fewer instructions, and with other numbers of threads.
+
+    python scripts/other_cpus.py [--only SETTING]... [--workers 2] [--log FOLDER] [arguments of pytest]
+
+Runs with the Python that starts it. Prints one line a setting; ends with 0 where all are green. Without a path among
+the arguments of pytest, all tests run but those that never compute. The libraries take the fewest instructions that
+they are told and the processor has: a setting below what it has anyway changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {
+    "as-it-is": {},
+    "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "mkl-sse42": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
+    "threads-4": {"LORA_ROCM_TEST_THREADS": "4"},
+}
+NEVER_COMPUTE = (
+    "doctor host recipe windows test_architecture.py test_install.py test_portability.py test_project.py test_recipes.py"
+)
+VERSIONS = "import torch; print(f'PyTorch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}')"
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it, else as Python does."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.processor()
+
+
+def tested(name: str, options: argparse.Namespace, pytest_arguments: list[str]) -> bool:
+    """One run of pytest; prints its line, and keeps all it says in a file."""
+    environment = {**os.environ, **SETTINGS[name]}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["-n", str(options.workers), "--dist", "worksteal"] if options.workers else []
+    command += [f"--ignore=tests/{path}" for path in NEVER_COMPUTE.split()]
+    log = options.log / f"{name}.log"
+    begun = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        code = subprocess.run(
+            [*command, *pytest_arguments], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ).returncode
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    what = " ".join(f"{key}={value}" for key, value in SETTINGS[name].items()) or "nothing set"
+    verdict = "green" if code == 0 else f"NOT GREEN (pytest ended with {code}; {log})"
+    print(f"{name:12} {verdict}: {lines[-1] if lines else '-'} [{what}; {time.monotonic() - begun:.0f} s]", flush=True)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            print(f"    {line}", flush=True)
+    return code == 0
+
+
+def main() -> int:
+    """Run the chosen settings one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(SETTINGS), help="this setting; may be given repeatedly")
+    parser.add_argument("--workers", type=int, default=2, help="processes of pytest-xdist; 0 runs without it")
+    parser.add_argument("--log", type=Path, default=ROOT / "build" / "other_cpus", help="folder for what pytest says")
+    options, pytest_arguments = parser.parse_known_args()
+    options.log.mkdir(parents=True, exist_ok=True)
+    told = subprocess.run([sys.executable, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"{processor()}; {told}; Python {platform.python_version()}", flush=True)
+    return 0 if all([tested(name, options, pytest_arguments) for name in options.only or SETTINGS]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
