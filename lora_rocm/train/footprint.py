@@ -75,7 +75,7 @@ class _Watch:
         self._inside: _Seen | None = None
         self._handles = []
         for index, block in enumerate(blocks):
-            self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
+            self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
             self._handles.append(block.register_forward_hook(partial(self._leave, index)))
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ class _Watch:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
         return tensor.detach()  # it may hang on what keeps it
 
-    def _enter(self, index: int, module: nn.Module, args: Any) -> None:
+    def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.note()
         self._before = index
         seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:

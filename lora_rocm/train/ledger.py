@@ -127,17 +127,24 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _fused(
-    query_BHSD: Tensor,
-    key_BHSD: Tensor,
-    value_BHSD: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **_: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """A mask costs nothing here: it is small beside the rest."""
+    """Compute flash attention for tensors of shape [B, H, S, D]; the names are PyTorch's, for callers by keyword.
+
+    A mask is not counted: it is small beside the rest.
+    """
+    if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head several times
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    output_BHSD: Tensor = flash(query_BHSD, key_BHSD, value_BHSD, dropout_p, is_causal)[0]
+    output_BHSD: Tensor = flash(query, key, value, dropout_p, is_causal)[0]
     return output_BHSD
 
 

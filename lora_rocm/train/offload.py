@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
 from lora_rocm.run.memory_plan import SLOTS
@@ -111,9 +112,13 @@ class Offload:
             whole_fingerprint(place)  # makes the table, which has to stay where a graph has captured it
         self._table = position_table(device)
         self._handles = [
-            block.register_forward_pre_hook(partial(self._enter, index)) for index, block in enumerate(blocks)
+            block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+            for index, block in enumerate(blocks)
         ]
-        self._handles += [block.register_forward_hook(partial(self._left, index)) for index, block in enumerate(blocks)]
+        self._handles += [
+            block.register_forward_hook(partial(self._left, index), with_kwargs=True)
+            for index, block in enumerate(blocks)
+        ]
 
     def close(self) -> None:
         """Blocks are left alone from now on; their weights are on the CPU."""
@@ -122,9 +127,9 @@ class Offload:
         for index in range(len(self._waiting)):
             self._leave(index)
 
-    def _enter(self, index: int, module: nn.Module, args: Any) -> None:
+    def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a block computes: its weights are there, and the next ones are on their way."""
-        back = self._goes_back(index, args)
+        back = self._goes_back(index, tree_leaves((args, kwargs)))
         if index not in self._holds:
             self._fetch(index, spare=None)
         place = self._holds.index(index)
@@ -135,15 +140,20 @@ class Offload:
         if wanted and following not in self._holds:
             self._fetch(following, spare=place)
 
-    def _left(self, index: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Behind a block's forward pass: the backward pass enters it where its output's gradient is there.
+    def _left(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After a block's forward pass: fetch its weights again when the gradient of an output arrives.
 
-        What stands last in it may need nothing but weights to go back, and so is not computed again before.
+        The backward pass of the block's last operation may need weights only, so it may come before recomputation.
+        A block may return several tensors, in any structure. An input that it returns unchanged is not its own output.
         """
-        if torch.is_grad_enabled() and not _goes_back_now() and output.requires_grad:
-            output.register_hook(lambda gradient: self._enter(index, module, ()))
+        if not torch.is_grad_enabled() or _goes_back_now():
+            return
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in given:
+                leaf.register_hook(lambda gradient: self._enter(index, module, (), {}))
 
-    def _goes_back(self, index: int, args: Any) -> bool:
+    def _goes_back(self, index: int, inputs: Sequence[Any]) -> bool:
         """Whether a block is entered by the backward pass, which computes it again."""
         before, self._now = self._now, index
         was_back, self._back = self._back, _goes_back_now()
@@ -152,7 +162,7 @@ class Offload:
         if before is None or was_back or index <= before:
             self._forget()  # a new pass owes nothing to the one before: either may be captured, and that one broken off
         self._returns[index] = torch.is_grad_enabled() and (
-            self._trained[index] or any(isinstance(each, Tensor) and each.requires_grad for each in args)
+            self._trained[index] or any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         )
         return False
 

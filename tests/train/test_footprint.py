@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.base import Draws, LoadedModel, LossTerms, ModelFamily, family_for
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
@@ -26,7 +26,7 @@ from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_mode
 from lora_rocm.train.ledger import Ledger
 from lora_rocm.train.optim import GatedAdamW
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 
 
@@ -82,6 +82,45 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
     hollow = hollow_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
     return count(real.family, hollow, its, SIDE_PX, SIDE_PX), real
+
+
+class ToyFamily:
+    """Frozen blocks in a row, called by keyword or by position: only their recomputation keeps their inputs."""
+
+    def __init__(self, by_keyword: bool) -> None:
+        self.by_keyword, self.run = by_keyword, Recomputing(LoadedModel({}, torch.float32, META), chosen=())
+
+    def model(self) -> LoadedModel:
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+        frozen = nn.Sequential(*layers).requires_grad_(False)
+        return LoadedModel({"net": frozen.to(META), "first": nn.Linear(64, 64).to(META)}, torch.float32, META)
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        return list(model.components["net"])  # type: ignore[call-overload]
+
+    def example(self, height: int, width: int, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, height * width, 64)}
+
+    def draw(self, batch: Any, seeds: Any) -> Draws:
+        return Draws({})
+
+    def recompute_activations(self, model: LoadedModel, run: Any = None) -> None:
+        self.run = run
+
+    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> LossTerms:
+        x = model.components["first"](batch["x"])
+        for block in self.blocks(model):
+            x = block(input=x) if self.by_keyword else block(x)
+        return LossTerms(x.square().mean(dim=(1, 2)))
+
+
+def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> None:
+    found = []
+    for by_keyword in (False, True):
+        family: Any = ToyFamily(by_keyword)
+        found.append(count(family, family.model(), recipe(tmp_path), 8, 8))
+    assert found[0] == found[1]
+    assert all(block.forward.flops > 0 for block in found[0].blocks)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])

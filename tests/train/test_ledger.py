@@ -78,3 +78,18 @@ def test_fused_attention_keeps_no_scores(fused: bool, squares: int) -> None:
     assert ledger.peak_bytes >= squares * scores
     assert fused == (ledger.peak_bytes < scores)
     assert ledger.tally.flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> None:
+    """Some model libraries call by keyword, and language models have fewer key heads than query heads."""
+    query = torch.ones(1, 4, 32, 64, dtype=torch.bfloat16, device=META)
+    key = torch.ones(1, heads, 32, 64, dtype=torch.bfloat16, device=META)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with fused_attention(), Ledger(iter([query, key])) as by_keyword:
+        found = attend(query=query, key=key, value=key, attn_mask=None, is_causal=True, enable_gqa=heads < 4)
+    full = key.repeat_interleave(4 // heads, dim=1)
+    with fused_attention(), Ledger(iter([query, full])) as by_position:
+        wanted = attend(query, full, full)
+    assert found.shape == wanted.shape == query.shape
+    assert by_keyword.tally.flops == by_position.tally.flops > 0

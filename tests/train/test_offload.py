@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
@@ -353,6 +354,58 @@ def test_weights_that_are_all_a_block_needs_to_go_back_are_there(
     for _ in range(2):
         net(torch.randn(1, 2, 8, 8)).sum().backward()
     assert len(were_there) == 8 and all(were_there) is is_entered
+
+
+class Double(nn.Module):
+    """A block of two streams: called by keyword, it returns both, one of them perhaps as it came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.block, self.number = Block(number), number
+
+    def forward(self, *, text: Tensor, image: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        mixed = self.block(image) * scale + text
+        return (mixed.tanh() if self.number % 2 else text), mixed
+
+
+class DoubleNet(nn.Module):
+    """Blocks that are called by keyword and return tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Double(number) for number in range(BLOCKS))
+        self.recomputes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        text, image = x * 0.5, x
+        for block in self.blocks:
+            how = {"text": text, "image": image, "scale": 0.7}
+            if self.recomputes and torch.is_grad_enabled():
+                text, image = checkpoint(block, use_reentrant=False, **how)
+            else:
+                text, image = block(**how)
+        return text + image
+
+
+@pytest.mark.parametrize("which", [slice(None), slice(1, None, 2)])
+def test_blocks_called_by_keyword_that_return_tuples_train_to_the_same_bits(which: slice) -> None:
+    plain, net, transfer = DoubleNet(), DoubleNet(), DeviceTransfer(CPU, pin=False)
+    plain.recomputes = False
+    offload = Offload(list(net.blocks[which]), transfer, pin=False)
+    assert same(trained(net, CPU), trained(plain, CPU))
+    assert not transfer.bad
+    assert offload.fetched_bytes > offload.host_bytes
+
+
+def test_inputs_given_by_keyword_decide_whether_a_block_is_entered_again() -> None:
+    net = DoubleNet()
+    for block in net.blocks:
+        block.requires_grad_(False)
+    offload = Offload(list(net.blocks), DeviceTransfer(CPU, pin=False), pin=False)
+    net(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+    sizes = [waiting.host.numel() for waiting in offload._waiting]
+    assert offload.fetched_bytes == sum(sizes) + sum(sizes[:-2])
 
 
 @pytest.mark.gpu
