@@ -205,13 +205,19 @@ POISONS: dict[str, Callable[[Trainer], Tensor]] = {
 }
 
 
+def poison(trainer: Trainer, where: str, value: float) -> None:
+    """As if the last update had made it: only then is it no change of what that left."""
+    POISONS[where](trainer).view(-1)[-1:].fill_(value)
+    trainer.optimizer.state_guard.reset()
+
+
 @pytest.mark.parametrize(
     ("where", "value"), [*((where, float("nan")) for where in POISONS), ("exp_avg_sq", float("inf"))]
 )
 def test_state_that_is_not_finite_is_named_and_not_written(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: float
 ) -> None:
-    after_step(monkeypatch, 4, lambda trainer: POISONS[where](trainer).view(-1)[-1:].fill_(value))
+    after_step(monkeypatch, 4, lambda trainer: poison(trainer, where, value))
     with pytest.raises(NonFiniteError) as caught:
         start(recipe_of(material), tmp_path / "run")
     assert caught.value.code == "state-nonfinite" and where in caught.value.where and "1 of" in caught.value.what
@@ -223,7 +229,7 @@ def test_without_the_look_state_that_is_not_finite_would_be_written(
 ) -> None:
     """Negative control of the test above."""
     monkeypatch.setattr(Guard, "check_all", Guard.check_kernels)
-    after_step(monkeypatch, 4, lambda trainer: POISONS["exp_avg"](trainer).fill_(float("nan")))
+    after_step(monkeypatch, 4, lambda trainer: poison(trainer, "exp_avg", float("nan")))
     with pytest.raises(ExportError):  # a step later the weights are of no use
         start(recipe_of(material), tmp_path / "run", stop_at=4)
     poisoned = state.read(RunDir(tmp_path / "run").checkpoint(4))
