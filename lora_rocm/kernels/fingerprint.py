@@ -2,9 +2,9 @@
 
 A buffer is a row of 32-bit words, cut into tiles. The fingerprint is the sum, modulo 2**64, of each word times the odd
 weight of its place in the tile times the odd weight of the tile. An odd weight times a changed power of two is never 0
-modulo 2**64, so one flipped bit is always seen; both weights are hashed, not linear, so words and tiles that were moved,
-exchanged, zeroed or not written are seen as well. Integer sums do not depend on their order: both forms give the same
-numbers, on every device.
+modulo 2**64, so one flipped bit is always seen. Both weights are hashed, not linear, so words and tiles that were
+moved, exchanged, zeroed or not written are seen as well. Integer sums do not depend on their order: both forms give the
+same numbers on every device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor
     """Set what differs in ``changed_K``, where it stays set, and ``changed`` if anything is; ``found_K`` becomes 0.
 
     Args:
-        found_K, known_K: int64.
+        found_K: int64, of the buffers as they are.
+        known_K: int64, of the buffers as they should be.
         changed_K: float32, 0 or 1.
         changed: float32 0-d.
         form: see ``choice``.
@@ -79,7 +80,8 @@ def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form:
     """``known_K`` becomes ``found_K``, which becomes 0; where ``held`` is set, what should not have changed stays.
 
     Args:
-        found_K, known_K: int64.
+        found_K: int64, of the buffers as they are.
+        known_K: int64, of the buffers as they were.
         held: float32 0-d, 0 or 1.
         stays_K: float32, 1 where nothing may change while ``held`` is set.
         form: see ``choice``.

@@ -17,7 +17,7 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.device.world import World
-from lora_rocm.errors import DataError, MachineError
+from lora_rocm.errors import DataError, MachineError, StateError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
@@ -69,7 +69,7 @@ class Artifacts:
         """A LoRA file that can be used, then the state to go on from; older states are rotated away.
 
         Raises:
-            CanaryError, StateError, NonFiniteError: see ``Guard``; no checkpoint was written.
+            CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
             StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
         """
         updates = position.updates
@@ -94,7 +94,11 @@ class Artifacts:
             "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
             "optimizer": self.transfer.receive(self.optimizer.state()),
         }
-        self.guard.check_state(updates)  # again: nothing has changed while it was read
+        try:
+            self.guard.check_state(updates)  # again: nothing has changed while it was read
+        except StateError:
+            lora.unlink(missing_ok=True)
+            raise
         facts = {
             "recipe": fingerprint(self.recipe),
             "data": self.data_identity,

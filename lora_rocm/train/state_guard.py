@@ -53,6 +53,7 @@ class StateGuard:
     @torch.no_grad()
     def check(self) -> Tensor:
         """Compare every part with what it was; ``changed``, which also tells of earlier checks."""
+        self.changed.fill_(1.0)  # so that a graph that does not run gives no good verdict
         self._compare()
         return self.changed
 
@@ -70,14 +71,14 @@ class StateGuard:
 
     def failure(self, updates: int) -> StateError | None:
         """What the checks so far have found; waits for the device."""
-        flags = zip(self._names, self._changed_K.tolist(), strict=True)
-        names = [name for name, changed in flags if changed]
-        if not names:
+        if not float(self.changed):
             return None
+        flags = zip(self._names, self._changed_K.tolist(), strict=True)
+        names = [name for name, changed in flags if changed] or ["the comparison did not run"]
         return StateError(
             "state-changed",
-            "What is trained is not what the last update made of it: memory has changed in between. No update was made "
-            "from it and nothing was written; the checkpoint before stays valid.",
+            "What is trained is not what the last update made of it: memory has changed in between. Nothing was "
+            "trained or saved from it; the checkpoint before stays valid.",
             where=f"after {updates} updates: {', '.join(names)}",
             fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes again, "
             "suspect the memory of the GPU (an overclock, its temperature) or the driver; lora-rocm doctor tests it.",
@@ -108,6 +109,7 @@ class StateGuard:
         for off in (1, 0):
             self._known_K.copy_(right_K + off)
             self._changed_K.zero_()
+            self.changed.fill_(1 - off)
             compare_graph()
             if self._changed_K.tolist() != [off] * len(right_K) or float(self.changed) != off:
                 raise WrongAnswerError("the comparison of trained state, captured as a graph, compares wrongly")
