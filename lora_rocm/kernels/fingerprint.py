@@ -53,7 +53,7 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
 
         launch_fingerprints(words, found_K)
     else:
-        found_K.add_(torch.stack([_fingerprint(words_N) for words_N in words]))
+        found_K.add_(torch.cat([_fingerprint(words_N) for words_N in words]))
 
 
 def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor, form: Form) -> None:
@@ -96,21 +96,17 @@ def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form:
 
 
 def _fingerprint(words_N: Tensor) -> Tensor:
-    """One buffer in plain PyTorch: int64 0-d."""
-    device, tiles = words_N.device, -(-words_N.numel() // TILE)
-    place_T, tile_M = _place_weights(device), _tile_weights(tiles, device)
-    rest = words_N.numel() % TILE
-    rows_MT, rest_T = words_N[: words_N.numel() - rest].view(-1, TILE), words_N[words_N.numel() - rest :]
-    at_once = min(TILES_AT_ONCE["cpu" if device.type == "cpu" else "cuda"], tiles)
-    products = torch.empty(at_once, TILE, dtype=torch.int64, device=device)
-    sums = [
-        torch.mul(some_MT, place_T, out=products[: len(some_MT)]).sum(1)
-        for some_MT in rows_MT.split(at_once)
-        if len(some_MT)
-    ]
+    """One buffer in plain PyTorch: int64 [1]."""
+    device, tiles, rest = words_N.device, -(-words_N.numel() // TILE), words_N.numel() % TILE
+    place_T, tile_M, sums = _place_weights(device), _tile_weights(tiles, device), []
+    if words_N.numel() >= TILE:
+        at_once = min(TILES_AT_ONCE["cpu" if device.type == "cpu" else "cuda"], tiles)
+        products = torch.empty(at_once, TILE, dtype=torch.int64, device=device)
+        rows = words_N[: words_N.numel() - rest].view(-1, TILE).split(at_once)
+        sums = [torch.mul(some_MT, place_T, out=products[: len(some_MT)]).sum(1) for some_MT in rows]
     if rest:
-        sums.append((rest_T * place_T[:rest]).sum().reshape(1))
-    return (torch.cat(sums) * tile_M).sum()
+        sums.append((words_N[-rest:] * place_T[:rest]).sum(0, keepdim=True))
+    return (torch.cat(sums) * tile_M).sum(0, keepdim=True)
 
 
 @cache

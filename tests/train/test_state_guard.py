@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
@@ -264,3 +265,17 @@ def test_graphs_that_compute_wrong_are_refused_as_those_of_the_canary(capture: A
     optimizer.state_guard.reset()
     one_update(optimizer)
     assert is_changed(optimizer) == [], "launch by launch as before"
+
+
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_no_fault_in_what_is_carried_on_is_trained_on(captured: bool) -> None:
+    device = GPU if captured else CPU
+    found, clean = faulty_updates(110, device, 1, captured), clean_updates(100, device, 1, captured)
+    assert not found.trained and not found.false_alarms and not clean.false_alarms
+    assert set(found.caught) == set(STATE_KINDS) and found.caught.total() > 90
+
+
+def test_without_the_guard_each_kind_of_fault_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateGuard, "check", lambda guard: guard.changed)
+    found = faulty_updates(55, CPU, 1)
+    assert not found.caught and set(found.trained) == set(STATE_KINDS)
