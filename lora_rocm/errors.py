@@ -11,6 +11,7 @@
     |   +-- StorageError          disk full, permission, a file that changed under us
     |   +-- TransferError         data did not arrive on the device as sent, by any method
     |   +-- NonFiniteError        loss or gradient not finite several times in a row, or a weight or moment to be saved
+    |   +-- StateError            what is trained is not what the last update made of it
     |   +-- CanaryError           a calculation with a known answer came out wrong, or the frozen base has changed
     |   +-- ExportError           a written file did not load back with the same effect
     |   +-- WorkerDiedError       the training process ended without saying why
@@ -127,6 +128,10 @@ class TransferError(MachineError):
 
 class NonFiniteError(MachineError):
     """Loss or gradient not finite several times in a row, or a weight or moment that was to be saved."""
+
+
+class StateError(MachineError):
+    """Trained weights, their average or the optimizer's state have changed in memory since the last update."""
 
 
 class CanaryError(MachineError):

@@ -11,7 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import reliable_price
-from benchmarks.reliable_price import Block, Figures, Look, Measured, idle_and_busy_us, kernels_of, main, summary
+from benchmarks.reliable_price import (
+    Block,
+    Figures,
+    Look,
+    Measured,
+    State,
+    idle_and_busy_us,
+    kept,
+    kernels_of,
+    main,
+    summary,
+    summary_of_state,
+)
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.state_guard import StateGuard
 from tests.tiny_models import write_tiny_sdxl
 
 
@@ -58,26 +72,67 @@ def test_the_shares() -> None:
     assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.01 + 0.1)
 
 
+def test_the_share_of_the_guard_of_trained_state() -> None:
+    steps = [(57.2, 57.0), (57.1, 57.0), (57.4, 57.0), (58.0, 57.0)]
+    blocks = [Block(guarded, 20, ms, 0.0) for pair in steps for guarded, ms in zip((True, False), pair, strict=True)]
+    figures = Figures(of_state=blocks, state=State(560_000_000, 0.000171, 0.00014, 4e12))
+    found = summary_of_state(figures)
+    assert found["state_step_ms_off"] == 57.0 and found["state_added_wall_percent"] == pytest.approx(100 * 0.3 / 57)
+    assert found["state_added_wall_from_percent"] == pytest.approx(100 * 0.2 / 57)
+    assert found["state_alone_percent"] == pytest.approx(0.3)
+    assert found["state_gb_per_s"] == pytest.approx(4000) and found["state_bandwidth_percent"] == pytest.approx(100)
+    figures.state.busy_s = None  # no GPU: by the clock
+    assert summary_of_state(figures)["state_bandwidth_percent"] == pytest.approx(100 * 0.14 / 0.171)
+
+
+@pytest.mark.parametrize(
+    ("figures", "lora", "plain", "broken"),
+    [
+        ({}, {}, False, []),
+        ({"idle_at_most_percent": 0.51}, {}, False, ["idle"]),
+        ({"state_bandwidth_percent": 79.0}, {}, False, ["state, bandwidth"]),
+        ({"state_bandwidth_percent": 79.0}, {"rank": 64}, False, ["state, bandwidth"]),
+        ({"state_alone_percent": 0.31}, {}, False, ["state, share of a step"]),
+        ({"state_alone_percent": 0.31}, {"rank": 64}, False, []),
+        ({"state_alone_percent": 1.5, "state_bandwidth_percent": 20.0}, {}, True, []),
+    ],
+)
+def test_the_promises(figures: dict[str, float], lora: dict[str, int], plain: bool, broken: list[str]) -> None:
+    found = {"idle_at_most_percent": 0.5, "state_bandwidth_percent": 80.0, "state_alone_percent": 0.3, **figures}
+    sections = {"model": {"name_or_path": "x"}, "data": {"path": "x"}, "train": {"max_train_steps": 1}}
+    recipe = Recipe.model_validate({**sections, "lora": {"rank": 16, "targets": "attention", **lora}})
+    assert [promise for promise, holds in kept(found, recipe, plain).items() if not holds] == broken
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for machines without a GPU")
 def test_the_rehearsal_checks_in_blocks_with_the_guard_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks: list[tuple[bool, int]] = []
-    block = Measured._block
+    checks: list[tuple[str, bool, int, int]] = []
+    block, renew, renewed = Measured._block, StateGuard.renew, [0]
 
-    def counted(trainer: Measured, guarded: bool, steps: int) -> Block:
-        before = trainer.transfer.checks
-        made = block(trainer, guarded, steps)
-        checks.append((guarded, trainer.transfer.checks - before))
+    def counted(trainer: Measured, guarded: bool, steps: int, guard: str = "batches") -> Block:
+        before, renewed[0] = trainer.transfer.checks, 0
+        made = block(trainer, guarded, steps, guard)
+        checks.append((guard, guarded, trainer.transfer.checks - before, renewed[0]))
         return made
 
+    def counting(guard: StateGuard) -> None:
+        renewed[0] += 1
+        renew(guard)
+
     monkeypatch.setattr(Measured, "_block", counted)
+    monkeypatch.setattr(StateGuard, "renew", counting)
+    monkeypatch.setattr(reliable_price, "ALONE_REPEATS", 2)
     monkeypatch.setattr(reliable_price, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(reliable_price, "LOOKS", 1)
     write_tiny_sdxl(tmp_path / "tiny")
     monkeypatch.setitem(reliable_price.MODELS, True, str(tmp_path / "tiny"))
     arguments = [str(tmp_path), "--toy", "--pairs", "2", "--steps", "1", "--json", str(tmp_path / "price.json")]
     assert main(arguments) == 0 and "nothing is said of idle time" in capsys.readouterr().err
-    assert [guarded for guarded, _ in checks] == [True, False] * 3
-    assert all((count > 0) == guarded for guarded, count in checks)
-    assert json.loads((tmp_path / "price.json").read_text(encoding="utf-8"))["canary_every_n_steps"] == 250
+    kinds = [(guard, guarded) for guard in ("batches", "state") for guarded in (True, False)]
+    assert [(guard, guarded) for guard, guarded, *_ in checks] == [*kinds[:2], *kinds, *kinds]
+    for guard, guarded, sent, of_state in checks:
+        assert (sent > 0) == (guarded or guard == "state") and (of_state > 0) == (guarded or guard == "batches")
+    told = json.loads((tmp_path / "price.json").read_text(encoding="utf-8"))
+    assert told["canary_every_n_steps"] == 250 and told["state_mb_read"] > 0 and told["state_alone_ms"] > 0

@@ -76,11 +76,15 @@ class Canary:
             except (WrongAnswerError, RuntimeError) as error:
                 if self.capture is None or machine_error(error) is not None:
                     raise
-                return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, error)
+                return self.graph_failure(error)
         if not changed:
             return None
         told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
         return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
+
+    def graph_failure(self, detail: object) -> CanaryError:
+        """The error for a graph of this run that does not compute right."""
+        return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, detail)
 
     def _changed(self, scale: float) -> list[str]:
         """Names of the frozen weights that have changed. Where the run uses graphs one is tried, and then used here."""

@@ -36,6 +36,7 @@ SEEN_OF_CODE: dict[str, Seen] = {
     "canary-weights": "corruption",
     "nonfinite": "nonfinite",
     "state-nonfinite": "corruption",
+    "state-changed": "corruption",
     "device-fault": "illegal-access",
     "out-of-memory": "out-of-memory",
     "worker-died": "died",

@@ -1,7 +1,8 @@
 """Our Triton kernels against their plain forms, on the device and in the format that a run will use.
 
 They run on cards and compilers that nobody has tried. So before a model is fused they are compiled and compared here,
-forward and backward; where one fails, the run takes the plain forms, and says so.
+forward and backward, and those over whole numbers to the bit; where one fails, the run takes the plain forms, and says
+so.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.selftest_judge import poison
 from lora_rocm.kernels.choice import Form, available
+from lora_rocm.kernels.fingerprint import TILE, add_fingerprints, compare, renew
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
@@ -32,6 +35,7 @@ CANNOT = (
 driver library, a folder to write to) is missing or does not know the card."""
 
 Run = Callable[..., Tensor | tuple[Tensor, ...]]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,17 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.name} of {' and '.join('x'.join(map(str, shape)) for shape in self.shapes)}"
+
+
+@dataclass(frozen=True)
+class ExactCase:
+    """Kernels over whole numbers, which both forms make the same. run: (form, device) -> name -> outputs."""
+
+    name: str
+    run: Callable[[Form, torch.device], dict[str, Tensor]]
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
@@ -80,6 +95,24 @@ def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
     return residual(x, y, norm.bias, form)
 
 
+def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
+    """Sums, a comparison that has to see one of them, and the sums that are kept after an update that was not made."""
+    rng = torch.Generator().manual_seed(SEED)
+    words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
+    found_K = torch.zeros(len(WORDS), dtype=torch.int64, device=device)
+    changed_K, stays_K = torch.zeros(len(WORDS), device=device), torch.ones(len(WORDS), device=device)
+    changed, held = torch.zeros((), device=device), torch.ones((), device=device)
+    add_fingerprints(words, found_K, form)
+    sums_K, known_K = found_K.clone(), found_K.clone()
+    known_K[1] += 1
+    stays_K[2] = 0
+    compare(found_K, known_K, changed_K, changed, form)
+    add_fingerprints(words, found_K, form)
+    known_K[2] += 1
+    renew(found_K, known_K, held, stays_K, form)
+    return {"sums": sums_K, "verdicts": changed_K, "verdict": changed, "sums that stay": known_K, "left": found_K}
+
+
 def _groups(number: int, channels: int) -> Callable[[], nn.Module]:
     return lambda: nn.GroupNorm(number, channels)
 
@@ -104,7 +137,9 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
 )
 """Widths of an SDXL UNet, for which Triton compiles other code; the largest picture is cut into the larger chunks."""
-CASES = SMALL + LARGE
+WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
+FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
+CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
 
 
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
@@ -126,7 +161,7 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
     return wrong is None
 
 
-def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] = CASES) -> str | None:
+def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] = CASES) -> str | None:
     """The first kernel that cannot be compiled or run, or computes something else than its plain form; else None.
 
     Raises:
@@ -134,30 +169,52 @@ def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] 
     """
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for case in cases:
-            fault = _fault(case, device, dtype)
+            if isinstance(case, ExactCase):
+                fault, given = _exact_fault(case, device), ""
+            else:
+                fault, given = _fault(case, device, dtype), f" in {str(dtype).removeprefix('torch.')}"
             if fault is not None:
-                return f"{case} in {str(dtype).removeprefix('torch.')} {fault}"
+                return f"{case}{given} {fault}"
     return None
 
 
 def _fault(case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
-    from triton.errors import TritonError
-
     given = _Given(case, device, dtype)
     wanted = given.outcome("eager", torch.float32)
     poison(device, *(tensor.numel() * dtype.itemsize for _, tensor in wanted))
-    try:
-        found = given.outcome("triton", dtype)
-    except (TritonError, *CANNOT) as error:
-        if device_fault(error) is not None or out_of_memory(error) is not None:
-            raise
-        return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
+    found = _computed(lambda: given.outcome("triton", dtype))
+    if isinstance(found, str):
+        return found
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         size = other.abs() + other.square().mean().sqrt()
         off = float(((one - other).abs() / size).max())
         if not off <= TOLERANCE[dtype]:  # also where it is not a number
             return f"has wrong numbers ({what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed)"
     return None
+
+
+def _exact_fault(case: ExactCase, device: torch.device) -> str | None:
+    wanted, found = case.run("eager", device), _computed(lambda: case.run("triton", device))
+    if isinstance(found, str):
+        return found
+    wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return f"has wrong numbers ({', '.join(wrong)})" if wrong else None
+
+
+def _computed(compute: Callable[[], Made]) -> Made | str:
+    """What a kernel computes, or why it cannot.
+
+    Raises:
+        RuntimeError: as ``trusted``.
+    """
+    from triton.errors import TritonError
+
+    try:
+        return compute()
+    except (TritonError, *CANNOT) as error:
+        if device_fault(error) is not None or out_of_memory(error) is not None:
+            raise
+        return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
 
 
 class _Given:

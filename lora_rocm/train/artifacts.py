@@ -15,9 +15,9 @@ from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
-from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprint
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.device.world import World
-from lora_rocm.errors import DataError, MachineError
+from lora_rocm.errors import DataError, MachineError, StateError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
@@ -69,7 +69,7 @@ class Artifacts:
         """A LoRA file that can be used, then the state to go on from; older states are rotated away.
 
         Raises:
-            CanaryError, NonFiniteError: see ``Guard``; nothing was written.
+            CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
             StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
         """
         updates = position.updates
@@ -94,6 +94,11 @@ class Artifacts:
             "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
             "optimizer": self.transfer.receive(self.optimizer.state()),
         }
+        try:
+            self.guard.check_state(updates)  # again: nothing has changed while it was read
+        except StateError:
+            lora.unlink(missing_ok=True)
+            raise
         facts = {
             "recipe": fingerprint(self.recipe),
             "data": self.data_identity,
@@ -108,7 +113,7 @@ class Artifacts:
 
     def _require_in_step(self, updates: int) -> None:
         if self.world.size > 1:
-            self.world.require_in_step(str(int(whole_fingerprint(self.optimizer.weights.masters))), updates)
+            self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
 
     def before_training(self, updates: int) -> None:
         """What is due at the start of the loop: a look at the disk, and pictures that are missing."""
@@ -145,6 +150,7 @@ class Artifacts:
         self.run_dir.require()
         with self._shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
+        self.guard.check_state(position.updates)  # again: nothing has changed while it was read
         result: dict[str, Any] = {"updates": position.updates, "exports": exports}
         if self.recipe.sample.prompts:
             if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights

@@ -92,7 +92,8 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
     _forget(weights, memory)
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
     if not memory.captures:
-        trainer.engine.graphs = artifacts.guard.canary.capture = None
+        trainer.engine.graphs = None
+        artifacts.guard.use_graphs(None)
 
 
 def _forget(weights: FlatWeights, memory: Memory) -> None:

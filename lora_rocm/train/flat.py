@@ -27,6 +27,7 @@ class FlatWeights:
 
     Attributes:
         masters: [N] ``weight_dtype``.
+        working: [N] ``leaf_dtype``, the memory of the leaves; the masters themselves where both have one format.
         parameters: name -> view of it.
         gradients: float32 [N]; made when they are asked for, and gone when they are dropped, unless they are kept.
     """
@@ -49,13 +50,13 @@ class FlatWeights:
         self._gradients: Tensor | None = None
         self._keeps_gradients = False
         same = leaf_dtype is weight_dtype
-        self._working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
+        self.working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landing = torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landings = self.views(self._landing)  # a thousand views are not made anew for each pass
         self._landing_bytes = self._landing.untyped_storage().nbytes()
         self._landing.untyped_storage().resize_(0)
         with torch.no_grad():
-            for name, working in self.views(self._working).items():
+            for name, working in self.views(self.working).items():
                 leaf = self.leaves[name]
                 self.parameters[name].copy_(leaf)
                 leaf.grad = None
@@ -123,5 +124,5 @@ class FlatWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """After the masters have changed: the layers see it."""
-        if self._working is not self.masters:
-            self._working.copy_(self.masters)
+        if self.working is not self.masters:
+            self.working.copy_(self.masters)

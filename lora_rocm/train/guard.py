@@ -1,4 +1,4 @@
-"""What has to hold before anything is written: kernels right, the base unchanged, every weight and moment finite."""
+"""What has to hold before anything is written: kernels right, base and trained state unchanged, that state finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from lora_rocm.device.canary import ENTRIES_ARE_LOST, Canary
+from lora_rocm.device.failure import machine_error
+from lora_rocm.device.graph_check import Capture
 from lora_rocm.device.memory import afterwards
+from lora_rocm.device.selftest_judge import WrongAnswerError
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.train.optim import GatedAdamW
@@ -92,14 +95,43 @@ class Guard:
         look(self.canary, updates, self.emit)
         self._sound_at = updates
 
+    def use_graphs(self, capture: Capture | None) -> None:
+        """What looks at each step or often is captured as a graph from now on; None: it is not.
+
+        Raises:
+            CanaryError: "canary-graph", a graph does not compute right.
+        """
+        self.canary.capture = capture
+        try:
+            self.optimizer.state_guard.use_graphs(capture)
+        except (WrongAnswerError, RuntimeError) as error:
+            if machine_error(error) is not None:
+                raise
+            raise self.canary.graph_failure(error) from error
+
+    def check_state(self, updates: int) -> None:
+        """That weights and optimizer state are what the last update made of them; waits for the device.
+
+        To be called again when all has been read that is to be written: then nothing has changed on the way.
+
+        Raises:
+            StateError: they are not.
+        """
+        self.optimizer.state_guard.check()
+        failure = self.optimizer.state_guard.failure(updates)
+        if failure:
+            raise failure
+
     def check_all(self, updates: int) -> None:
-        """Kernels, and then that the state is finite, with one wait for all of it.
+        """Kernels, and then that the state is unchanged and finite.
 
         Raises:
             CanaryError: see ``check_kernels``.
+            StateError: see ``check_state``.
             NonFiniteError: a weight, its average or a moment is not finite.
         """
         self.check_kernels(updates)
+        self.check_state(updates)
         optimizer = self.optimizer
         parts = {"weight": optimizer.parameters, "average of": optimizer.ema, "moment": optimizer.state()}
         tensors = {f"{part} {name}": tensor for part, found in parts.items() for name, tensor in found.items()}

@@ -59,7 +59,7 @@ class Pending:
     loading_s: float
     stop: bool  # this process was asked to stop
     lost: bool  # see Work
-    on_device: Tensor  # float64 [10 + samples]: see Trainer._update
+    on_device: Tensor  # float64 [11 + samples]: see Trainer._update
     on_host: Tensor  # its copy, perhaps still on its way
     arrived: torch.cuda.Event | None
 
@@ -144,6 +144,7 @@ class Trainer:
         Raises:
             TransferError: a batch did not arrive by any method.
             NonFiniteError: too many updates in a row were not finite.
+            StateError: weights or optimizer state have changed between two updates.
             MachineError: memory ran out, and nothing is left that would need less.
         """
         pending: Pending | None = None
@@ -228,7 +229,8 @@ class Trainer:
         """
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
-        own, stop = self.transfer.bad, self.stop_requested()
+        changed, stop = self.optimizer.state_guard.check(), self.stop_requested()
+        own = torch.maximum(self.transfer.bad, changed)
         if work.lost:  # this rank's part is none, and all make the batch again
             work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
@@ -237,7 +239,7 @@ class Trainer:
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
         values = (stamp, said.loss, stats.grad_norm, said.blocked, stats.nonfinite, stats.loss_scale)
-        values += (own, said.wrong, said.guilty, said.stop)
+        values += (own, said.wrong, said.guilty, said.stop, changed)
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
@@ -250,9 +252,11 @@ class Trainer:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
         self.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, *losses = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *losses = pending.verdict()
         waited_s = time.perf_counter() - started
         position = self.position
+        if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
+            raise failure
         if bad:
             self._again(pending, own=bool(own), wrong=bool(wrong))
             return Outcome.RESEND

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels.choice import form_for
 from lora_rocm.recipe.schema import OptimSection
 from lora_rocm.train.flat import FlatWeights
+from lora_rocm.train.state_guard import StateGuard
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NUMBERS = "step counts and loss scale"
+NUMBERS_MULTIPLE = 16
+"""Of the room for these: so that fingerprints read it as they read the rest."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -57,9 +62,11 @@ class GatedAdamW:
         optim: the recipe's section.
         ema_decay: 0 for none.
         use_loss_scale: fp16 training.
+        triton: Triton kernels may be used.
 
     Attributes:
         ema: name -> its average, a view of one flat tensor; empty where none is kept.
+        state_guard: looks whether all of this, and the weights, stay as an update has left them.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class GatedAdamW:
         max_train_steps: int,
         ema_decay: float,
         use_loss_scale: bool,
+        triton: bool = False,
     ) -> None:
         self.weights, self.optim, self.max_train_steps, self.ema_decay = weights, optim, max_train_steps, ema_decay
         self.peak_rates = [float(group["lr"]) for group in groups]
@@ -83,18 +91,26 @@ class GatedAdamW:
             weight_decay=optim.weight_decay,
             fused=True,
         )
+        device = weights.masters.device
         moments = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
         self._moments = {name: weights.views(moment) for name, moment in moments.items()}
-        for part, place in zip(self._parts, self._slices, strict=True):  # memory must not run out within an update
-            self.optimizer.state[part] = {"step": torch.zeros((), device=part.device)} | {
+        numbers_S = torch.zeros(NUMBERS_MULTIPLE * (2 + len(groups)), device=device)
+        self.loss_scale, self.growth = numbers_S[0].fill_(INITIAL_LOSS_SCALE if use_loss_scale else 1.0), numbers_S[1]
+        for number, (part, place) in enumerate(zip(self._parts, self._slices, strict=True)):
+            # made here: memory must not run out within an update
+            self.optimizer.state[part] = {"step": numbers_S[2 + number]} | {
                 name: moment[place] for name, moment in moments.items()
             }
-        device = weights.masters.device
-        self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if use_loss_scale else 1.0, device=device)
-        self.growth = torch.zeros((), device=device)
         self.use_loss_scale = use_loss_scale
         self._average_N = weights.masters.to(torch.float32, copy=True) if ema_decay else None
         self.ema = weights.views(self._average_N) if self._average_N is not None else {}
+        guarded = {"weights": weights.masters, **moments, NUMBERS: numbers_S}
+        if weights.working is not weights.masters:
+            guarded = {"weights in the layers": weights.working, **guarded}  # first: just written, so in the cache
+        if self._average_N is not None:
+            guarded["average of the weights (EMA)"] = self._average_N
+        form = form_for(device, triton)
+        self.state_guard = StateGuard(guarded, moving=[NUMBERS] if use_loss_scale else [], form=form)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -111,13 +127,13 @@ class GatedAdamW:
 
         Args:
             updates: updates made so far (confirmed); decides the learning rate.
-            blocked: float32 0-d, exactly 0 or 1, on the device.
+            blocked: float32 0-d, exactly 0 or 1, on the device; has to be 1 where ``state_guard`` has found a change.
         """
         gradients = self.weights.gradients
         scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
         grad_norm = torch.linalg.vector_norm(gradients) / scale
         nonfinite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        held = torch.maximum(blocked, nonfinite)
+        held = torch.maximum(blocked, nonfinite, out=self.state_guard.held)
         divisor = scale
         if self.optim.max_grad_norm:
             divisor = scale * ((grad_norm + 1e-6) / self.optim.max_grad_norm).clamp(min=1.0)
@@ -135,6 +151,7 @@ class GatedAdamW:
         for part in self._parts:
             part.grad = None
         self.weights.drop_gradients()
+        self.state_guard.renew()
         return UpdateStats(grad_norm, nonfinite, scale)
 
     def _average(self, updates: int, held: Tensor) -> None:
@@ -178,3 +195,4 @@ class GatedAdamW:
             tensor.copy_(tensors[name])
         for name, average in self.ema.items():
             average.copy_(ema[name] if ema else self.parameters[name])
+        self.state_guard.reset()

@@ -105,7 +105,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
-    model, adapter = _load_model(start, family, transfer, memory)
+    model, adapter, triton = _load_model(start, family, transfer, memory)
     optimizer = GatedAdamW(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
@@ -113,6 +113,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         max_train_steps=data.max_train_steps,
         ema_decay=recipe.train.ema_decay,
         use_loss_scale=start.dtype is torch.float16,
+        triton=triton,
     )
     position = Position()
     if checkpoint is not None:
@@ -125,6 +126,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
     guard = Guard(canary, optimizer, session.emit)
     guard.check_kernels(position.updates)
+    guard.use_graphs(capture)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -202,11 +204,11 @@ def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
 
 def _load_model(
     start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
-) -> tuple[LoadedModel, Adapter]:
-    """Load and adapt on the CPU, then send every parameter through the checked door."""
+) -> tuple[LoadedModel, Adapter, bool]:
+    """Load and adapt on the CPU, then send every parameter through the checked door; last, whether Triton is used."""
     recipe = start.recipe
     compiled = compiling.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
-    triton = start.settings.triton and not compiled and proof.trusted(start.device, start.dtype, start.session.notice)
+    triton = start.settings.triton and proof.trusted(start.device, start.dtype, start.session.notice)
     model = family.load(start.dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.cast_inputs(False)
@@ -216,10 +218,10 @@ def _load_model(
         transfer.send_parameters(component, name, staying)
         component.train()  # the base has no dropout; the adapter's may be asked for
     model.device = start.device
-    family.fuse(model, triton=triton)
+    family.fuse(model, triton=triton and not compiled)
     memory.put(family, model, transfer, pins(start))
     empty_pools()
-    return model, adapter
+    return model, adapter, triton
 
 
 def _restore(

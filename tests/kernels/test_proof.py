@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels import choice, proof
-from lora_rocm.kernels.proof import SMALL, TOLERANCE, Case, first_wrong, trusted
+from lora_rocm.kernels.proof import FINGERPRINTS, SMALL, TOLERANCE, Case, ExactCase, first_wrong, trusted
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -70,6 +70,29 @@ def test_a_kernel_that_lies_is_named(number: int, dtype: torch.dtype) -> None:
     for kernel, what in ((spoiling(0, 1), "output 1"), (spoiling(1, 0), "gradient 1"), (spoiling(1, 1.3), "gradient")):
         said = first_wrong(CPU, dtype, [with_kernel(SMALL[0], sound), with_kernel(case, kernel)])
         assert said is not None and said.startswith(str(case)) and what in said
+
+
+@pytest.mark.parametrize("output", FINGERPRINTS.run("eager", CPU))
+def test_a_fingerprint_that_is_off_by_one_is_named(output: str) -> None:
+    def lying(form: str, device: torch.device, by: int) -> dict[str, Tensor]:
+        found = FINGERPRINTS.run("eager", device)
+        if form == "triton":
+            found[output].view(-1)[-1] += by
+        return found
+
+    sound, wrong = (ExactCase("sums", lambda form, device, by=by: lying(form, device, by)) for by in (0, 1))  # type: ignore[misc]
+    assert first_wrong(CPU, torch.bfloat16, [sound]) is None, "the control"
+    assert first_wrong(CPU, torch.bfloat16, [sound, wrong]) == f"sums has wrong numbers ({output})"
+
+
+def test_fingerprints_that_cannot_be_compiled_are_no_end() -> None:
+    def run(form: str, device: torch.device) -> dict[str, Tensor]:
+        if form == "triton":
+            raise KeyError("gfx1100")
+        return {}
+
+    said = first_wrong(CPU, torch.bfloat16, [ExactCase("sums", run)])
+    assert said is not None and said.startswith("sums cannot be computed (KeyError")
 
 
 def test_numbers_that_are_none_are_wrong() -> None:

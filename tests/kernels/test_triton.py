@@ -21,9 +21,18 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
 ARCHS = {"gfx1100": 32, "gfx1151": 32, "gfx1201": 32, "gfx942": 64}
 SIMILAR = ("gfx1151", "gfx1201")  # wave 32 as gfx1100
-NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count"}
+NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count", "buffers"}
+WORDS, COUNTS = ({f"{name}_{number}" for number in range(6)} for name in ("words", "count"))
 SUMS = {"means", "spreads", "mean_out", "rstd_out", "mean", "rstd", "plain_sums", "normal_sums", "plain_out"}
 SUMS |= {"normal_out", "plain_mean", "normal_mean"}
+SUMS |= {"changed_K", "changed", "held", "stays"}
+TYPES = {
+    **dict.fromkeys(WORDS, "*i32"),
+    **dict.fromkeys(NUMBERS | COUNTS, "i32"),
+    **dict.fromkeys(SUMS, "*fp32"),
+    **dict.fromkeys(("found", "known"), "*i64"),
+    "eps": "fp32",
+}
 CHOICES = {"SHIFT": True, "SILU": True, "RESIDUAL": True, "DELTA": True, "ROUNDS": 2}
 
 
@@ -60,9 +69,10 @@ def test_kernels_equal_their_plain_forms_on_the_gpu() -> None:
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
     """(kernel, its constants as the launches set them at the largest pictures, warps)."""
-    from lora_rocm.kernels import geglu_triton, group_norm_triton, layer_norm_triton
+    from lora_rocm.kernels import fingerprint_triton, geglu_triton, group_norm_triton, layer_norm_triton
 
     of_module = {
+        fingerprint_triton: ({"WIDTH": fingerprint_triton.WIDTH}, fingerprint_triton.WARPS),
         geglu_triton: ({"BLOCK": geglu_triton.BLOCK}, 4),
         layer_norm_triton: ({"BLOCK": 2048}, 4),
         group_norm_triton: (
@@ -77,21 +87,47 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
                 yield kernel, {key: known[key] for key in kernel.arg_names if key in known}, warps
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx942", *(pytest.param(a, marks=pytest.mark.slow) for a in SIMILAR)])
-def test_every_kernel_compiles_for_amd(arch: str) -> None:
+def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **types: str) -> str:
+    """What a kernel becomes for an AMD card; what is read 16 bytes at once is told to lie so, as a launch finds out."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = kernel.arg_names
+    signature = {name: types.get(name, TYPES.get(name, "*bf16")) for name in names}
+    signature |= {name: "constexpr" for name in constants}
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name in WORDS | COUNTS},
+    )
+    result = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options={"num_warps": warps})
+    text: str = result.asm["amdgcn"]
+    assert arch in text
+    return text
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942", *(pytest.param(a, marks=pytest.mark.slow) for a in SIMILAR)])
+def test_every_kernel_compiles_for_amd(arch: str) -> None:
     compiled = 0
     for kernel, constants, warps in kernels():
-        types = {name: "*fp32" if name in SUMS else "i32" if name in NUMBERS else "*bf16" for name in kernel.arg_names}
-        types |= {name: "constexpr" for name in constants} | ({"eps": "fp32"} if "eps" in types else {})
-        source = ASTSource(kernel, types, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
-        result = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options={"num_warps": warps})
-        text = result.asm["amdgcn"]
-        assert arch in text and re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
+        text = assembly(kernel, constants, arch, warps)
+        assert re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
         compiled += 1
-    assert compiled == 11
+    assert compiled == 14
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+@pytest.mark.parametrize("of_large", [False, True], ids=["small", "beyond 2**31 words"])
+def test_fingerprints_read_16_bytes_at_once_and_multiply_no_64_bit_words(arch: str, of_large: bool) -> None:
+    from lora_rocm.kernels import fingerprint_triton as module
+
+    large = {"count_1": "i64"} if of_large else {}
+    text = assembly(module.add_fingerprints, {}, arch, module.WARPS, **large)
+    loads = re.findall(r"(?:buffer|global|flat)_load_(\w+)", text)
+    words = module.TILE.value // (module.WARPS * ARCHS[arch])
+    assert loads == ["b128" if arch == "gfx1100" else "dwordx4"] * (words // 4)
+    assert text.count("v_mad_i64_i32") == words and text.count("v_mul_lo") < 1.5 * words
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

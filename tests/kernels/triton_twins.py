@@ -1,6 +1,7 @@
 """Run by ``test_triton.py`` in a process of its own: prints how far each Triton kernel is from its plain form.
 
-usage: triton_twins.py DEVICE [few]. Few: float32, and one size of each kernel. All: the proof at load as well.
+usage: triton_twins.py DEVICE [few]. Few: float32, and one size of each kernel. All: the proof at load as well. The
+fingerprints of trained state are always compared, to the bit.
 
 On the CPU Triton's interpreter runs the kernels (TRITON_INTERPRET=1 must be set before they are imported).
 """
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
-from lora_rocm.kernels.proof import SMALL, first_wrong
+from lora_rocm.kernels.proof import FINGERPRINTS, SMALL, first_wrong
 
 DEVICE, FEW = torch.device(sys.argv[1]), sys.argv[2:] == ["few"]
 
@@ -63,6 +64,8 @@ def main() -> None:
         for name, (function, inputs) in cases(dtype).items():
             pairs = zip(outcome(function, "triton", inputs), outcome(function, "eager", inputs), strict=True)
             off[f"{name}, {dtype}"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    wrong = first_wrong(DEVICE, torch.float32, [FINGERPRINTS])
+    assert wrong is None, wrong
     for dtype in () if FEW else (torch.float32, torch.float16, torch.bfloat16):
         assert first_wrong(DEVICE, dtype, SMALL) is None, first_wrong(DEVICE, dtype, SMALL)
     sys.stdout.write(json.dumps(off) + "\n")

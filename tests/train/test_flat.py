@@ -26,7 +26,7 @@ def test_values_stay_and_layers_see_what_the_masters_become(leaf_dtype: torch.dt
     for name, leaf in layers.items():
         assert torch.equal(flat.parameters[name], before[name].to(weight_dtype)) and leaf.dtype is leaf_dtype
         assert torch.equal(leaf, flat.parameters[name].to(leaf_dtype)) and leaf.is_leaf and leaf.requires_grad
-        assert leaf.data_ptr() % (ALIGNMENT * leaf.element_size()) == flat._working.data_ptr() % (
+        assert leaf.data_ptr() % (ALIGNMENT * leaf.element_size()) == flat.working.data_ptr() % (
             ALIGNMENT * leaf.element_size()
         )
     flat.masters.add_(1.0)

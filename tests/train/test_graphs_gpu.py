@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.errors import StateError
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.graphs import Captured, Graphs
+from tests.train.test_guard import after_step
 from tests.train.test_run import bytes_of, make_recipe, start, write_material
+from tests.train.test_state_guard import PARTS, flip
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -93,3 +96,20 @@ def test_a_graph_that_adds_up_is_not_used(
     monkeypatch.setattr(Captured, "run", adds)
     said = trained(material, tmp_path / "run", "auto", "bf16")
     assert sum("other gradients" in text for text in said) == 1
+
+
+@pytest.mark.parametrize("part", ["weights", "exp_avg_sq"])
+def test_a_flipped_bit_in_trained_state_is_seen_between_captured_steps(
+    part: str, material: Path, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    how: dict[str, Any] = {"train": {"ema_decay": 0.9}, "output": {"save_every_n_steps": 4}}
+    trained(material, tmp_path / "sound", "auto", "bf16", **how)
+    with monkeypatch.context() as patch:
+        after_step(patch, 6, lambda trainer: flip(PARTS[part](trainer.optimizer), 1 << 22))
+        with pytest.raises(StateError) as caught:
+            trained(material, tmp_path / "run", "auto", "bf16", **how)
+    assert replays and part in caught.value.where
+    assert [updates for updates, _ in RunDir(tmp_path / "run").list_checkpoints()] == [4]
+    trained(material, tmp_path / "run", "auto", "bf16", **how)
+    assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "sound")

@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from lora_rocm.device.canary import Canary
-from lora_rocm.errors import CanaryError, ExportError, NonFiniteError
+from lora_rocm.errors import CanaryError, ExportError, NonFiniteError, StateError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from lora_rocm.train import state
+from lora_rocm.train import export, state
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
@@ -205,13 +205,52 @@ POISONS: dict[str, Callable[[Trainer], Tensor]] = {
 }
 
 
+def flip(tensor: Tensor) -> None:
+    tensor.view(torch.int32).view(-1)[3] ^= 1 << 22
+
+
+def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
+    material: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two updates; while the average is read to be saved. A new start gives the bytes of the sound run."""
+    recipe, run_dir = recipe_of(material), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda trainer: flip(POISONS["exp_avg_sq"](trainer)))
+        with pytest.raises(StateError, match="not what the last update made of it") as caught:
+            start(recipe, run_dir)
+    assert caught.value.where == "after 3 updates: exp_avg_sq" and caught.value.exit_code == 3
+    assert written(run_dir) == ([2], ["lora-step00000002.safetensors"])
+    with monkeypatch.context() as patch:
+        write = export.write
+
+        def spoiling(*given: Any) -> None:
+            write(*given)
+            if RunDir(run_dir).checkpoint_lora(4) in given:
+                flip(POISONS["average of"](trainers[0]))
+
+        trainers: list[Trainer] = []
+        patch.setattr(export, "write", spoiling)
+        after_step(patch, 3, trainers.append)
+        with pytest.raises(StateError, match="average of the weights"):
+            start(recipe, run_dir)
+    assert trainers and written(run_dir) == ([2], ["lora-step00000002.safetensors"])
+    assert start(recipe, run_dir)
+    assert bytes_of(run_dir) == bytes_of(sound)
+
+
+def poison(trainer: Trainer, where: str, value: float) -> None:
+    """As if the last update had made it: only then is it no change of what that left."""
+    POISONS[where](trainer).view(-1)[-1:].fill_(value)
+    trainer.optimizer.state_guard.reset()
+
+
 @pytest.mark.parametrize(
     ("where", "value"), [*((where, float("nan")) for where in POISONS), ("exp_avg_sq", float("inf"))]
 )
 def test_state_that_is_not_finite_is_named_and_not_written(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: float
 ) -> None:
-    after_step(monkeypatch, 4, lambda trainer: POISONS[where](trainer).view(-1)[-1:].fill_(value))
+    after_step(monkeypatch, 4, lambda trainer: poison(trainer, where, value))
     with pytest.raises(NonFiniteError) as caught:
         start(recipe_of(material), tmp_path / "run")
     assert caught.value.code == "state-nonfinite" and where in caught.value.where and "1 of" in caught.value.what
@@ -223,7 +262,7 @@ def test_without_the_look_state_that_is_not_finite_would_be_written(
 ) -> None:
     """Negative control of the test above."""
     monkeypatch.setattr(Guard, "check_all", Guard.check_kernels)
-    after_step(monkeypatch, 4, lambda trainer: POISONS["exp_avg"](trainer).fill_(float("nan")))
+    after_step(monkeypatch, 4, lambda trainer: poison(trainer, "exp_avg", float("nan")))
     with pytest.raises(ExportError):  # a step later the weights are of no use
         start(recipe_of(material), tmp_path / "run", stop_at=4)
     poisoned = state.read(RunDir(tmp_path / "run").checkpoint(4))

@@ -174,6 +174,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
     def poison_moments(trainer: Trainer) -> None:
         moments = next(t for name, t in trainer.optimizer.state().items() if name.endswith("exp_avg"))
         moments.fill_(float("nan"))
+        trainer.optimizer.state_guard.reset()  # as if the update had made them
 
     def poison_loss(trainer: Trainer) -> None:
         loss = trainer.family.loss

@@ -1,0 +1,102 @@
+"""Fingerprints of several buffers by one launch that reads each byte once. See ``fingerprint``.
+
+The weights are made in registers: a table would be read like the data. 32-bit words, because cards of RDNA multiply
+64-bit numbers in parts; only the sums have 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lora_rocm.kernels import fingerprint
+from lora_rocm.kernels.fingerprint import MAX_BUFFERS
+
+WARPS = 4
+WIDTH = 8  # of the kernels over a number for each buffer
+TILE = tl.constexpr(fingerprint.TILE)
+PLACE_1, PLACE_2 = (tl.constexpr(factor) for factor in fingerprint.PLACE_FACTORS)
+TILE_1, TILE_2, TILE_3 = (tl.constexpr(factor) for factor in fingerprint.TILE_FACTORS)
+
+
+@triton.jit
+def _tile_weight(tile):
+    mixed = (tile.to(tl.int64) + 1) * TILE_1
+    mixed = (mixed ^ (mixed >> 30)) * TILE_2
+    mixed = (mixed ^ (mixed >> 27)) * TILE_3
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+@triton.jit
+def add_fingerprints(
+    words_0, words_1, words_2, words_3, words_4, words_5, count_0, count_1, count_2, count_3, count_4, count_5, found
+):
+    """One tile of one buffer a program."""
+    tile, buffer = tl.program_id(0), tl.program_id(1)
+    words, count = words_0, count_0.to(tl.int64)  # a large one is passed as such, and all have to be of one type
+    if buffer == 1:
+        words, count = words_1, count_1.to(tl.int64)
+    elif buffer == 2:
+        words, count = words_2, count_2.to(tl.int64)
+    elif buffer == 3:
+        words, count = words_3, count_3.to(tl.int64)
+    elif buffer == 4:
+        words, count = words_4, count_4.to(tl.int64)
+    elif buffer == 5:
+        words, count = words_5, count_5.to(tl.int64)
+    first = tile.to(tl.int64) * TILE
+    if first < count:
+        place = tl.arange(0, TILE)
+        word = tl.load(words + first + place, mask=first + place < count, other=0)
+        weight = (place + 1) * PLACE_1
+        weight = ((weight ^ (weight >> 15)) * PLACE_2) | 1
+        total = tl.sum(word.to(tl.int64) * weight.to(tl.int64), axis=0)
+        tl.atomic_add(found + buffer, total * _tile_weight(tile), sem="relaxed")
+
+
+@triton.jit
+def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
+    """Verdict on all buffers, by one program."""
+    buffer = tl.arange(0, WIDTH)
+    inside = buffer < buffers
+    now = tl.load(found + buffer, mask=inside, other=0)
+    before = tl.load(known + buffer, mask=inside, other=0)
+    was = tl.load(changed_K + buffer, mask=inside, other=0.0)
+    verdict = tl.where(now != before, 1.0, was)
+    tl.store(changed_K + buffer, verdict, mask=inside)
+    tl.store(changed, tl.max(verdict, axis=0))
+    tl.store(found + buffer, now - now, mask=inside)
+
+
+@triton.jit
+def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
+    """The numbers that are compared with from now on, by one program."""
+    buffer = tl.arange(0, WIDTH)
+    inside = buffer < buffers
+    now = tl.load(found + buffer, mask=inside, other=0)
+    before = tl.load(known + buffer, mask=inside, other=0)
+    stay = tl.load(stays + buffer, mask=inside, other=0.0) * tl.load(held)
+    tl.store(known + buffer, tl.where(stay > 0, before, now), mask=inside)
+    tl.store(found + buffer, now - now, mask=inside)
+
+
+def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
+    """As the plain form."""
+    counts = [words_N.numel() for words_N in words]
+    unused = MAX_BUFFERS - len(words)
+    places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]
+    grid = (triton.cdiv(max(counts), fingerprint.TILE), len(words))
+    add_fingerprints[grid](*places, *sizes, found_K, num_warps=WARPS)
+
+
+def launch_compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor) -> None:
+    """As the plain form."""
+    compare[(1,)](found_K, known_K, changed_K, changed, len(found_K), WIDTH=WIDTH, num_warps=1)
+
+
+def launch_renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor) -> None:
+    """As the plain form."""
+    renew[(1,)](found_K, known_K, held, stays_K, len(found_K), WIDTH=WIDTH, num_warps=1)
