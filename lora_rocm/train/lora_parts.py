@@ -126,7 +126,7 @@ def _refuse_others(names: Iterable[str], has_lora: bool, path: Path, say: Say) -
             say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
     kind = next((kind for kind in REFUSED if kind in found), None)
-    if not has_lora and len(unknown) >= sum(map(len, found.values())):
+    if unknown and not has_lora and len(unknown) >= sum(map(len, found.values())):
         raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
     if not has_lora and kind is not None:
         what = f"This file holds {kind.what} and no LoRA: {_some(found[kind])}."
