@@ -10,7 +10,14 @@ from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, un
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.host import wheels
-from lora_rocm.host.archs import Generation, arch_of, has_kernels
+from lora_rocm.host.archs import (
+    TRITON_PACKAGES,
+    Generation,
+    arch_of,
+    has_kernels,
+    triton_takes,
+    triton_versions,
+)
 from lora_rocm.host.environ import EnvPlan
 from lora_rocm.host.facts import Torch
 from lora_rocm.host.quirks import Level, Situation, When, release
@@ -226,6 +233,28 @@ def _vision(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
+def _triton(situation: Situation, plan: EnvPlan) -> Finding | None:
+    torch, gpu, libraries = situation.facts.torch, situation.gpu, situation.facts.libraries
+    found = {name.lower().replace("-", "_"): version for name, version in libraries.items()}
+    name = next((name for name in TRITON_PACKAGES if name in found), None)
+    if torch is None or torch.hip is None or gpu is None or gpu.gfx is None or name is None:
+        return None
+    if triton_takes(release(found[name]), gpu.gfx) is not False or _problem(situation) is not None:
+        return None
+    return Finding(
+        "triton-gpu",
+        "slows",
+        f"This Triton compiles nothing for {gpu.gfx}",
+        f"{name} {found[name]}; GPU: {gpu.name} ({gpu.gfx})",
+        "steps do without this program's Triton kernels: plain PyTorch computes the same, slower and in more memory",
+        (
+            "Nothing has to be done: training chooses the plain form by itself.",
+            f"Versions of Triton that compile for this GPU: {triton_versions(gpu.gfx)}. Each torch brings its own.",
+        ),
+        "lora_rocm/host/archs.py",
+    )
+
+
 @dataclass(frozen=True)
 class Beside:
     """A library that harms beside ROCm. ``below`` None: in every version."""
@@ -343,6 +372,7 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torch-no-kernels": _no_kernels,
     "rocm-old": _old_rocm,
     "torchvision": _vision,
+    "triton-gpu": _triton,
     **{f"library-{row.id or row.package}": partial(_beside, row) for row in BESIDE},
     "wheel-building": _only_building,
     "wsl-wheel": _wsl_wheel,

@@ -2,7 +2,7 @@
 
 Sources, unless a row says otherwise: TheRock cmake/therock_amdgpu_targets.cmake, RELEASES.md and SUPPORTED_GPUS.md
 (read 2026-08-22); pytorch .ci/docker/manywheel/build.sh (architectures of the wheels for Linux); AOTriton releases.
-Nothing here was tried by us: we own no AMD GPU.
+Nothing here was tried by us on a card: we own no AMD GPU. What Triton compiles was seen without one.
 """
 
 from __future__ import annotations
@@ -197,6 +197,44 @@ GENERIC: dict[str, tuple[str, ...]] = {
     "gfx12-generic": ("gfx1200", "gfx1201"),
 }
 """Targets whose kernels run on several architectures (https://llvm.org/docs/AMDGPUUsage.html, generic processors)."""
+
+
+@dataclass(frozen=True)
+class TritonSeries:
+    """One minor version of Triton, and the architectures for which its compiler refuses every kernel."""
+
+    version: tuple[int, int]
+    refused: tuple[str, ...]
+
+
+OLD_VEGA = ("gfx900", "gfx902")
+RDNA_1_AND_2 = tuple(arch.gfx for arch in ARCHS if arch.generation in ("rdna1", "rdna2"))
+TRITON: tuple[TritonSeries, ...] = (
+    TritonSeries((3, 6), (*OLD_VEGA, "gfx906")),
+    TritonSeries((3, 7), (*OLD_VEGA, "gfx906")),
+    TritonSeries((3, 8), OLD_VEGA),
+    TritonSeries((3, 9), (*OLD_VEGA, *RDNA_1_AND_2)),
+)
+"""Seen by us: every kernel of this program, compiled for every architecture of the table by the wheels 3.6.0, 3.7.0,
+3.8.0 and 3.9.0 of the package index (``unsupported target``). tests/kernels/test_triton.py does it again."""
+TRITON_PACKAGES = ("triton", "triton_rocm", "pytorch_triton_rocm", "triton_windows")
+"""Names of Triton in the wheels of torch."""
+
+
+def triton_takes(version: Sequence[int], gfx: str | None) -> bool | None:
+    """Whether a Triton ((3, 9, 0)) compiles for an architecture; None: not known."""
+    series = next((series for series in TRITON if series.version == tuple(version[:2])), None)
+    if series is None or gfx is None:
+        return None
+    if gfx in series.refused:
+        return False
+    return True if gfx in BY_GFX else None
+
+
+def triton_versions(gfx: str) -> str:
+    """The minor versions of Triton that compile for an architecture, in words: "3.6 to 3.8"."""
+    taking = [".".join(map(str, series.version)) for series in TRITON if gfx not in series.refused]
+    return taking[0] if len(taking) == 1 else f"{taking[0]} to {taking[-1]}" if taking else "none"
 
 
 def has_kernels(arch_list: Sequence[str] | None, gfx: str | None) -> bool | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lora_rocm.errors import MachineError
-from lora_rocm.host.archs import ARCHS, Arch
+from lora_rocm.host.archs import ARCHS, Arch, triton_versions
 from lora_rocm.host.changes import CHANGES
 from lora_rocm.host.environ import RULES
 from lora_rocm.host.facts import Gpu, HostFacts, System
@@ -39,8 +39,11 @@ def filled(text: str) -> str:
 
 def hardware() -> str:
     """For each architecture what the installer takes, what others report and what was tried."""
-    head = ("GPUs", "architecture", "Linux", "Windows", "reported by others", "tried by us")
-    rows = ((a.cards, a.gfx, _wheel(a, "linux"), _wheel(a, "windows"), a.reported, TRIED) for a in ARCHS)
+    head = ("GPUs", "architecture", "Linux", "Windows", "Triton", "reported by others", "tried by us")
+    rows = (
+        (a.cards, a.gfx, _wheel(a, "linux"), _wheel(a, "windows"), triton_versions(a.gfx), a.reported, TRIED)
+        for a in ARCHS
+    )
     return _table(head, rows)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lora_rocm.kernels import fingerprint
+from lora_rocm.kernels.choice import LAUNCH
 from lora_rocm.kernels.fingerprint import MAX_BUFFERS
 
 WARPS = 4
@@ -89,14 +90,14 @@ def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
     unused = MAX_BUFFERS - len(words)
     places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]
     grid = (triton.cdiv(max(counts), fingerprint.TILE), len(words))
-    add_fingerprints[grid](*places, *sizes, found_K, num_warps=WARPS)
+    add_fingerprints[grid](*places, *sizes, found_K, num_warps=WARPS, **LAUNCH)
 
 
 def launch_compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor) -> None:
     """As the plain form."""
-    compare[(1,)](found_K, known_K, changed_K, changed, len(found_K), WIDTH=WIDTH, num_warps=1)
+    compare[(1,)](found_K, known_K, changed_K, changed, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)
 
 
 def launch_renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor) -> None:
     """As the plain form."""
-    renew[(1,)](found_K, known_K, held, stays_K, len(found_K), WIDTH=WIDTH, num_warps=1)
+    renew[(1,)](found_K, known_K, held, stays_K, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)

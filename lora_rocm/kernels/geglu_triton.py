@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels.choice import LAUNCH
+
 BLOCK = 1024
 
 
@@ -49,7 +51,7 @@ class TritonGeglu(Function):
         ag = ag.contiguous()
         width = ag.shape[-1] // 2
         out = ag.new_empty(*ag.shape[:-1], width)
-        geglu_forward[_grid(out)](ag, out, width, BLOCK=BLOCK)
+        geglu_forward[_grid(out)](ag, out, width, BLOCK=BLOCK, **LAUNCH)
         ctx.save_for_backward(ag)
         return out
 
@@ -58,7 +60,7 @@ class TritonGeglu(Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (ag,) = ctx.saved_tensors
         dy = dy.contiguous()
-        geglu_backward[_grid(dy)](dy, ag, dy.shape[-1], BLOCK=BLOCK)
+        geglu_backward[_grid(dy)](dy, ag, dy.shape[-1], BLOCK=BLOCK, **LAUNCH)
         return ag
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels.choice import LAUNCH
+
 BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a joining program holds at once
-WARPS = 8  # with 4, wave-32 cards spill registers
+WARPS = 8  # with 4, the code of Triton 3.6 spills registers on wave-32 cards; that of 3.8 and 3.9 does not
 
 
 @triton.jit
@@ -206,14 +208,19 @@ class _Shape:
         pixels = height * width
         blocks = triton.cdiv(channels, BLOCK)
         many = batch * triton.cdiv(pixels, LARGE_PIXELS) * blocks >= MANY_BLOCKS
-        self.cut = {"PIXELS": LARGE_PIXELS if many else SMALL_PIXELS, "BLOCK": BLOCK, "num_warps": WARPS if many else 4}
+        self.cut = {
+            "PIXELS": LARGE_PIXELS if many else SMALL_PIXELS,
+            "BLOCK": BLOCK,
+            "num_warps": WARPS if many else 4,
+            **LAUNCH,
+        }
         chunks = triton.cdiv(pixels, self.cut["PIXELS"])
         self.sizes = (pixels, channels, chunks)
         self.grid, self.joins = (batch * chunks, blocks), (batch * groups,)
         width = triton.next_power_of_2(channels // groups)
         joined = max(1, JOINED // width)
         rounds = triton.cdiv(chunks, joined)  # a constant in the kernel: at most a handful of values
-        self.joined = {"ROUNDS": rounds, "JOINED": joined, "WIDTH": width, "num_warps": WARPS}
+        self.joined = {"ROUNDS": rounds, "JOINED": joined, "WIDTH": width, "num_warps": WARPS, **LAUNCH}
         self.parts, self.groups = (2, batch * chunks, channels), (2, batch * groups)
 
 
@@ -281,7 +288,7 @@ class TritonResidual(Function):
         x, y = (t.contiguous(memory_format=torch.channels_last) for t in (x, y))
         out = torch.empty_like(x)
         count = out.numel()
-        add_bias_residual[(triton.cdiv(count, 2048),)](x, y, bias, out, count, x.shape[1], BLOCK=2048)
+        add_bias_residual[(triton.cdiv(count, 2048),)](x, y, bias, out, count, x.shape[1], BLOCK=2048, **LAUNCH)
         return out
 
     @staticmethod

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels.choice import LAUNCH
+
 
 @triton.jit
 def _normal_row(value, inside, width, eps):
@@ -72,7 +74,7 @@ class TritonAddLayerNorm(Function):
         y = torch.empty_like(flat)
         width = x.shape[-1]
         layer_norm_forward[(x.numel() // width,)](
-            flat, delta, weight, bias, total, y, width, eps, DELTA=delta is not None, BLOCK=_block(width)
+            flat, delta, weight, bias, total, y, width, eps, DELTA=delta is not None, BLOCK=_block(width), **LAUNCH
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
@@ -89,7 +91,16 @@ class TritonAddLayerNorm(Function):
         residual = None if residual is None else residual.contiguous()
         dx, width = torch.empty_like(total), total.shape[-1]
         layer_norm_backward[(total.numel() // width,)](
-            dy, residual, total, weight, dx, width, ctx.eps, RESIDUAL=residual is not None, BLOCK=_block(width)
+            dy,
+            residual,
+            total,
+            weight,
+            dx,
+            width,
+            ctx.eps,
+            RESIDUAL=residual is not None,
+            BLOCK=_block(width),
+            **LAUNCH,
         )
         return dx, dx if ctx.has_delta else None, None, None, None
 

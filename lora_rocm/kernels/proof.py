@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.selftest_judge import poison
-from lora_rocm.kernels.choice import Form, available
+from lora_rocm.kernels.choice import Form, refusal, triton_version
 from lora_rocm.kernels.fingerprint import TILE, add_fingerprints, compare, renew
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
@@ -33,6 +33,8 @@ CANNOT = (
 )  # fmt: skip
 """What a compiler raises, besides Triton's own errors, where it or a part of it (a C compiler, headers, a linker, a
 driver library, a folder to write to) is missing or does not know the card."""
+REFUSED = "PassManager::run failed"
+"""All that Triton's error says of a target that it does not know; the reason goes to standard error, in 70 lines."""
 
 Run = Callable[..., Tensor | tuple[Tensor, ...]]
 Made = TypeVar("Made")
@@ -150,9 +152,10 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
     Raises:
         RuntimeError: the device reported a fault, after which this process can do nothing more on it, or is full.
     """
-    if not available(device):
+    reason = refusal(device)
+    if reason is not None:
         if device.type == "cuda":
-            say("Steps do without this program's Triton kernels, and are slower: there is no Triton for this PyTorch.")
+            say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
         return False
     with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
         wrong = first_wrong(device, dtype)
@@ -214,6 +217,9 @@ def _computed(compute: Callable[[], Made]) -> Made | str:
     except (TritonError, *CANNOT) as error:
         if device_fault(error) is not None or out_of_memory(error) is not None:
             raise
+        if REFUSED in str(error):
+            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its own words are in the log)"
+            return f"cannot be compiled by {unknown}"
         return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
 
 

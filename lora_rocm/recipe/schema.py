@@ -155,7 +155,11 @@ class LoraSection(Section):
     weight_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
     )
-    init_from: PathText | None = Field(None, description="Start from this LoRA file (kohya, diffusers or PEFT).")
+    init_from: PathText | None = Field(
+        None,
+        description="Start from this LoRA file (kohya, diffusers or PEFT). Modules of a lower rank are filled up to "
+        "rank; the effect is the file's.",
+    )
 
     @property
     def effective_alpha(self) -> float:
@@ -174,7 +178,9 @@ class OptimSection(Section):
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Linear warm-up from zero.")
+    lr_warmup_steps: int = Field(
+        0, ge=0, description="Linear warm-up: update i of w is made with i / (w + 1) of the rate."
+    )
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the total gradient norm; 0 switches it off.")
 
 
@@ -197,7 +203,11 @@ class TrainSection(Section):
     )
     min_snr_gamma: float = Field(0.0, ge=0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual.")
     noise_offset: float = Field(0.0, ge=0, description="Per-channel offset added to the noise; 0 off, 0.05 usual.")
-    zero_terminal_snr: bool = Field(False, description="Rescale the noise schedule (arXiv 2305.08891).")
+    zero_terminal_snr: bool = Field(
+        False,
+        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
+        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
+    )
     validation_every_n_steps: int = on_resume(0, "Compute the held-out loss this often; 0 means never.", ge=0)
 
     @model_validator(mode="after")

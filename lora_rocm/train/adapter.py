@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.recipe.schema import LoraSection, OptimSection
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
+from lora_rocm.train.lora_parts import Say
+from lora_rocm.train.start_file import check_start
 
 PEFT_NAME = "default"
+INPUT_SCALE = "dora_input_scale"
 EXAMPLES = 4
 MATCHING_S = 20.0
 """For all modules of a component; what people write takes some milliseconds, and the process that does it some more."""
@@ -149,11 +153,6 @@ class Adapter:
         finally:
             self.cast_inputs(False)
 
-    def set_strength(self, strength: float) -> None:
-        """Multiply the update by ``strength`` (1 as trained). With DoRA the magnitudes stay as trained."""
-        for _, _, layer in self.modules.values():
-            layer.set_scale(PEFT_NAME, strength)
-
     def groups(self, optim: OptimSection) -> list[dict[str, Any]]:
         """Optimizer parameter groups, one a component, with its peak learning rate."""
         groups = []
@@ -179,31 +178,27 @@ class Adapter:
         }
 
     @torch.no_grad()
-    def start_from(self, entries: Mapping[str, LoraEntry], path: Path) -> None:
-        """Take over the effect of a LoRA file; modules that it does not have keep their (neutral) start.
-
-        Raises:
-            AdapterError: another rank, a module that is not adapted here, DoRA where none is asked for.
-        """
+    def start_from(self, entries: Mapping[str, LoraEntry]) -> None:
+        """Take over the effect of a LoRA file that fits; modules that it does not have keep their (neutral) start."""
         for name, entry in entries.items():
-            if name not in self.modules:
-                raise _unfit(f"The file adapts {name}, which lora.targets leaves out.", path, "Widen lora.targets.")
-            layer = self.modules[name][2]
-            if layer.r[PEFT_NAME] != entry.rank:
-                raise _unfit(
-                    f"The file has rank {entry.rank}, the recipe asks for rank {layer.r[PEFT_NAME]} ({name}).",
-                    path,
-                    f"Set lora.rank to {entry.rank}.",
-                )
-            if entry.magnitude is not None and PEFT_NAME not in layer.lora_magnitude_vector:
-                raise _unfit("The file is a DoRA.", path, "Set lora.use_dora to true.")
-            _fill(layer, entry)
+            _fill(self.modules[name][2], entry)
 
 
-def inject(family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int) -> Adapter:
+def inject(
+    family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int, say: Say = lambda text: None
+) -> Adapter:
     """Put LoRA layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
 
-    A starts uniform (PEFT's default, Kaiming) from ``seed`` alone, B at zero, DoRA's magnitudes at the base's norms.
+    A starts uniform (PEFT's default, Kaiming) from ``seed`` alone, B at zero, DoRA's magnitudes at the base's norms. A
+    module whose rank in the file is lower than ``lora.rank`` keeps the file's effect: its further rows of A and columns
+    of B start as new ones do.
+
+    Args:
+        family: knows the targets.
+        model: what is adapted.
+        lora: the recipe's section.
+        seed: of the start.
+        say: gets a sentence on what the file holds besides, and on ranks that are filled up.
 
     Raises:
         AdapterError: targets that match nothing, or a file that does not fit.
@@ -224,19 +219,40 @@ def inject(family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int
     _initialise(adapter, seed)
     if lora.init_from is not None:
         path = Path(lora.init_from).expanduser()
-        adapter.start_from(read_lora(family, model.components, path), path)
+        absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
+        entries = read_lora(family, {**model.components, **absent}, path, say)
+        check_start(family, lora, adapter.modules, entries, path)
+        adapter.start_from(entries)
+        lower = sorted({entry.rank for entry in entries.values() if entry.rank < lora.rank})
+        if lower:
+            ranks = " and ".join(map(str, lower))
+            say(f"{path.name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
     return adapter
 
 
-def attach_file(family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0) -> Adapter:
+def attach_file(
+    family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, say: Say = lambda text: None
+) -> Adapter:
     """Put a LoRA file into a loaded model, with the file's own modules and ranks.
 
     The model must hold every component that the file adapts (``lora_file.components_of``).
 
+    Args:
+        family: knows the names.
+        model: what is adapted.
+        path: the file.
+        strength: multiplies the update (1 as trained), while a DoRA's magnitudes stay as trained; 0 is the base alone.
+        say: gets a sentence on what the file holds besides.
+
     Raises:
         AdapterError: the file is missing, damaged, no LoRA, or of another model.
     """
-    entries = read_lora(family, model.components, path)
+    entries = {
+        name: replace(entry, scale=entry.scale * strength)
+        for name, entry in read_lora(family, model.components, path, say).items()
+    }
+    if strength == 0.0:
+        return Adapter(family, model)
     use_dora = any(entry.magnitude is not None for entry in entries.values())
     for component, root in model.components.items():
         ranks = {
@@ -259,10 +275,28 @@ def attach_file(family: ModelFamily, model: LoadedModel, path: Path, strength: f
         )
     adapter = Adapter(family, model)
     with torch.no_grad():
-        for name, (_, _, layer) in adapter.modules.items():
-            _fill(layer, entries[name])
-    adapter.set_strength(strength)
+        adapter.start_from(entries)
+        for name, entry in entries.items():
+            if entry.input_magnitude is not None:
+                _scale_inputs(adapter.modules[name][2], entry)
     return adapter
+
+
+def _scale_inputs(layer: LoraLayer, entry: LoraEntry) -> None:
+    """Apply a DoRA's magnitudes per input, which PEFT's layers have not: W diag(c) x = W (c x).
+
+    The factors are a buffer, which goes where the layer's weights go.
+    """
+    base = layer.get_base_layer()
+    factors = entry.input_scale(base.weight.float().cpu())
+    layer.register_buffer(INPUT_SCALE, factors.view(-1, 1, 1) if isinstance(base, nn.Conv2d) else factors)
+    layer.register_forward_pre_hook(_scaled_input)
+
+
+def _scaled_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, *others = args
+    factors: Tensor = getattr(layer, INPUT_SCALE)
+    return ((x * factors).to(x.dtype), *others)
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,9 +396,9 @@ def _initialise(adapter: Adapter, seed: int) -> None:
 
 
 def _fill(layer: LoraLayer, entry: LoraEntry) -> None:
-    """Write an entry into a layer whose scale may be another, with the same effect."""
-    layer.lora_A[PEFT_NAME].weight.copy_(entry.down)
-    layer.lora_B[PEFT_NAME].weight.copy_(entry.up * (entry.scale / trained_scale(layer)))
+    """Write an entry into a layer whose scale and rank may be others (no lower rank), with the same effect."""
+    layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
+    layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
     if PEFT_NAME in layer.lora_magnitude_vector:
         magnitude = entry.magnitude
         if magnitude is None:  # a plain LoRA in a DoRA layer: the magnitudes at which the normalisation does nothing
@@ -390,7 +424,3 @@ def _spread(paths: list[str]) -> list[str]:
     """A few of many names, from all over."""
     step = max(1, len(paths) // EXAMPLES)
     return paths[step // 2 :: step][:EXAMPLES]
-
-
-def _unfit(what: str, path: Path, fix: str) -> AdapterError:
-    return AdapterError("init-from-unfit", what, where=f"lora.init_from: {path}", fix=fix)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.kernels.choice import refusal
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.engine import send_zeros
 
@@ -41,8 +41,8 @@ def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = o
         reason = "it is for GPUs, and this run trains on the processor"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
         reason = "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/amd.md)"
-    elif find_spec("triton") is None:
-        reason = "Triton, which it compiles with, is not installed (PyTorch for AMD GPUs on Windows comes without)"
+    else:
+        reason = refusal(device)
     if reason is not None:
         raise UserError(
             "compile-unavailable",

@@ -144,6 +144,7 @@ def counted(
 ) -> Footprint:
     """The footprint at pictures of a size; remembered beside the caches, since counting takes seconds."""
     plain = settings.attention == "math"
+    on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
     key = _key(recipe, family, dtype, [plain, *bucket_hw, on_gpu])
@@ -329,6 +330,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
     how, is_here = (dtype, settings, largest_bucket(recipe), on_gpu), True
+    gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
         found = counted(recipe, family_for(recipe), *how)
     except ModelError as error:
@@ -342,7 +344,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     return {
         "footprint": found.to_json(),
         **told,
-        "gpu": _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory)),
+        "gpu": gpu,
     }
 
 

@@ -1,7 +1,8 @@
 """LoRA files of any origin, read into one form: kohya and diffusers files, PEFT directories.
 
 Every module's part of a file is a ``LoraEntry``; modules are named ``component.module`` ("unet.mid_block...", and for
-text encoders without the ``text_model`` level that transformers 5 dropped from one of the two).
+text encoders without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` says
+which tensors of a file are taken; a file with others is refused.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,13 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.families.weightfiles import Header, read_header, read_tensors
 from lora_rocm.host.plain import read_plain
+from lora_rocm.train.lora_parts import Say, check_config, grouped
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
-OTHER_KINDS = {"hada_w": "a LoHa", "lokr_w": "a LoKr", "lora_mid": "a Tucker-form LoCon", "oft_": "an OFT"}
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-KOHYA_PREFIXES = ("lora_unet_", "lora_te")
+KOHYA_PREFIXES = ("lora_", "lycoris_")
+OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
 MAX_CONFIG_BYTES = 1 << 22
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
@@ -44,13 +47,16 @@ class LoraEntry:
     down: [r, in] or [r, in, kh, kw].
     up: [out, r] or [out, r, 1, 1].
     scale: what multiplies the product (alpha / rank, or alpha / sqrt(rank) for rsLoRA).
-    magnitude: DoRA's [out], or None.
+    magnitude: [out] of a DoRA, or None.
+    input_magnitude: [in] of a DoRA that normalises each input's column instead (OneTrainer's default, LyCORIS with
+        wd_on_output=False), or None.
     """
 
     down: Tensor
     up: Tensor
     scale: float
     magnitude: Tensor | None = None
+    input_magnitude: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -65,13 +71,33 @@ class LoraEntry:
         """The change of the weight as a whole: ``update``, or with DoRA ``m * (W + update) / ||W + update|| - W``.
 
         Args:
-            weight: the base weight, float32; the norm is taken per output row (DoRA, arXiv 2402.09353, eq. 5).
+            weight: the base weight, float32; the norm is taken per output row, or per input where the magnitudes are
+                per input (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which).
         """
+        if self.input_magnitude is not None:
+            shape = (1, -1, *[1] * (weight.ndim - 2))
+            return (weight + self.update()) * self.input_scale(weight).view(shape) - weight
         if self.magnitude is None:
             return self.update()
         moved = weight + self.update()
         shape = (-1, *[1] * (weight.ndim - 1))
         return moved * (self.magnitude / moved.flatten(1).norm(dim=1)).view(shape) - weight
+
+    def input_scale(self, weight: Tensor) -> Tensor:
+        """[in]: ``input_magnitude / norm``, by which such a DoRA multiplies the inputs of the adapted weight."""
+        assert self.input_magnitude is not None, "a DoRA with magnitudes per input"
+        norm = (weight + self.update()).transpose(0, 1).flatten(1).norm(dim=1)
+        return self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # as LyCORIS and ComfyUI add it
+
+
+@dataclass
+class FileModule:
+    """What a file says of one module. ``key``: its name there; ``parts``: by role (``lora_parts.TAKEN``)."""
+
+    key: str
+    parts: dict[str, Tensor]
+    alpha: float | None
+    use_rslora: bool = False
 
 
 def canonical(component: str, module: str) -> str:
@@ -105,31 +131,34 @@ def components_of(path: Path) -> set[str]:
     return found & set(kohya.values())
 
 
-def read_lora(family: ModelFamily, components: Mapping[str, nn.Module], path: Path) -> dict[str, LoraEntry]:
+def read_lora(
+    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+) -> dict[str, LoraEntry]:
     """Read a LoRA of this model, whatever its format: module name -> entry.
 
     Args:
         family: knows the kohya names.
         components: the model's components; modules and shapes of the file are checked against them.
         path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder a component).
+        say: gets a sentence for what is left out because it changes no weight.
 
     Raises:
-        AdapterError: missing, pickle, damaged, not a LoRA, or a LoRA of another model.
+        AdapterError: missing, pickle, damaged, not a LoRA, more than a LoRA, or a LoRA of another model.
     """
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
     shapes = {canonical(name, module): tuple(base.weight.shape) for name, module, base in paths}
     try:
         folders = _peft_folders(path)
         if folders:
-            return _checked(_from_peft(folders, shapes), shapes, path)
+            return _fitted(_from_peft(folders, shapes, say), shapes, path)
         header = read_header(_one_file(path), AdapterError)
-        _refuse_other_kinds(header)
-        tensors = {name: tensor.float() for name, tensor in read_tensors(header, error=AdapterError).items()}
+        tensors = read_tensors(header, error=AdapterError)
         if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
             keys = {f"lora_{name}_{module.replace('.', '_')}": canonical(name, module) for name, module, _ in paths}
             keys |= {family.export_key(name, module): canonical(name, module) for name, module, _ in paths}
-            return _checked(_from_kohya(tensors, keys), shapes, path)
-        return _checked(_from_diffusers(tensors, header.metadata, set(family.text_components)), shapes, path)
+            modules = _modules(grouped(tensors, path, say), {}, lambda key: keys.get(key, key))
+            return _fitted(modules, shapes, path)
+        return _fitted(_from_diffusers(tensors, header, set(family.text_components), say), shapes, path)
     except (
         OSError,
         ValueError,
@@ -144,90 +173,72 @@ def read_lora(family: ModelFamily, components: Mapping[str, nn.Module], path: Pa
         ) from error
 
 
-def _from_kohya(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> dict[str, LoraEntry]:
-    """Kohya's form; a name that ``keys`` does not know is kept as it is, for the error message."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        module, _, kind = name.partition(".")
-        groups.setdefault(module, {})[kind] = tensor
-    entries = {}
-    for module, parts in groups.items():
-        if "lora_down.weight" in parts and "lora_up.weight" in parts:
-            alpha = parts["alpha"].flatten()[0].item() if "alpha" in parts and parts["alpha"].numel() else None
-            entries[keys.get(module, module)] = _entry(
-                module, parts["lora_down.weight"], parts["lora_up.weight"], alpha, parts.get("dora_scale")
-            )
-    return entries
-
-
-def _entry(
-    module: str, down: Tensor, up: Tensor, alpha: Any, magnitude: Tensor | None, use_rslora: bool = False
-) -> LoraEntry:
-    """An entry from what a file says of one module; without an alpha the scale is 1, as every reader assumes.
+def _modules(
+    groups: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], name_of: Callable[[str], str]
+) -> dict[str, FileModule]:
+    """Module name -> what the file says of it. Alphas stand in the file, else in a PEFT config (empty: there is none).
 
     Raises:
-        ValueError: it cannot be a low-rank update.
+        ValueError: a module stands in the file twice, under two names.
     """
-    if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
-        raise ValueError(f"{module} has factors of the shapes {tuple(up.shape)} and {tuple(down.shape)}")
-    rank = down.shape[0]
-    scale = 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if use_rslora else rank)
-    if not math.isfinite(scale):
-        raise ValueError(f"{module} has the alpha {alpha}")
-    return LoraEntry(down, up, scale, None if magnitude is None else magnitude.flatten())
+    modules: dict[str, FileModule] = {}
+    for key, parts in groups.items():
+        if "alpha" in parts and parts["alpha"].numel() != 1:
+            raise ValueError(f"{key} has an alpha of the shape {list(parts['alpha'].shape)}")
+        alpha = parts["alpha"].float().item() if "alpha" in parts else _alpha(config, key)
+        found = FileModule(key, parts, alpha, "alpha" not in parts and bool(config.get("use_rslora")))
+        if modules.setdefault(name_of(key), found) is not found:
+            raise ValueError(f"{key} and {modules[name_of(key)].key} are the same module")
+    return modules
+
+
+def _alpha(config: Mapping[str, Any], module: str) -> float | None:
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((patterns[key] for key in patterns if _means(key, module)), config.get("lora_alpha"))
+    return None if alpha is None else float(alpha)
 
 
 def _from_diffusers(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], text_components: set[str]
-) -> dict[str, LoraEntry]:
+    tensors: Mapping[str, Tensor], header: Header, text_components: set[str], say: Say
+) -> dict[str, FileModule]:
     """The diffusers form, new (``lora_A``) and old (``lora.down``, ``to_q_lora``), by diffusers' own name maps."""
-    configs = json.loads(metadata.get(DIFFUSERS_METADATA, "{}"))
-    entries = {}
+    configs = json.loads(header.metadata.get(DIFFUSERS_METADATA, "{}"))
+    renamed: dict[str, Tensor] = {}
     for component in {name.split(".")[0] for name in tensors}:
         part = {
             name.removeprefix(component + "."): t for name, t in tensors.items() if name.startswith(component + ".")
         }
         if not any("lora_A" in name for name in part):
-            if component in text_components:
-                part = convert_state_dict_to_peft(convert_state_dict_to_diffusers(part))
-            else:
+            if component not in text_components:
                 part = convert_unet_state_dict_to_peft(part)
+            elif any(OLD_DIFFUSERS.search(name) for name in part):
+                part = convert_state_dict_to_peft(convert_state_dict_to_diffusers(part))
+        renamed |= {f"{component}.{name}": tensor for name, tensor in part.items()}
+    whole = {name: tensor for name, tensor in tensors.items() if "." not in name}  # of no component
+    if len(renamed) + len(whole) != len(tensors):
+        raise ValueError("two names in it mean the same tensor")
+    modules: dict[str, FileModule] = {}
+    groups = grouped(renamed | whole, header.path, say)
+    for component in sorted({key.split(".")[0] for key in groups}):
         config = {k.removeprefix(component + "."): v for k, v in configs.items() if k.startswith(component + ".")}
-        entries |= {canonical(component, name): entry for name, entry in _peft_entries(part, config).items()}
-    return entries
+        check_config(config, header.path)
+        own = {k.removeprefix(component + "."): v for k, v in groups.items() if k.startswith(component + ".")}
+        modules |= _modules(own, config, partial(canonical, component))
+    return modules
 
 
-def _from_peft(folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraEntry]:
+def _from_peft(folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], say: Say) -> dict[str, FileModule]:
     """PEFT directories; the component of a single one is that which has its modules."""
-    entries = {}
+    modules: dict[str, FileModule] = {}
+    owners = sorted({name.split(".")[0] for name in shapes})
     for component, folder in folders.items():
         config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
+        check_config(config, folder)
         tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
-        found = _peft_entries({n.removeprefix(PEFT_PREFIX): t.float() for n, t in tensors.items()}, config)
-        owners = {name.split(".")[0] for name in shapes}
-        owner = component or next(
-            (o for o in sorted(owners) if {canonical(o, n) for n in found} <= shapes.keys()), "unet"
-        )
-        entries |= {canonical(owner, name): entry for name, entry in found.items()}
-    return entries
-
-
-def _peft_entries(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, LoraEntry]:
-    """Entries from PEFT names and a PEFT config (empty when there is none)."""
-    entries = {}
-    for name, down in tensors.items():
-        if not name.endswith(".lora_A.weight"):
-            continue
-        module = name.removesuffix(".lora_A.weight")
-        up = tensors.get(f"{module}.lora_B.weight")
-        if up is None:
-            continue
-        alphas = config.get("alpha_pattern") or {}
-        alpha = next((alphas[key] for key in alphas if _means(key, module)), config.get("lora_alpha"))
-        name = f"{module}.lora_magnitude_vector"
-        magnitude = tensors.get(name, tensors.get(f"{name}.weight"))
-        entries[module] = _entry(module, down, up, alpha, magnitude, bool(config.get("use_rslora")))
-    return entries
+        groups = grouped({name.removeprefix(PEFT_PREFIX): t for name, t in tensors.items()}, folder, say)
+        owner = component or next((o for o in owners if {canonical(o, n) for n in groups} <= shapes.keys()), "unet")
+        modules |= _modules(groups, config, partial(canonical, owner))
+    return modules
 
 
 def _means(pattern: str, module: str) -> bool:
@@ -241,40 +252,81 @@ def _means(pattern: str, module: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def _checked(entries: dict[str, LoraEntry], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, LoraEntry]:
-    """The entries, in the shapes that the model's layers need.
+def _fitted(modules: dict[str, FileModule], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, LoraEntry]:
+    """Entries in the shapes that the model's layers need.
 
     Raises:
-        AdapterError: lora-empty, lora-of-another-model.
+        AdapterError: lora-empty, lora-of-another-model, lora-magnitudes, lora-not-finite.
     """
-    if not entries:
-        raise _error("lora-empty", "This file holds no LoRA.", path)
-    unknown = sorted(name for name in entries if name not in shapes)
+    if not modules:
+        raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+    unknown = sorted(name for name in modules if name not in shapes)
     if unknown:
-        text = [name for name in unknown if name.startswith(("lora_te", "text_encoder"))]
         raise _error(
             "lora-of-another-model",
-            f"{len(unknown)} of {len(entries)} modules of this LoRA are not in this model, for example {unknown[0]}.",
+            f"{len(unknown)} of {len(modules)} modules of this LoRA are not in this model, for example {unknown[0]}.",
             path,
-            "It also adapts the text encoders: set lora.train_text_encoder to true."
-            if len(text) == len(unknown)
-            else "Use a LoRA that was made for this model's family.",
+            "Use a LoRA that was made for this model's family.",
         )
-    for name, entry in entries.items():
-        shape, rank = shapes[name], entry.rank
-        if entry.up.numel() != shape[0] * rank or entry.down.numel() != rank * math.prod(shape[1:]):
-            raise _error(
-                "lora-of-another-model",
-                f"In this LoRA {name} changes a {entry.up.shape[0]} x {math.prod(entry.down.shape[1:])} weight; "
-                f"in this model it is {shape[0]} x {math.prod(shape[1:])}.",
-                path,
-                "Use a LoRA that was made for this model's family.",
-            )
-        entry.down = entry.down.reshape(rank, *shape[1:])
-        entry.up = entry.up.reshape(shape[0], rank, *[1] * (len(shape) - 2))
-        if not all(torch.isfinite(t).all() for t in (entry.down, entry.up)):
-            raise _error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")
-    return entries
+    return {name: _entry(name, module, shapes[name], path) for name, module in modules.items()}
+
+
+def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LoraEntry:
+    """One module's entry; without an alpha the scale is 1, as every reader assumes.
+
+    Raises:
+        ValueError: it cannot be a low-rank update.
+        AdapterError: it is none of this layer.
+    """
+    numbers = [module.parts[role] for role in module.parts if role != "alpha"]
+    if not all(tensor.is_floating_point() for tensor in numbers):
+        raise ValueError(f"{module.key} is stored as whole numbers")
+    down, up = module.parts["down"].float(), module.parts["up"].float()
+    if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
+        raise ValueError(f"{module.key} has factors of the shapes {tuple(up.shape)} and {tuple(down.shape)}")
+    rank = down.shape[0]
+    scale = 1.0 if module.alpha is None else module.alpha / (math.sqrt(rank) if module.use_rslora else rank)
+    if not math.isfinite(scale):
+        raise ValueError(f"{module.key} has the alpha {module.alpha}")
+    if up.numel() != shape[0] * rank or down.numel() != rank * math.prod(shape[1:]):
+        raise _error(
+            "lora-of-another-model",
+            f"In this LoRA {name} changes a {up.shape[0]} x {math.prod(down.shape[1:])} weight; "
+            f"in this model it is {shape[0]} x {math.prod(shape[1:])}.",
+            path,
+            "Use a LoRA that was made for this model's family.",
+        )
+    if not all(torch.isfinite(tensor.float()).all() for tensor in numbers):
+        raise _error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")
+    down, up = down.reshape(rank, *shape[1:]), up.reshape(shape[0], rank, *[1] * (len(shape) - 2))
+    return LoraEntry(down, up, scale, *_magnitudes(module, shape, path))
+
+
+def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple[Tensor | None, Tensor | None]:
+    """(per output, per input) of a DoRA: of ``dora_scale`` the shape tells which, by ComfyUI's rule.
+
+    [out, 1, ...] is per output, [1, in, 1, ...] per input: so those of a square layer are told apart, too.
+
+    Raises:
+        AdapterError: lora-magnitudes.
+    """
+    for role in ("magnitude", "dora_scale"):
+        if role not in module.parts:
+            continue
+        found = module.parts[role].float()
+        count, first = found.numel(), found.shape[0] if found.ndim else 0
+        if count == shape[0] and (role == "magnitude" or first == shape[0]):
+            return found.flatten(), None
+        if role == "dora_scale" and first == 1 and found.ndim > 1 and count == found.shape[1] == shape[1]:
+            return None, found.flatten()
+        raise _error(
+            "lora-magnitudes",
+            f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
+            f"{shape[0]} are needed (one an output), or {[1, shape[1]]} (one an input).",
+            path,
+            "Use another file: this one is damaged, or of another model.",
+        )
+    return None, None
 
 
 def _peft_folders(path: Path) -> dict[str, Path]:
@@ -304,16 +356,6 @@ def _one_file(path: Path) -> Path:
             "Use the .safetensors edition of the LoRA.",
         )
     return path
-
-
-def _refuse_other_kinds(header: Header) -> None:
-    for mark, kind in OTHER_KINDS.items():
-        if any(mark in name for name in header.tensors):
-            raise _error("lora-kind", f"This is {kind} file, not a LoRA.", header.path, "Use a plain LoRA or LoCon.")
-    if not any("lora" in name for name in header.tensors):
-        raise _error(
-            "lora-empty", "This file holds no LoRA.", header.path, "Give a LoRA file; base models go in model."
-        )
 
 
 def _error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:

@@ -210,7 +210,7 @@ def _load_model(
     compiled = compiling.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
     triton = start.settings.triton and proof.trusted(start.device, start.dtype, start.session.notice)
     model = family.load(start.dtype, torch.device("cpu"))
-    adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, start.session.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     staying = memory.staying(family, model)

@@ -49,7 +49,7 @@ def sample(job: Job) -> None:
     encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
     del encode  # the encoders leave before the model comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
-    adapter = attach_file(family, model, lora, job["strength"])
+    attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
     _send(model, device, settings)
     width, height = (job[side] or asked for side, asked in zip(("width", "height"), picture_size(recipe), strict=True))
     requests = [
@@ -64,11 +64,7 @@ def sample(job: Job) -> None:
         )
         for number in range(job["num"])
     ]
-    if job["strength"] == 0.0:
-        with adapter.disabled():
-            pictures = family.preview(model, requests, encoded.__getitem__)
-    else:
-        pictures = family.preview(model, requests, encoded.__getitem__)
+    pictures = family.preview(model, requests, encoded.__getitem__)
     paths = []
     for request, picture in zip(requests, pictures, strict=True):
         path = _free_name(Path(job["output"]), f"seed{request.seed}")

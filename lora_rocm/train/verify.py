@@ -37,7 +37,10 @@ CANCELLATION = 1e-6  # float32 noise of subtracting a base weight from a patched
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
 CANNOT_READ: dict[str, tuple[str, ...]] = {
     "kohya": (),
-    "diffusers": (f"{UI_TOOLS} (they do not know these names for SDXL)",),
+    "diffusers": (
+        "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
+        "A1111 and kohya's tools (do not know these names for SDXL)",
+    ),
     "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
 DORA_IN_KOHYA_FORM = (

@@ -118,6 +118,7 @@ INJECTIONS: dict[str, Injection] = {
     "torch-no-kernels": lambda: on(LINUX, torch={"arch_list": ("gfx1030", "gfx1201")}),
     "rocm-old": lambda: on(LINUX, torch={"version": "2.11.0+rocm6.4", "hip": "6.4.43482"}),
     "torchvision": library("torchvision", "0.27.0+rocm7.2"),
+    "triton-gpu": lambda: on(LINUX, gpu={"gfx": "gfx1030"}, libraries={**LINUX.libraries, "triton-rocm": "3.9.0"}),
     "library-bitsandbytes": library("bitsandbytes", "0.49.2"),
     "library-bitsandbytes-gpu": lambda: on(
         LINUX, gpu={"gfx": "gfx1010"}, libraries={**LINUX.libraries, "bitsandbytes": "0.50.1"}

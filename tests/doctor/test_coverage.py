@@ -86,6 +86,7 @@ LIBRARIES = (
     ("DeepSpeed", "library-deepspeed"),
     ("torchvision belongs to a torch", "torchvision"),
     ("torch.compile on Windows", "rule:no-compile variable-compile-on"),
+    ("Triton compiles nothing for the GPU", "triton-gpu"),
     ("torch: none, the wrong one, too old", "torch-none installer-variable torch-wrong-build torch-old rocm-old"),
 )
 CONVOLUTIONS = (

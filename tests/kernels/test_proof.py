@@ -124,6 +124,14 @@ def test_triton_s_own_errors_are_no_end() -> None:
     assert said is not None and "shared memory" in said
 
 
+def test_a_target_that_triton_refuses_is_said_in_words() -> None:
+    """Its reason stands in 70 lines on standard error; the error itself says nothing."""
+    error = RuntimeError("PassManager::run failed")
+    said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
+    assert said is not None and f"Triton {choice.triton_version()}" in said and "does not know this GPU" in said
+    assert "PassManager" not in said and "\n" not in said
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -9,18 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lora_rocm.kernels import choice
+from lora_rocm.host import archs
+from lora_rocm.host.quirks import release
+from lora_rocm.kernels import choice, proof
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
-ARCHS = {"gfx1100": 32, "gfx1151": 32, "gfx1201": 32, "gfx942": 64}
-SIMILAR = ("gfx1151", "gfx1201")  # wave 32 as gfx1100
+ARCHS = {arch.gfx: 64 if arch.is_cdna or arch.generation == "vega" else 32 for arch in archs.ARCHS}
+QUICK = ("gfx1100", "gfx942")  # wave 32 and 64
 NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count", "buffers"}
 WORDS, COUNTS = ({f"{name}_{number}" for number in range(6)} for name in ("words", "count"))
 SUMS = {"means", "spreads", "mean_out", "rstd_out", "mean", "rstd", "plain_sums", "normal_sums", "plain_out"}
@@ -101,20 +104,24 @@ def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **ty
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name in WORDS | COUNTS},
     )
-    result = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options={"num_warps": warps})
-    text: str = result.asm["amdgcn"]
+    options = {"num_warps": warps, **choice.LAUNCH}
+    text: str = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options=options).asm["amdgcn"]
     assert arch in text
     return text
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx942", *(pytest.param(a, marks=pytest.mark.slow) for a in SIMILAR)])
+def is_refused(arch: str) -> bool:
+    return archs.triton_takes(release(triton.__version__), arch) is False
+
+
+@pytest.mark.parametrize("arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
 def test_every_kernel_compiles_for_amd(arch: str) -> None:
     compiled = 0
-    for kernel, constants, warps in kernels():
+    for kernel, constants, warps in () if is_refused(arch) else kernels():
         text = assembly(kernel, constants, arch, warps)
         assert re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
         compiled += 1
-    assert compiled == 14
+    assert compiled == (0 if is_refused(arch) else 14)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
@@ -130,9 +137,99 @@ def test_fingerprints_read_16_bytes_at_once_and_multiply_no_64_bit_words(arch: s
     assert text.count("v_mad_i64_i32") == words and text.count("v_mul_lo") < 1.5 * words
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_this_triton_compiles_for_the_cards_that_the_table_says(arch: str) -> None:
+    """By one kernel: a target is refused whatever the kernel is."""
+    kernel = next(kernels())
+    if is_refused(arch):
+        with pytest.raises(RuntimeError, match=proof.REFUSED):
+            assembly(kernel[0], kernel[1], arch, kernel[2])
+    else:
+        assembly(kernel[0], kernel[1], arch, kernel[2])
+
+
+def test_the_table_knows_the_triton_that_is_installed() -> None:
+    assert release(triton.__version__)[:2] in [series.version for series in archs.TRITON]
+    assert choice.triton_version() == triton.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("folder", os.environ.get("LORA_ROCM_OTHER_TRITON", "").split(os.pathsep))
+def test_another_triton_does_what_the_table_says_and_warns_of_nothing(folder: str) -> None:
+    """LORA_ROCM_OTHER_TRITON: folders made by ``pip install --no-deps --target FOLDER triton==VERSION``."""
+    if not folder:
+        pytest.skip("LORA_ROCM_OTHER_TRITON names no folder")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(Path(__file__)),
+        "-m",
+        "not gpu",
+        "-k",
+        "compiles or knows_the_triton",
+    ]
+    env = {**os.environ, "PYTHONPATH": folder, "LORA_ROCM_OTHER_TRITON": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{2 * len(ARCHS) + 1} passed" in done.stdout
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 3.10 on Triton has another default, and 3.9 warns of it."""
+    seen: dict[str, Any] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        seen[self.fn.__name__] = options.get("enable_fp_fusion")
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    for case in proof.SMALL:
+        proof._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
+    assert len(seen) == 11 and set(seen.values()) == {True}
+
+
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert choice.form_for(gpu) == "triton"
     assert choice.form_for(gpu, triton=False) == choice.form_for(cpu) == "eager"
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     assert choice.form_for(gpu) == "eager"
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, gfx: str, version: str) -> None:
+    """As if this were a ROCm build of torch on that card, with that Triton."""
+    monkeypatch.setattr(torch.version, "hip", "7.2.53211")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = SimpleNamespace(gcnArchName=f"{gfx}:sramecc-:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(choice, "triton_version", lambda: version)
+
+
+@pytest.mark.parametrize(
+    ("gfx", "version", "others"),
+    [
+        ("gfx1030", "3.9.0", "Triton 3.6 to 3.8 does"),
+        ("gfx1010", "3.9.1+rocm7.14", "Triton 3.6 to 3.8 does"),
+        ("gfx906", "3.6.0.post25", "Triton 3.8 to 3.9 does"),
+        ("gfx900", "3.8.0", "no version that is known here does"),
+    ],
+)
+def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tried(
+    gfx: str, version: str, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    on_gpu(monkeypatch, gfx, version)
+    monkeypatch.setattr(proof, "first_wrong", lambda *_: pytest.fail("it was compiled"))
+    for device in (torch.device("cuda"), torch.device("meta")):  # what is counted in memory is what will run
+        assert choice.form_for(device) == "eager"
+    assert not proof.trusted(torch.device("cuda"), torch.float16, said.append)
+    assert len(said) == 1 and said[0].endswith(
+        f"slower: Triton {version} compiles nothing for this GPU ({gfx}); {others}."
+    )
+
+
+@pytest.mark.parametrize(("gfx", "version"), [("gfx1030", "3.8.0"), ("gfx1030", "3.12.0"), ("gfx1299", "3.9.0")])
+def test_what_no_table_knows_is_tried(gfx: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, gfx, version)
+    assert choice.form_for(torch.device("cuda")) == "triton"

@@ -17,7 +17,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.host.settings import Settings
-from lora_rocm.kernels import proof
+from lora_rocm.kernels import choice, proof
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import compiling, run
@@ -146,7 +146,7 @@ def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for device, environ, word in ((CPU, {}, "processor"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
         with pytest.raises(UserError, match=word):
             how_asked("regional", device, environ)
-    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="Triton"):
         how_asked("full", GPU, {})
     assert how_asked("auto", GPU, {}) is None

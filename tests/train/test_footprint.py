@@ -248,6 +248,10 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ask(size=(64, 96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
+    counted(its, family, torch.float32, Settings(triton=False), (96, 96))  # plain PyTorch keeps more
+    counted(its, family, torch.float32, Settings(), (96, 96), on_gpu=False)
+    assert len(made) == 5, "both are without Triton"
+    made.pop()
     ask(recipe(tmp_path, alpha=3.0))  # of no weight here
     assert len(made) == 4
     for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in json.loads(memory.read_text("utf-8"))})):

@@ -19,13 +19,16 @@ from torch import nn
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.train import export
+from lora_rocm.train.comfy import apply_comfy
 from lora_rocm.train.facts import Facts
-from lora_rocm.train.lora_file import LoraEntry, components_of, read_lora
-from tests.tiny_models import tiny_pipeline, tiny_recipe, trained, write_tiny_sdxl
+from lora_rocm.train.lora_file import PEFT_WEIGHTS, LoraEntry, adaptable, components_of, read_lora
+from tests.tiny_models import tiny_pipeline, trained, write_tiny_sdxl
+from tests.train.lycoris import locon
 
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
 ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 NAME = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+SIDES = {"A": (2, 32), "B": (32, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -161,26 +164,130 @@ def test_a_lora_of_another_model(live: tuple[Any, Any, Any], tmp_path: Path) -> 
     assert "64" in error.what
 
 
-def test_text_encoders_that_are_not_loaded(folder: Path, live: tuple[Any, Any, Any], tmp_path: Path) -> None:
-    family, _, adapter = live
-    export.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
-    bare = type(family)(tiny_recipe(folder)).load(torch.float32, torch.device("cpu"))
-    with pytest.raises(AdapterError) as caught:
-        read_lora(family, bare.components, tmp_path / "x.safetensors")
-    assert "train_text_encoder" in caught.value.fix
-
-
 @pytest.mark.parametrize(("tensors", "code"), [
     ({"lora_unet_x.hada_w1_a": 1, "lora_unet_x.hada_w1_b": 1}, "lora-kind"),
     ({"lora_unet_x.lokr_w1": 1}, "lora-kind"),
     ({"lora_unet_x.lora_mid.weight": 1, "lora_unet_x.lora_up.weight": 1}, "lora-kind"),
     ({"model.diffusion_model.input_blocks.0.0.weight": 1}, "lora-empty"),
-    ({"lora_unet_middle_block_1_proj_in.lora_down.weight": 1}, "lora-empty"),
-    ({"unet.mid_block.lora_B.weight": 1}, "lora-empty"),
+    ({"lora_unet_middle_block_1_proj_in.lora_down.weight": 1}, "lora-incomplete"),
+    ({"unet.mid_block.lora_B.weight": 1}, "lora-incomplete"),
 ])  # fmt: skip
 def test_what_is_no_lora(live: tuple[Any, Any, Any], tmp_path: Path, tensors: dict[str, int], code: str) -> None:
     save_file({name: torch.zeros(size, 1) for name, size in tensors.items()}, tmp_path / "x.safetensors")
     assert refused(tmp_path / "x.safetensors", live).code == code
+
+
+BLOCK = "mid_block.attentions.0.transformer_blocks.0"
+SHAPES = {
+    f"{BLOCK}.attn1.to_q": (32, 32),  # square: only the shape of dora_scale tells the axis
+    f"{BLOCK}.attn2.to_k": (32, 80),
+    f"{BLOCK}.ff.net.0.proj": (256, 32),
+    "mid_block.resnets.0.conv1": (32, 32, 3, 3),
+    "down_blocks.1.resnets.0.conv1": (32, 16, 3, 3),
+    "down_blocks.1.resnets.0.conv_shortcut": (32, 16, 1, 1),
+}
+
+
+def write_locon(live: tuple[Any, Any, Any], path: Path, wd_on_output: bool | None) -> dict[str, tuple[Any, Any]]:
+    """A kohya-form file by LyCORIS' formulas; module path -> (base weight, merged weight)."""
+    family, model, _ = live
+    rng, tensors, merged = torch.Generator().manual_seed(5), {}, {}
+    layers = dict(adaptable(model.components["unet"]))
+    for name, shape in SHAPES.items():
+        weight = layers[name].weight.detach()
+        assert weight.shape == shape
+        stored, changed = locon(weight, 3, rng, wd_on_output=wd_on_output)
+        tensors |= {f"{family.export_key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        merged[name] = (weight, changed)
+    save_file(tensors, path)
+    return merged
+
+
+@pytest.mark.parametrize("wd_on_output", [None, True, False])
+def test_a_dora_of_lycoris_is_read_along_its_axis(
+    live: tuple[Any, Any, Any], tmp_path: Path, wd_on_output: bool | None
+) -> None:
+    merged = write_locon(live, tmp_path / "x.safetensors", wd_on_output)
+    entries = read_lora(live[0], live[1].components, tmp_path / "x.safetensors")
+    in_comfy = apply_comfy(
+        load_file(tmp_path / "x.safetensors"),
+        {live[0].export_key("unet", name): weight for name, (weight, _) in merged.items()},
+    )
+    for (_, patched), (name, (weight, changed)) in zip(in_comfy, merged.items(), strict=True):
+        torch.testing.assert_close(entries[f"unet.{name}"].effect(weight), changed - weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(patched, changed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_magnitudes_of_another_length_are_refused_with_file_module_and_shape(
+    live: tuple[Any, Any, Any], tmp_path: Path, name: str
+) -> None:
+    write_locon(live, tmp_path / "x.safetensors", wd_on_output=True)
+    key, (outputs, inputs, *_) = f"{live[0].export_key('unet', name)}.dora_scale", SHAPES[name]
+    tensors = load_file(tmp_path / "x.safetensors")
+    for shape in ((7, 1), (1, 7), (1,), (), (1, outputs * inputs), (outputs, inputs), (inputs + 1, 1), (0,)):
+        save_file(tensors | {key: torch.ones(shape)}, tmp_path / "y.safetensors")
+        error = refused(tmp_path / "y.safetensors", live)
+        assert error.code == "lora-magnitudes" and error.where.endswith("y.safetensors")
+        assert key.removesuffix(".dora_scale") in error.what and str(list(shape)) in error.what
+
+
+@pytest.mark.parametrize("config", [
+    {"peft_type": "LOHA"},
+    {"peft_type": "IA3"},
+    {"init_lora_weights": "pissa_niter_4"},
+    {"init_lora_weights": "olora"},
+    {"bias": "all"},
+    {"modules_to_save": ["conv_in"]},
+    {"use_qalora": True},
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["peft", "diffusers"])
+def test_a_config_that_asks_for_more_than_a_lora(
+    live: tuple[Any, Any, Any], tmp_path: Path, config: dict[str, Any], form: str
+) -> None:
+    tensors = {f"{NAME.removeprefix('unet.')}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
+    plain = {"peft_type": "LORA", "lora_alpha": 2, "init_lora_weights": "gaussian", "bias": "none"}
+
+    def write(config: dict[str, Any]) -> None:
+        if form == "peft":
+            save_file({f"base_model.model.{n}": t for n, t in tensors.items()}, tmp_path / PEFT_WEIGHTS)
+            (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        else:
+            metadata = {"lora_adapter_metadata": json.dumps({f"unet.{k}": v for k, v in config.items()})}
+            save_file({f"unet.{n}": t for n, t in tensors.items()}, tmp_path / "x.safetensors", metadata)
+
+    write(plain)
+    assert read_lora(live[0], live[1].components, tmp_path)[NAME].scale == 1.0, "the control"
+    write(plain | config)
+    error = refused(tmp_path, live)
+    assert error.code == "lora-kind" and (str(next(iter(config))) in error.what or "LoRA" in error.what)
+
+
+def test_alphas_beside_the_factors_of_the_diffusers_form(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    """ComfyUI takes them in any form; read as if there were none, the effect would be four times as strong."""
+    tensors = {f"{NAME}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
+    save_file(tensors | {f"{NAME}.alpha": torch.tensor(0.5)}, tmp_path / "x.safetensors")
+    assert read_lora(live[0], live[1].components, tmp_path / "x.safetensors")[NAME].scale == 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_factors_stored_as_whole_numbers(live: tuple[Any, Any, Any], tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {f"{NAME}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
+    for side in tensors:
+        save_file(tensors | {side: tensors[side].to(dtype)}, tmp_path / "x.safetensors")
+        error = refused(tmp_path / "x.safetensors", live)
+        assert error.code == "lora-unreadable" and "whole numbers" in error.what
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    assert read_lora(live[0], live[1].components, tmp_path / "x.safetensors")
+
+
+def test_a_module_that_stands_in_the_file_under_two_names(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    """sgm's and diffusers' names of one layer: each program would take another of the two, or both."""
+    tensors = {}
+    for key in ("lora_unet_middle_block_1_proj_in", "lora_unet_mid_block_attentions_0_proj_in"):
+        tensors |= {f"{key}.lora_down.weight": torch.ones(2, 32), f"{key}.lora_up.weight": torch.ones(32, 2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert "are the same module" in refused(tmp_path / "x.safetensors", live).what
 
 
 def test_values_that_are_no_numbers(live: tuple[Any, Any, Any], tmp_path: Path) -> None:

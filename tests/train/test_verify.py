@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -102,6 +103,20 @@ def test_tiny_weights_in_fp16_pass(folder: Path, tmp_path: Path) -> None:
     adapter.load({name: p * 1e-6 if name.endswith("B") else p for name, p in adapter.state().items()})
     export.write("kohya", path, family, adapter, family.recipe, FACTS)
     assert export.verify("kohya", path, family, model, adapter).relative_difference > 1e-3
+
+
+@pytest.mark.parametrize("targets", ["attention", "attention-mlp"])
+def test_of_the_diffusers_form_comfyui_applies_a_part_and_this_is_said(
+    folder: Path, tmp_path: Path, targets: str
+) -> None:
+    """ComfyUI's ``model_lora_keys_unet`` knows these names where no attention projection is in them."""
+    family, model, adapter, path = written(folder, tmp_path, "diffusers", targets=targets)
+    said = export.verify("diffusers", path, family, model, adapter).cannot_read
+    names = {name.rpartition(".lora_")[0] for name in load_file(path)}
+    known = {name for name in names if not re.search(r"\.to_(q|k|v|out\.0)$", name)}
+    assert bool(known) == (targets != "attention") and len(known) < len(names)
+    (comfy,) = [words for words in said if "ComfyUI" in words]
+    assert "a part" in comfy and "log" in comfy
 
 
 def test_who_cannot_read_a_dora_is_said(folder: Path, tmp_path: Path) -> None:
