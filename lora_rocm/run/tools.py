@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import MachineError, UserError
 from lora_rocm.host.here import plan_here
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run.children import run_tool
@@ -18,6 +18,8 @@ from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
+RESULTS = {"sample": "drawn", "export": "export"}
+"""The event with which each tool names what it made."""
 SIDE_STEP_PX = 8  # one number of the latents stands for so many pixels a side
 
 
@@ -92,14 +94,28 @@ def _run(tool: str, job: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         path = Path(folder) / "job.json"
         write_json(path, job)
-        return run_tool(TOOLS_MODULE, [tool, str(path)], env, _show)
+        told: list[str] = []
+
+        def on_event(event: dict[str, Any]) -> None:
+            told.append(event["type"])
+            _show(event)
+
+        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    if RESULTS[tool] not in told:
+        raise MachineError(
+            "no-result",
+            f"lora-rocm {tool} ended without naming a file that it made.",
+            where=str(job["output"] or job["source"]),
+            fix="Please report it with the command.",
+        )
+    return code
 
 
 def _show(event: dict[str, Any]) -> None:
     match event["type"]:
         case "notice":
             text = event["text"]
-        case "preview":
+        case "drawn":
             text = "\n".join(f"Drew {picture}" for picture in event["pictures"])
         case "export":
             text = f"Wrote {event['path']}, loaded back, largest difference {number_text(event['max_difference'])}"

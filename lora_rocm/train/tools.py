@@ -74,7 +74,7 @@ def sample(job: Job) -> None:
         path = _free_name(Path(job["output"]), f"seed{request.seed}")
         write_atomic(path, png(picture))
         paths.append(str(path))
-    emit("preview", updates=None, pictures=paths)
+    emit("drawn", pictures=paths)
 
 
 def export_run(job: Job) -> None:
