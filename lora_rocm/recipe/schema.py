@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
+LATENT_PX = 8  # one number of the latents stands for so many pixels a side
 MAX_STEPS = 100_000_000
 MAX_EPOCHS = 1_000_000
 MAX_BATCH = 4096
@@ -252,10 +253,10 @@ class SampleSection(Section):
     guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(
-        None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=8
+        None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
     )
     height: int | None = on_resume(
-        None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=8
+        None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
     )
 
 
@@ -381,3 +382,9 @@ class Recipe(Section):
     timeouts: TimeoutsSection = TimeoutsSection()
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()
+
+    @property
+    def preview_size(self) -> tuple[int, int]:
+        """(width, height) of previews in pixels: as asked, else the resolution, cut to whole latents."""
+        side = max(self.data.resolution // LATENT_PX, 1) * LATENT_PX
+        return self.sample.width or side, self.sample.height or side

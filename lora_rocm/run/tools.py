@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.host.here import plan_here
+from lora_rocm.recipe.schema import LATENT_PX
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir, write_json
@@ -20,7 +21,6 @@ from lora_rocm.run.wording import number_text
 TOOLS_MODULE = "lora_rocm.train.tools"
 RESULTS = {"sample": "drawn", "export": "export"}
 """The event with which each tool names what it made."""
-SIDE_STEP_PX = 8  # one number of the latents stands for so many pixels a side
 
 
 def sample(source: Path, *, output: Path | None, base: str | None, config: Path | None, **options: Any) -> int:
@@ -46,9 +46,9 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("width", "height"):
         side = options.get(name)
-        if side is not None and side % SIDE_STEP_PX:
-            near = f"{side // SIDE_STEP_PX * SIDE_STEP_PX} or {-(-side // SIDE_STEP_PX) * SIDE_STEP_PX}"
-            what = f"The sides of a picture are multiples of {SIDE_STEP_PX} pixels."
+        if side is not None and side % LATENT_PX:
+            near = f"{side // LATENT_PX * LATENT_PX} or {-(-side // LATENT_PX) * LATENT_PX}"
+            what = f"The sides of a picture are multiples of {LATENT_PX} pixels."
             raise UserError("picture-size", what, where=f"--{name} {side}", fix=f"Take {near}.")
     for name in ("prompt", "negative_prompt"):
         if not is_clean(options.get(name, "")):
