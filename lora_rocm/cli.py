@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from lora_rocm import __version__
 
@@ -28,6 +29,13 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
+
+
+class Command(TyperCommand):
+    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] where it can be left out."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class Format(StrEnum):
@@ -66,10 +74,13 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example lora.rank=8.")
 ]
 FactsPath = Annotated[
-    Path | None, typer.Option("--facts", metavar="FILE", help="Of another machine (its env --json), not of this one.")
+    Path | None,
+    typer.Option("--facts", metavar="FILE", help="Of another machine (what its env --json printed), not of this one."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")
+]
 CachePath = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
@@ -97,7 +108,7 @@ def top(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def train(
     recipe: RecipePath,
@@ -109,7 +120,9 @@ def train(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although recipe or pictures changed.")
     ] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train on so many GPUs together.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Train on so many GPUs together.")
+    ] = None,
     no_supervisor: Annotated[
         bool, typer.Option("--no-supervisor", help="Do not watch the training process, and never start it again.")
     ] = False,
@@ -128,7 +141,7 @@ def train(
     )
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def check(
     recipe: RecipePath,
@@ -141,7 +154,7 @@ def check(
     check_recipe(recipe, overrides or (), schema_only=schema_only)
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def plan(
     recipe: RecipePath,
@@ -155,7 +168,7 @@ def plan(
     return show_plan(recipe, overrides or (), card=card, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def demo() -> int:
     """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
@@ -164,19 +177,19 @@ def demo() -> int:
     return launch.demo()
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def sample(
     source: LoraPath,
     prompt: Annotated[str, typer.Option(help="What to draw.")],
     negative_prompt: Annotated[str, typer.Option(help="What to stay away from.")] = "",
-    width: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
-    height: Annotated[int | None, typer.Option(min=8, help="Pixels; default: as in training.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    width: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
     strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Of the LoRA; 0 draws without it.")] = 1.0,
-    num: Annotated[int, typer.Option(min=1, help="How many pictures; the seed counts up.")] = 1,
+    num: Annotated[int, typer.Option(min=1, max=1000, help="How many pictures; the seed counts up.")] = 1,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the pictures.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
@@ -203,7 +216,7 @@ def sample(
     )
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def export(
     run: RunPath,
@@ -217,7 +230,7 @@ def export(
     return tools.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def status(run: RunPath, as_json: AsJson = False) -> None:
     """Say where a run stands."""
@@ -230,7 +243,7 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
     typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def report(run: RunPath) -> None:
     """Write report.html of a run (also of one that still goes on)."""
@@ -240,7 +253,7 @@ def report(run: RunPath) -> None:
     typer.echo(write_report(open_run(run)))
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def doctor(
     as_json: AsJson = False,
@@ -257,27 +270,27 @@ def doctor(
     return command.doctor(facts, as_json=as_json, report_file=report_file, quick=quick)
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def env(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Plan for this recipe.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Plan for this recipe.")] = None,
     overrides: Overrides = None,
     facts: FactsPath = None,
     shell: Annotated[Shell | None, typer.Option(help="Print commands for this shell.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also say why, and who says so.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The facts about this machine, for --facts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the environment that training gets on this machine."""
     from lora_rocm.host import show
 
     typer.echo(
-        show.facts_text(facts)
+        show.json_text(recipe, overrides or (), facts)
         if as_json
         else show.plan_text(recipe, overrides or (), facts, shell.value if shell else None, explain=explain)
     )
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def forget() -> None:
     """Forget what failures of past runs have changed on this machine: the next run begins without."""
@@ -286,7 +299,7 @@ def forget() -> None:
     typer.echo(forget_here())
 
 
-@bench_app.command("transfer")
+@bench_app.command("transfer", cls=Command)
 @explained
 def bench_transfer(json_file: JsonPath = None) -> int:
     """Measure copies between host and GPU, beside what the bus allows."""
@@ -295,10 +308,10 @@ def bench_transfer(json_file: JsonPath = None) -> int:
     return bench.transfer(json_file)
 
 
-@bench_app.command("compute")
+@bench_app.command("compute", cls=Command)
 @explained
 def bench_compute(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Shapes of this recipe's LoRA.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Shapes of this recipe's LoRA.")] = None,
     overrides: Overrides = None,
     json_file: JsonPath = None,
 ) -> int:
@@ -308,7 +321,7 @@ def bench_compute(
     return bench.compute(recipe, overrides or (), json_file)
 
 
-@bench_app.command("loader")
+@bench_app.command("loader", cls=Command)
 @explained
 def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
     """Measure how fast batches come from cache and pictures, without and with loader workers."""
@@ -317,7 +330,7 @@ def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: Jso
     return bench.loader(recipe, overrides or (), json_file)
 
 
-@bench_app.command("step")
+@bench_app.command("step", cls=Command)
 @explained
 def bench_step(
     recipe: RecipePath,
@@ -345,7 +358,7 @@ def bench_step(
     return run_bench.step(recipe, overrides or (), asked, json_file)
 
 
-@app.command()
+@app.command(cls=Command)
 @explained
 def schema() -> None:
     """Write the JSON Schema of recipes, for editors."""
@@ -356,7 +369,7 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-@cache_app.command("stats")
+@cache_app.command("stats", cls=Command)
 @explained
 def cache_stats(folder: CachePath = Path("cache")) -> None:
     """Say what the caches hold."""
@@ -365,7 +378,7 @@ def cache_stats(folder: CachePath = Path("cache")) -> None:
     typer.echo(upkeep.stats(folder))
 
 
-@cache_app.command("verify")
+@cache_app.command("verify", cls=Command)
 @explained
 def cache_verify(folder: CachePath = Path("cache")) -> int:
     """Read every entry and name the damaged ones; exit code 3 where there are any."""
@@ -374,12 +387,13 @@ def cache_verify(folder: CachePath = Path("cache")) -> int:
     return upkeep.verify(folder, typer.echo)
 
 
-@cache_app.command("prune")
+@cache_app.command("prune", cls=Command)
 @explained
 def cache_prune(
     folder: CachePath = Path("cache"),
     older_than: Annotated[
-        float | None, typer.Option(min=1, metavar="DAYS", help="Also entries that no run wanted for so long.")
+        float | None,
+        typer.Option(min=1, max=100_000, metavar="DAYS", help="Also entries that no run wanted for so long."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:

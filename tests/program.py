@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import sys
 import threading
@@ -29,7 +28,7 @@ from lora_rocm.errors import LoraRocmError
 from lora_rocm.families import weigh
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import exits, process
-from lora_rocm.run.events import EventWriter, read_events
+from lora_rocm.run.events import EventWriter, event_of, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import session, tools, worker
@@ -201,7 +200,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
-    """(exit code, JSON objects on standard output, standard error) of a heavy child's ``main``."""
+    """(exit code, events that a reader takes from standard output, standard error) of a heavy child's ``main``."""
     out, log, argv = io.StringIO(), io.StringIO(), sys.argv
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(log):
         sys.argv = [module, *arguments]
@@ -212,7 +211,8 @@ def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, A
             code = 1
         finally:
             sys.argv = argv
-    return code, [json.loads(line) for line in out.getvalue().splitlines()], log.getvalue()
+    heard = [event for line in out.getvalue().splitlines() if (event := event_of(line.encode("utf-8"))) is not None]
+    return code, heard, log.getvalue()
 
 
 def _size(path: Path) -> int:

@@ -392,7 +392,9 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
         for place in ("pics", "nowhere", "afile"):
             program(command, place).refused(2, place, "Give a run directory")
     program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(3, "afile", "Move it away")
-    assert program("sample", alone, *SMALL, "--base", "model", "--output", tmp_path / "drawn").code == 0
+    said = program("sample", alone, *SMALL, "--base", "model", "--output", tmp_path / "drawn")
+    (drawn,) = (tmp_path / "drawn").iterdir()
+    assert said.code == 0 and f"Drew {drawn}" in said.out
 
 
 def test_a_damaged_event_log_hides_nothing_else(program: Program, folder: Path, tmp_path: Path) -> None:

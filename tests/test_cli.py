@@ -47,14 +47,14 @@ COMMANDS: dict[str, set[str]] = {
     "status": {"RUN", "--json"},
     "report": {"RUN"},
     "doctor": {"--json", "--report", "--facts", "--quick"},
-    "env": {"[RECIPE]", "--set", "--facts", "--shell", "--explain", "--json"},
+    "env": {"RECIPE", "--set", "--facts", "--shell", "--explain", "--json"},
     "forget": set(),
     "schema": set(),
     "cache stats": {"--dir"},
     "cache verify": {"--dir"},
     "cache prune": {"--dir", "--older-than", "--dry-run"},
     "bench transfer": {"--json"},
-    "bench compute": {"[RECIPE]", "--set", "--json"},
+    "bench compute": {"RECIPE", "--set", "--json"},
     "bench loader": {"RECIPE", "--set", "--json"},
     "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--profile", "--against", "--json"},
 }
@@ -81,6 +81,55 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def test_commands_and_options_are_frozen() -> None:
     assert all_commands(typer.main.get_command(cli.app)) == COMMANDS
+
+
+def test_usage_shows_arguments_plainly() -> None:
+    for name, options in COMMANDS.items():
+        argument = next((option for option in options if option.isupper()), None)
+        if argument is not None:
+            usage = run(*name.split(), "--help")[1].splitlines()[0]
+            wanted = f"[{argument}]" if name in ("env", "bench compute") else argument
+            assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
+
+
+def test_json_is_a_flag_but_of_bench_where_it_is_a_file_beside_the_tables() -> None:
+    for name in (name for name, options in COMMANDS.items() if "--json" in options):
+        (line,) = [line for line in run(*name.split(), "--help")[1].splitlines() if line.startswith("  --json")]
+        assert ("FILE" in line) == name.startswith("bench"), line
+        assert ("Also write" in line) == name.startswith("bench") and ("Print JSON" in line) != ("FILE" in line)
+
+
+def test_env_prints_its_plan_as_json_and_reads_the_facts_in_it(tmp_path: Path) -> None:
+    code, output, _ = run("env", "--facts", HEALTHY, "--json")
+    found = json.loads(output)
+    assert code == 0 and {row["variable"] for row in found["variables"]} > {"HIP_DISABLE_IPC"}
+    (tmp_path / "env.json").write_text(output, encoding="utf-8")
+    assert run("env", "--facts", str(tmp_path / "env.json"))[1] == run("env", "--facts", HEALTHY)[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sample", "x", "--prompt", "x", "--width", "1000000"),
+        ("sample", "x", "--prompt", "x", "--steps", "100000"),
+        ("sample", "x", "--prompt", "x", "--num", "1000000"),
+        ("train", "r.yaml", "--gpus", "1000000"),
+        ("cache", "prune", "--older-than", "1e300"),
+    ],
+)
+def test_numbers_of_options_have_limits_as_those_of_recipes(arguments: tuple[str, ...]) -> None:
+    code, _, told = run(*arguments)
+    assert code == 2 and "less than or equal to" in told
+
+
+def test_each_number_of_an_option_has_both_limits() -> None:
+    def numbers(command: Any) -> Any:
+        yield from (parameter for parameter in command.params if parameter.type_descriptor.annotation in (int, float))
+        for child in getattr(command, "commands", {}).values():
+            yield from numbers(child)
+
+    found = list(numbers(typer.main.get_command(cli.app)))
+    assert len(found) > 8 and all(None not in (option.min, option.max) for option in found)
 
 
 def test_version_and_help() -> None:

@@ -1,6 +1,6 @@
 """The self-test of a GPU: ``python -m lora_rocm.device.selftest [--device cpu] [--skip NAME ...] [--only GROUP ...]``.
 
-Writes one JSON event a line of standard output: ``checks`` (the names), then ``begin`` before and ``result`` after each
+Writes one JSON event a line of standard output: ``checks`` (the names), then ``check`` before and ``result`` after each
 check, so that a fault, a hang or a crash has a name. ``run.selftest`` drives it. On the CPU the same checks run at
 smaller sizes.
 """
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None, table: Table = checks) -> int:
     for check in chosen:
         if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
             continue
-        emit("begin", name=check.name, timeout_s=check.timeout_s)
+        emit("check", name=check.name, timeout_s=check.timeout_s)
         result, works = run_check(check, device)
         emit("result", name=result.name, status=result.status, seconds=result.seconds, detail=result.detail)
         if not works:

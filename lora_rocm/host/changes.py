@@ -24,6 +24,7 @@ Seen = Literal[
 or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
 sum: gradients of several GPUs were added up wrongly. graph: a captured graph computes wrong. illegal-access: the
 device reported a fault, or was lost. died: the process ended without a word."""
+Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
 
@@ -73,7 +74,8 @@ class Change:
         phases: of the worker, in which it can help; empty: in any.
         applies: whether it can mean anything in this run, beside ``when``.
         most: how often it can be made (each time it goes further).
-        of_workload: it is for runs of this size, not for the machine: remembered for such runs only.
+        size: it is for runs of this size, not for the machine: remembered for such runs only. Of what the size
+            counts: see ``kept.workload_of``.
     """
 
     id: str
@@ -86,7 +88,7 @@ class Change:
     phases: tuple[str, ...] = ()
     applies: Callable[[Situation], bool] = field(default=lambda situation: True)
     most: int = 1
-    of_workload: bool = False
+    size: Size | None = None
 
 
 def parts(situation: Situation) -> int:
@@ -246,7 +248,7 @@ CHANGES: tuple[Change, ...] = (
         "attention is computed plainly and in float32",
         "pytorch#132004; torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed (off: sums in float32)",
         applies=_on_gpu,
-        of_workload=True,
+        size="training",
     ),
     Change(
         "caching-off",
@@ -263,10 +265,20 @@ CHANGES: tuple[Change, ...] = (
         ("out-of-memory",),
         "rounding",
         (Sets("setting:vae_tiling", "true"),),
-        "pictures are encoded and decoded in tiles",
+        "training pictures are encoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
-        phases=("cache", "preview", "export"),
-        of_workload=True,
+        phases=("cache",),
+        size="training",
+    ),
+    Change(
+        "preview-tiling",
+        ("out-of-memory",),
+        "rounding",
+        (Sets("setting:preview_tiling", "true"),),
+        "previews are decoded in tiles",
+        "diffusers, AutoencoderKL.enable_tiling",
+        phases=("preview", "export"),
+        size="previews",
     ),
     Change(
         "micro-batch-halved",
@@ -278,7 +290,7 @@ CHANGES: tuple[Change, ...] = (
         phases=("compile", "step", "checkpoint"),
         applies=_can_be_halved,
         most=16,
-        of_workload=True,
+        size="training",
     ),
     Change(
         "checkpointing",
@@ -289,7 +301,7 @@ CHANGES: tuple[Change, ...] = (
         "arXiv 1604.06174",
         phases=("compile", "step", "checkpoint"),
         applies=_recomputes_not,
-        of_workload=True,
+        size="training",
     ),
 )
 

@@ -207,7 +207,7 @@ def facts_from_json(value: Any, where: str) -> HostFacts:
 
 
 def load_facts(path: Path) -> HostFacts:
-    """Facts from a file, in the format of ``lora-rocm env --json`` and of ``tests/hosts``.
+    """Facts from a file: what ``env --json`` or ``doctor --json`` printed, or facts alone as in ``tests/hosts``.
 
     Raises:
         UserError: it cannot be read, is no JSON, or describes no machine.
@@ -224,6 +224,8 @@ def load_facts(path: Path) -> HostFacts:
     except (ValueError, RecursionError) as error:
         what = f"The file of facts is no JSON: {error}."
         raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
+    if isinstance(value, dict) and isinstance(value.get("facts"), dict):
+        return facts_from_json(value["facts"], f"{path}: facts")
     return facts_from_json(value, str(path))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lora_rocm.host.appdir import app_dir
 from lora_rocm.host.environ import EnvPlan, plan
 from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.kept import forget, in_force, key_of, recall, said, workload_of
+from lora_rocm.host.kept import forget, in_force, key_of, recall, said, workloads_of
 from lora_rocm.host.printable import printable
 from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import Situation
@@ -61,8 +61,8 @@ def situation_here(
 def _with_changes(situation: Situation, folder: Path) -> Situation:
     """With what past runs on this machine made necessary."""
     remembered = recall(folder, key_of(situation.facts, situation.selection))
-    workload = workload_of(situation.recipe).id if situation.recipe is not None else None
-    return replace(situation, changes=in_force(remembered, workload), remembered=remembered)
+    changes = in_force(remembered, workloads_of(situation.recipe))
+    return replace(situation, changes=changes, remembered=remembered)
 
 
 def forget_here() -> str:

@@ -1,7 +1,7 @@
 """What past runs on this machine made necessary, kept for the next ones until the software changes or it is forgotten.
 
 One small JSON file for each machine and software stack, in the program's folder. What is for runs of one size
-(``Change.of_workload``) counts for such runs only. Nothing here is needed to train: where the folder cannot be written
+(``Change.size``) counts for such runs only. Nothing here is needed to train: where the folder cannot be written
 the next run learns it again, and where two runs write at once one of them may have to. Standard library only.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lora_rocm.errors import storage_error
-from lora_rocm.host.changes import BY_ID, known
+from lora_rocm.host.changes import BY_ID, Size, known
 from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Situation
@@ -71,12 +71,29 @@ def path_of(folder: Path, key: str) -> Path:
     return folder / f"{PREFIX}{key}.json"
 
 
-def workload_of(recipe: Recipe) -> Workload:
-    """What of a recipe decides how much memory it takes."""
-    lora, train = recipe.lora, recipe.train
+def workload_of(recipe: Recipe, size: Size) -> Workload:
+    """What of a recipe decides how much memory its training, or its previews, take. A default adds no word."""
+    text = ", ".join(_words_of_training(recipe) if size == "training" else _words_of_previews(recipe))
+    return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
+
+
+def workloads_of(recipe: Recipe | None) -> frozenset[str]:
+    """``Workload.id`` of each kind of size that a recipe has; none without a recipe."""
+    return frozenset(workload_of(recipe, size).id for size in get_args(Size)) if recipe is not None else frozenset()
+
+
+def _words_of_previews(recipe: Recipe) -> list[str]:
+    width, height = recipe.preview_size
+    on_cpu = ["on the CPU"] if recipe.runtime.device == "cpu" else []
+    precision = f"precision {recipe.train.mixed_precision}"
+    return ["previews", recipe.model.name_or_path, f"{width} x {height} px", precision, *on_cpu]
+
+
+def _words_of_training(recipe: Recipe) -> list[str]:
+    lora, train, runtime = recipe.lora, recipe.train, recipe.runtime
     sides = sorted({source.resolution for source in recipe.data.resolved_sources()})
     targets = lora.targets if isinstance(lora.targets, str) else " ".join(lora.targets)
-    words = [
+    return [
         recipe.model.name_or_path,
         f"{', '.join(map(str, sides))} px",
         f"batch {train.batch_size}",
@@ -84,9 +101,14 @@ def workload_of(recipe: Recipe) -> Workload:
         *(["with text encoders"] if lora.train_text_encoder else []),
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),
+        *([f"trained in {lora.weight_dtype}"] if lora.weight_dtype != "fp32" else []),
+        *(["dropout"] if lora.dropout else []),
+        *(["average"] if train.ema_decay else []),
+        *([f"memory {runtime.memory}"] if runtime.memory != "auto" else []),
+        *([f"compile {runtime.compile}"] if runtime.compile not in ("auto", "off") else []),
+        *(["no graphs"] if runtime.graphs != "auto" else []),
+        *(["on the CPU"] if runtime.device == "cpu" else []),
     ]
-    text = ", ".join(words)
-    return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
 
 
 def recall(folder: Path, key: str) -> Remembered:
@@ -94,13 +116,13 @@ def recall(folder: Path, key: str) -> Remembered:
     return _read(path_of(folder, key))
 
 
-def in_force(remembered: Remembered, workload: str | None) -> tuple[str, ...]:
-    """Names for ``Situation.changes``: those for every run, and those for runs of this size (``Workload.id``).
+def in_force(remembered: Remembered, workloads: Collection[str]) -> tuple[str, ...]:
+    """Names for ``Situation.changes``: those for every run, and those for runs of these sizes (``workloads_of``).
 
     Names that this version does not know are left out.
     """
     entries = remembered.entries
-    return known(entry.change for entry in entries if entry.workload is None or entry.workload.id == workload)
+    return known(entry.change for entry in entries if entry.workload is None or entry.workload.id in workloads)
 
 
 def _to_stderr(text: str) -> None:
@@ -123,9 +145,9 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
     entries = list(old.entries)
     for change_id in change_ids:
         change = BY_ID[change_id]
-        if change.of_workload and situation.recipe is None:
+        if change.size is not None and situation.recipe is None:
             continue
-        workload = workload_of(situation.recipe) if change.of_workload and situation.recipe is not None else None
+        workload = workload_of(situation.recipe, change.size) if change.size and situation.recipe else None
         same = [entry for entry in entries if (entry.change, entry.workload) == (change_id, workload)]
         if len(same) < max(min(situation.changes.count(change_id), change.most), 1):
             entries.append(Kept(change_id, seen, date.today().isoformat(), workload))
@@ -178,8 +200,8 @@ def notices(situation: Situation) -> list[str]:
     remembered = situation.remembered
     if remembered is None:
         return []
-    workload = workload_of(situation.recipe).id if situation.recipe is not None else None
-    mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id == workload]
+    workloads = workloads_of(situation.recipe)
+    mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id in workloads]
     known = [entry for entry in mine if entry.change in situation.changes and entry.change in BY_ID]
     texts = [f"Remembered from a run before, {text}" for text in said(known)]
     if texts:

@@ -1,19 +1,20 @@
-"""What ``lora-rocm env`` prints: the plan as a table or as commands for a shell, and the facts as JSON."""
+"""What ``lora-rocm env`` prints: the plan as a table, as commands for a shell, or with its facts as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_rocm import __version__
 from lora_rocm.errors import UserError
 from lora_rocm.host.archs import arch_of
 from lora_rocm.host.environ import EnvPlan, EnvRow, plan
 from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import RECORDED_APP_DIR, situation_here
 from lora_rocm.host.printable import printable
-from lora_rocm.host.probe import probe
 from lora_rocm.host.quirks import SETTING, Situation, is_fast
 from lora_rocm.host.settings import VARIABLE, Settings
 
@@ -22,17 +23,8 @@ if TYPE_CHECKING:
 
 # A PowerShell string ends at any of these.
 POWERSHELL_QUOTES = "'\u2018\u2019\u201a\u201b"
+JSON_FORMAT = 1
 UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the safe one."
-
-
-def facts_text(facts_path: Path | None) -> str:
-    """The facts about this machine, or those of a file, as JSON that ``--facts`` reads.
-
-    Raises:
-        UserError: the file is not one of facts.
-    """
-    facts = probe() if facts_path is None else load_facts(facts_path)
-    return json.dumps(facts.to_json(), indent=1)  # ASCII alone: Windows PowerShell garbles other letters in a pipe
 
 
 def plan_text(
@@ -43,11 +35,34 @@ def plan_text(
     Raises:
         UserError: recipe or facts cannot be read, or something is overridden where there is no recipe.
     """
+    situation = _situation(recipe, overrides, facts_path)
+    return described(situation, plan(situation), shell, explain=explain)
+
+
+def json_text(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> str:
+    """The same plan as JSON, with the facts that it follows from, which ``--facts`` reads.
+
+    Raises:
+        UserError: see ``plan_text``.
+    """
+    situation = _situation(recipe, overrides, facts_path)
+    made = plan(situation)
+    data = {
+        "format": JSON_FORMAT,
+        "lora_rocm": __version__,
+        "variables": [asdict(row) for row in made.variables],
+        "settings": [asdict(row) for row in made.setting_rows],
+        "warnings": [asdict(warning) for warning in made.warnings],
+        "facts": situation.facts.to_json(),
+    }
+    return json.dumps(data, indent=1)  # ASCII alone: Windows PowerShell garbles other letters in a pipe
+
+
+def _situation(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> Situation:
     if overrides and recipe is None:
         raise UserError("set-without-recipe", "--set changes a recipe, but none is given.", fix="Name the recipe.")
     facts = load_facts(facts_path) if facts_path is not None else None
-    situation = situation_here(_loaded(recipe, overrides) if recipe is not None else None, facts)
-    return described(situation, plan(situation), shell, explain=explain)
+    return situation_here(_loaded(recipe, overrides) if recipe is not None else None, facts)
 
 
 def _loaded(recipe: str, overrides: Sequence[str]) -> Recipe:

@@ -6,11 +6,13 @@ import difflib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
+from annotated_types import Le
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
+from lora_rocm.recipe.peer_names import value_advice
 from lora_rocm.recipe.schema import DataSource, Recipe
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
@@ -43,6 +45,8 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> l
     """One problem a place, the first MAX_PROBLEMS of them. ``where`` turns a key into "file.yaml:12 lora.rank"."""
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
+    train = data.get("train") if isinstance(data, dict) else None
+    steps = train.get("max_train_steps") if isinstance(train, dict) else None
     for detail in error.errors(include_url=False):
         if len(problems) == MAX_PROBLEMS:
             break
@@ -51,9 +55,16 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> l
         if phrase is not None:
             phrases = expected.setdefault(key, {})
             phrases[phrase] = None  # a set in order: thousands of items of a list can have the same problem
-            sentence = f"expected {' or '.join(phrases)}, got {shown(detail['input'])}"
-            problems[key] = Problem(where(key), sentence, _quote_advice(phrases, detail["input"]))
-        elif key not in problems:
+            value = _value_at(data, key, detail["input"])
+            if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
+                problems[key] = Problem(where(key), f"is far too large or too small: {shown(value)}", _default_of(key))
+                continue
+            sentence = f"expected {' or '.join(phrases)}, got {shown(value)}"
+            fix = value_advice(dotted(key), value, steps) or _quote_advice(phrases, value)
+            problems[key] = Problem(where(key), sentence, fix)
+        elif detail["type"] == "rule":
+            problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
+        elif key not in problems or detail["type"] == "too_long":  # the list that a text could stand for
             problems[key] = Problem(where(key), *_sentence_and_fix(detail, key))
     return list(problems.values())
 
@@ -73,6 +84,24 @@ def _real_key(detail: ErrorDetails, data: Any) -> Key:
     return tuple(key)
 
 
+def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
+    """What was written for a key; pydantic's own input of a union's member may be a part of it."""
+    for part in key:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return otherwise
+    return data
+
+
+def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], str]) -> Problem:
+    """A rule about several keys of a section: at the one that was written last, where there is one."""
+    context = detail.get("ctx", {})
+    section = _value_at(data, key, {})
+    given = [name for name in section if name in context["keys"]]
+    return Problem(where((*key, *given[-1:])), context["what"], context["fix"])
+
+
 def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "missing" and isinstance(detail["loc"][-1], int):
@@ -81,18 +110,33 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
         return "is missing", _description(key)
     if kind == "extra_forbidden":
         parent = _section_at(key[:-1])
-        return "there is no such key", suggest(str(key[-1]), list(parent.model_fields), dotted(key[:-1]))
+        names = list(parent.model_fields)
+        return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value))
     if kind == "literal_error":
         choices = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        return f"expected one of {', '.join(choices)}; got {shown(value)}", f"Did you mean {near[0]}?" if near else ""
+        fix = value_advice(dotted(key), value) or _near_choice(value, choices)
+        return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
+    if kind == "multiple_of":
+        step = int(context["multiple_of"])
+        most = next(int(str(limit.le)) for limit in _field_at(key).metadata if isinstance(limit, Le))
+        near = [number for number in (int(value) // step * step, -(int(value) // -step) * step) if 0 < number <= most]
+        fix = f"Take {' or '.join(map(str, near))}." if near else ""
+        return f"has to be a multiple of {step}, got {shown(value)}", fix
+    if kind == "too_long":
+        return f"has more than {context['max_length']} items", ""
     if kind in COMPARED:
         words, limit = COMPARED[kind]
-        return f"has to be {words} {context[limit]}, got {shown(value)}", ""
-    if kind == "value_error":
-        return str(context["error"]), ""
+        return f"has to be {words} {context[limit]:,}, got {shown(value)}", _default_of(key)
     message = detail["msg"]
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", ""
+
+
+def _near_choice(value: Any, choices: Collection[str]) -> str:
+    """A choice of nearly the same letters. Names of number formats differ in one letter: there all have to be there."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)
+    if not near or (any(map(str.isdigit, near[0])) and sorted(near[0]) != sorted(str(value).lower())):
+        return ""
+    return f"Did you mean {near[0]}?"
 
 
 def _quote_advice(expected: Collection[str], value: Any) -> str:
@@ -112,8 +156,20 @@ def _section_at(key: Key) -> type[BaseModel]:
     return model
 
 
+def _field_at(key: Key) -> FieldInfo:
+    return _section_at(key[:-1]).model_fields[str(key[-1])]
+
+
+def _default_of(key: Key) -> str:
+    """The default of a key as a hint; empty for an item of a list, and where it says nothing."""
+    if not isinstance(key[-1], str):
+        return ""
+    default = _field_at(key).default
+    return f"The default is {default:g}." if isinstance(default, int | float) and default else ""
+
+
 def _description(key: Key) -> str:
-    field = _section_at(key[:-1]).model_fields[str(key[-1])]
+    field = _field_at(key)
     section = section_class(field.annotation)
     text = field.description or (section.__doc__ if section else "") or ""
     return f"Add it: {text.strip().splitlines()[0]}" if text else ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,8 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
+from lora_rocm.recipe.foreign import recognised
+from lora_rocm.recipe.peer_names import RATE_OF_ADAMW
 from lora_rocm.recipe.schema import Recipe, TimeoutsSection
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
@@ -30,6 +34,7 @@ from lora_rocm.recipe.yaml_tree import (
     parse_yaml,
 )
 
+HIGH_RATE = 1e-2
 MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
 # Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
 EITHER_OR: dict[Key, Key] = {
@@ -158,7 +163,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     recipe, more = _validate(layers)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
     if problems or recipe is None:
-        raise RecipeError(problems)
+        raise RecipeError(_in_order(problems, layers))
+    notices += questions(recipe, layers)
     runtime = recipe.runtime
     if runtime.workers != runtime.workers_on(sys.platform):
         notices.append(
@@ -166,6 +172,33 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
             "to have them all the same, add runtime.workers_on_windows: true."
         )
     return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
+
+
+def questions(recipe: Recipe, layers: Layered) -> list[str]:
+    """Sentences about values that are possible and hardly ever meant."""
+    found = []
+    for name in ("learning_rate", "text_encoder_learning_rate"):
+        rate = getattr(recipe.optim, name)
+        if rate is not None and rate > HIGH_RATE:
+            found.append(
+                f"{layers.where(('optim', name))}: {rate:g} is very high for {recipe.optim.optimizer}, which usually "
+                f"takes {RATE_OF_ADAMW}. Rates near 1 are meant for Prodigy and D-Adaptation, which are not here."
+            )
+    return found
+
+
+def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
+    """By file and line; what has no line comes after the lines of its file."""
+    origins = list(dict.fromkeys([layers.origin, *(place.origin for place in layers.places.values())]))
+
+    def order(problem: Problem) -> tuple[int, float]:
+        for number, origin in enumerate(origins):
+            if problem.where.startswith(origin):
+                line = re.match(r":(\d+)", problem.where[len(origin) :])
+                return number, int(line[1]) if line else math.inf
+        return len(origins), math.inf
+
+    return sorted(problems, key=order)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -267,11 +300,17 @@ def _read_text(path: Path) -> str:
 
 def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, Place]]:
     """Data and places of one file. What is wrong inside goes to ``problems``; a file that is no mapping raises."""
+    text, unreadable = _read_text(path), None
     try:
-        tree = parse_yaml(_read_text(path))
+        tree = parse_yaml(text)
     except YamlSyntaxError as error:
-        where = f"{path}:{error.line}:{error.column}"
-        raise RecipeError([Problem(where, f"this is not valid YAML: {error}")]) from None
+        tree, unreadable = YamlTree(), error
+    foreign = recognised(text, str(path), tree.value)
+    if foreign is not None:
+        raise RecipeError([foreign])
+    if unreadable is not None:
+        where = f"{path}:{unreadable.line}:{unreadable.column}"
+        raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}")])
     problems += tree.place_problems(str(path))
     if tree.value is None and not tree.problems:
         raise RecipeError([Problem(str(path), "the file is empty", "A recipe has at least model, data and train.")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
 from lora_rocm.recipe.schema import Recipe
 
 HEAD = """# The recipe
@@ -24,6 +25,15 @@ Keys marked *resume* may change when a run is resumed.
 |---|---|---|
 | `base` | text | Another recipe that this one starts from (one level). Sections are merged, lists are replaced. |
 """
+NAMES_HEAD = """## Names in other trainers
+
+What kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples, diffusion-pipe and
+musubi-tuner call these keys. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
+meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Where they leave a key out, their own default holds:
+kohya, OneTrainer and ai-toolkit take alpha 1, and kohya trains the text encoders too.
+
+| here | elsewhere |
+|---|---|"""
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 LIMITS = {
     "exclusiveMinimum": ">",
@@ -68,7 +78,27 @@ def reference_page() -> str:
         if name != "base":
             parts.append(_table(name, schema["$defs"][_ref(value)]))
     parts.append(_table("data.sources[]", schema["$defs"]["DataSource"]))
+    parts.append(_names_table())
     return "\n".join(parts)
+
+
+def _names_table() -> str:
+    """Names of other trainers: by our key, and in alphabetical order those that want more than another name."""
+    by_key: dict[str, list[str]] = {}
+    for name, key in SAME_VALUE.items():
+        by_key.setdefault(key, []).append(f"`{name}`")
+    by_sentence: dict[str, list[str]] = {}
+    for name, sentence in sorted(ADVICE.items()):
+        by_sentence.setdefault(sentence, []).append(f"`{name}`")
+    return "\n".join([
+        NAMES_HEAD,
+        *(f"| `{key}` | {', '.join(names)} |" for key, names in by_key.items()),
+        "",
+        "| name elsewhere | here |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {sentence} |" for sentence, names in by_sentence.items()),
+        "",
+    ])  # fmt: skip
 
 
 def _ref(value: dict[str, Any]) -> str:
@@ -95,9 +125,14 @@ def _type(value: dict[str, Any]) -> str:
         return f"`{value['const']}`"
     if value.get("type") == "array":
         items = value.get("items") or value.get("prefixItems", [{}])[0]
-        return "list of sections" if "$ref" in items else f"list of {_type(items)}"
-    limits = [f"{sign} {value[key]:g}" for key, sign in LIMITS.items() if key in value and value[key] < 2**31]
+        most = f", at most {value['maxItems']:,}" if "items" in value and "maxItems" in value else ""
+        return ("list of sections" if "$ref" in items else f"list of {_type(items)}") + most
+    limits = [f"{sign} {_number(value[key])}" for key, sign in LIMITS.items() if key in value and value[key] < 2**31]
     return " ".join([TYPE_NAMES[value["type"]], ", ".join(limits)]).strip()
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) and value >= 10_000 else f"{value:g}"
 
 
 def _default(value: dict[str, Any]) -> str:

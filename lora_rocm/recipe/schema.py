@@ -1,7 +1,8 @@
 """The recipe: frozen, typed sections. One place knows every key, its default and its meaning.
 
 The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are made from this file.
-Units are pixels, steps (optimizer updates) and seconds unless a name says otherwise.
+Units are pixels, steps (optimizer updates) and seconds unless a name says otherwise. Numbers have limits far beyond
+what anybody trains with, so that a slip of the finger is found before it takes the machine's memory.
 """
 
 from __future__ import annotations
@@ -9,12 +10,26 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
-Positive = Annotated[int, Field(gt=0)]
+LATENT_PX = 8  # one number of the latents stands for so many pixels a side
+MAX_STEPS = 100_000_000
+MAX_EPOCHS = 1_000_000
+MAX_BATCH = 4096
+MAX_RANK = 2048
+MAX_SIDE_PX = 16_384
+MAX_TAGS = 1000
+MAX_SAMPLE_STEPS = 1000  # a base model has so many noise levels
+MAX_GUIDANCE = 1000.0
+MAX_WORKERS = 256
+MAX_TIMEOUT_S = 604_800.0  # a week
+MAX_ITEMS = 1000  # of a list
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Resolution = Annotated[int, Field(gt=0, le=16_384)]
+Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
+Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
+Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
 
@@ -22,6 +37,14 @@ PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the cur
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
     """A field whose value may differ when a run is resumed (more steps, sample, output, runtime)."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
+
+
+def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
+    """The error where not exactly one of two keys is given. Its context is for ``explain``: the keys that are given."""
+    given = [name for name in (first, second) if getattr(section, name)]
+    fix = f"Remove one of them: {first} or {second}." if given else f"Add {first} or {second}."
+    what = f"give exactly one of {first} and {second}"
+    return PydanticCustomError("rule", "{what}", {"what": what, "keys": given, "fix": fix})
 
 
 class Section(BaseModel):
@@ -62,7 +85,7 @@ class SourceOptions(Section):
     )
     trigger_word: str | None = Field(None, description="Put in front of every caption that does not contain it.")
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: int = Field(0, ge=0, description="How many tags at the front are never shuffled or moved.")
+    keep_tokens: Tags = Field(0, description="How many tags at the front are never shuffled or moved.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption instead.")
     flip_aug: bool = Field(False, description="Also train on mirrored pictures (cached; half of the draws).")
 
@@ -83,14 +106,14 @@ class DataSource(Section):
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None
     shuffle_caption: bool | None = None
-    keep_tokens: Annotated[int, Field(ge=0)] | None = None
+    keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:
         if (self.path is None) == (self.dataset is None):
-            raise ValueError("give exactly one of path and dataset")
+            raise one_of(self, "path", "dataset")
         return self
 
 
@@ -98,12 +121,16 @@ class DataSection(SourceOptions):
     """Where the pictures are and how they are cut."""
 
     path: PathText | None = Field(None, description="A folder of pictures (for several, use sources).")
-    sources: tuple[DataSource, ...] = Field((), description="Several sources, each with its own options.")
-    bucket_step: Positive = Field(64, description="Bucket sides are multiples of this many pixels.")
-    bucket_max_aspect: float = Field(2.5, ge=1.0, description="Longest side over shortest side of a bucket.")
+    sources: tuple[DataSource, ...] = Field(
+        (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
+    )
+    bucket_step: int = Field(
+        64, gt=0, le=1024, multiple_of=8, description="Bucket sides are multiples of this many pixels."
+    )
+    bucket_max_aspect: float = Field(2.5, ge=1.0, le=100.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge pictures that are smaller than their bucket.")
-    caption_variants: Positive = Field(4, le=1000, description="How many shuffles of each caption are cached.")
+    caption_variants: int = Field(4, gt=0, le=1000, description="How many shuffles of each caption are cached.")
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the pictures held out for the validation loss."
     )
@@ -111,9 +138,7 @@ class DataSection(SourceOptions):
     @model_validator(mode="after")
     def _has_source(self) -> DataSection:
         if (self.path is None) == (not self.sources):
-            raise ValueError("give either path or sources")
-        if self.bucket_step % 8:
-            raise ValueError(f"bucket_step {self.bucket_step} is not a multiple of 8")
+            raise one_of(self, "path", "sources")
         return self
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
@@ -142,12 +167,14 @@ class ResolvedSource(SourceOptions):
 class LoraSection(Section):
     """The adapter."""
 
-    rank: Positive = Field(16, description="Rank of the update.")
-    alpha: float | None = Field(None, gt=0, description="Scale is alpha / rank; unset means alpha = rank.")
+    rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
+    alpha: float | None = Field(
+        None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
-    targets: str | tuple[str, ...] = Field(
+    targets: str | Annotated[tuple[str, ...], Field(max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
@@ -174,23 +201,23 @@ class OptimSection(Section):
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(
-        0, ge=0, description="Linear warm-up: update i of w is made with i / (w + 1) of the rate."
+        0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w is made with i / (w + 1) of the rate."
     )
-    max_grad_norm: float = Field(1.0, ge=0, description="Clip the total gradient norm; 0 switches it off.")
+    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 switches it off.")
 
 
 class TrainSection(Section):
     """How long, how large, how precise."""
 
-    max_train_steps: Positive | None = on_resume(None, "Optimizer updates. Give this or epochs.")
-    epochs: Positive | None = on_resume(None, "Passes over the data. Give this or max_train_steps.")
-    batch_size: Positive = Field(1, description="Samples in one forward pass.")
-    gradient_accumulation_steps: Positive = Field(1, description="Forward passes for one update.")
+    max_train_steps: int | None = on_resume(None, "Optimizer updates. Give this or epochs.", gt=0, le=MAX_STEPS)
+    epochs: int | None = on_resume(None, "Passes over the data. Give this or max_train_steps.", gt=0, le=MAX_EPOCHS)
+    batch_size: Batch = Field(1, description="Samples in one forward pass.")
+    gradient_accumulation_steps: Batch = Field(1, description="Forward passes for one update.")
     seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from this.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
@@ -201,43 +228,60 @@ class TrainSection(Section):
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
     )
-    min_snr_gamma: float = Field(0.0, ge=0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual.")
-    noise_offset: float = Field(0.0, ge=0, description="Per-channel offset added to the noise; 0 off, 0.05 usual.")
+    min_snr_gamma: float = Field(
+        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
+    )
+    noise_offset: float = Field(
+        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
+    )
     zero_terminal_snr: bool = Field(
         False,
         description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
         "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
     )
-    validation_every_n_steps: int = on_resume(0, "Compute the held-out loss this often; 0 means never.", ge=0)
+    validation_every_n_steps: int = on_resume(
+        0, "Compute the held-out loss this often; 0 means never.", ge=0, le=MAX_STEPS
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
         if (self.max_train_steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of max_train_steps and epochs")
+            raise one_of(self, "max_train_steps", "epochs")
         return self
 
 
 class SampleSection(Section):
     """Preview pictures. All may change on resume."""
 
-    every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0)
-    prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.")
-    control_prompts: tuple[str, ...] = on_resume((), "Prompts without the concept, which the LoRA should leave alone.")
+    every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0, le=MAX_STEPS)
+    prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.", max_length=MAX_ITEMS)
+    control_prompts: tuple[str, ...] = on_resume(
+        (), "Prompts without the concept, which the LoRA should leave alone.", max_length=MAX_ITEMS
+    )
     negative_prompt: str = on_resume("", "What to stay away from.")
     seed: int = on_resume(1234, "Seed of the first picture; the next ones count up.", ge=0, lt=2**31)
-    guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0)
-    steps: int = on_resume(25, "Denoising steps.", gt=0)
-    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, multiple_of=8)
-    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, multiple_of=8)
+    guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
+    steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
+    width: int | None = on_resume(
+        None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
+    )
+    height: int | None = on_resume(
+        None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
+    )
 
 
 class RuntimeSection(Section):
     """The machine. All may change on resume, but the bytes promise holds for one thread count only."""
 
     device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Where to train.")
-    workers: int = on_resume(0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0)
+    workers: int = on_resume(
+        0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0, le=MAX_WORKERS
+    )
     worker_timeout_s: float = on_resume(
-        300.0, "Loader workers silent for this long are given up; half as many go on, in the end none.", gt=0
+        300.0,
+        "Loader workers silent for this long are given up; half as many go on, in the end none.",
+        gt=0,
+        le=MAX_TIMEOUT_S,
     )
     persistent_workers: bool = on_resume(
         False, "Keep the workers when reading begins anew (validation, a repaired cache entry) instead of new ones."
@@ -266,6 +310,7 @@ class RuntimeSection(Section):
         "Kernels with known answers, and the frozen base, are checked again this often; always at the start and before "
         "anything is written. 0: only then.",
         ge=0,
+        le=MAX_STEPS,
     )
     profile: Literal["safe", "fast"] = on_resume(
         "safe", "fast: also the faster GPU libraries, where the self-test has cleared them on this very software."
@@ -278,6 +323,7 @@ class RuntimeSection(Section):
         "How often a worker that failed is started again; a start that came no further than the one before counts "
         "two, and each checkpoint gives one back. 0: never.",
         ge=0,
+        le=10_000,
     )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 
@@ -293,16 +339,20 @@ class TimeoutsSection(Section):
     """
 
     start: float | None = on_resume(
-        None, "From the start of the process to its first phase, and between two phases.", gt=0
+        None, "From the start of the process to its first phase, and between two phases.", gt=0, le=MAX_TIMEOUT_S
     )
-    load: float | None = on_resume(None, "Loading the base model.", gt=0)
-    cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0)
-    compile: float | None = on_resume(None, "With runtime.compile: each part that is compiled.", gt=0)
-    first_step: float | None = on_resume(None, "The first step of a start: kernels are compiled.", gt=0)
-    step: float | None = on_resume(None, "Every further step, and each batch of a held-out pass.", gt=0)
-    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0)
-    preview: float | None = on_resume(None, "One round of previews.", gt=0)
-    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0)
+    load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
+    cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0, le=MAX_TIMEOUT_S)
+    compile: float | None = on_resume(None, "With runtime.compile: each part that is compiled.", gt=0, le=MAX_TIMEOUT_S)
+    first_step: float | None = on_resume(
+        None, "The first step of a start: kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
+    )
+    step: float | None = on_resume(
+        None, "Every further step, and each batch of a held-out pass.", gt=0, le=MAX_TIMEOUT_S
+    )
+    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
+    preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
+    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
 
 
 class CacheSection(Section):
@@ -316,9 +366,13 @@ class OutputSection(Section):
 
     name: str = on_resume("lora", "Title in the file's metadata.")
     dir: PathText = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
-    save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0)
-    keep_last: int = on_resume(2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0)
-    formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(("kohya",), "What to write at the end.")
+    save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0, le=MAX_STEPS)
+    keep_last: int = on_resume(
+        2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0, le=10_000
+    )
+    formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
+        ("kohya",), "What to write at the end.", max_length=MAX_ITEMS
+    )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Number format of the exported weights.")
     author: str | None = on_resume(None, "Metadata.")
     description: str | None = on_resume(None, "Metadata.")
@@ -338,3 +392,9 @@ class Recipe(Section):
     timeouts: TimeoutsSection = TimeoutsSection()
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()
+
+    @property
+    def preview_size(self) -> tuple[int, int]:
+        """(width, height) of previews in pixels: as asked, else the resolution, cut to whole latents."""
+        side = max(self.data.resolution // LATENT_PX, 1) * LATENT_PX
+        return self.sample.width or side, self.sample.height or side

@@ -1,162 +1,42 @@
-"""Did-you-mean for unknown keys: the names of other trainers, the same key elsewhere, then spelling."""
+"""Did-you-mean for unknown keys: the names of other trainers, the same key in another section, then spelling.
+
+An answer is followed, so a wrong one does harm. A key is only proposed where it means the same: another trainer's name
+by the table; by its spelling where nothing but letters differ, never a word, a number or the unit.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from lora_rocm.recipe.schema import DataSource, Recipe
-
-# Names of kohya's scripts, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples, diffusion-pipe and musubi-tuner.
-OTHER_NAMES: dict[str, str] = {
-    # sections
-    "base_model": "model.name_or_path",
-    "network": "lora",
-    "adapter": "lora",
-    "optimizer_args": "optim",
-    "datasets": "data.sources",
-    "dataset": "data",
-    "concepts": "data.sources",
-    "subsets": "data.sources",
-    "directory": "data.sources",
-    "save": "output",
-    "training": "train",
-    "validation": "sample",
-    # model
-    "pretrained_model_name_or_path": "model.name_or_path",
-    "base_model_name": "model.name_or_path",
-    "model_name_or_path": "model.name_or_path",
-    "model_type": "model.family",
-    "model_family": "model.family",
-    "arch": "model.family",
-    "vae_path": "model.vae",
-    "pretrained_vae_model_name_or_path": "model.vae",
-    "v_parameterization": "model.prediction_type",
-    "v_pred": "model.prediction_type",
-    # lora
-    "network_dim": "lora.rank",
-    "linear": "lora.rank",
-    "lora_rank": "lora.rank",
-    "dim": "lora.rank",
-    "r": "lora.rank",
-    "network_alpha": "lora.alpha",
-    "linear_alpha": "lora.alpha",
-    "lora_alpha": "lora.alpha",
-    "network_dropout": "lora.dropout",
-    "lora_dropout": "lora.dropout",
-    "network_weights": "lora.init_from",
-    "init_lora": "lora.init_from",
-    "target_modules": "lora.targets",
-    "lora_target": "lora.targets",
-    "dora_wd": "lora.use_dora",
-    "lora_decompose": "lora.use_dora",
-    "lora_use_rslora": "lora.use_rslora",
-    "train_te": "lora.train_text_encoder",
-    # optimizer
-    "lr": "optim.learning_rate",
-    "unet_lr": "optim.learning_rate",
-    "text_encoder_lr": "optim.text_encoder_learning_rate",
-    "te_lr": "optim.text_encoder_learning_rate",
-    "optimizer_type": "optim.optimizer",
-    "scheduler": "optim.lr_scheduler",
-    "learning_rate_scheduler": "optim.lr_scheduler",
-    "lr_warmup": "optim.lr_warmup_steps",
-    "warmup_steps": "optim.lr_warmup_steps",
-    "learning_rate_warmup_steps": "optim.lr_warmup_steps",
-    "clip_grad_norm": "optim.max_grad_norm",
-    "gradient_clipping": "optim.max_grad_norm",
-    "eps": "optim.epsilon",
-    # train
-    "train_steps": "train.max_train_steps",
-    "max_steps": "train.max_train_steps",
-    "max_train_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "train_batch_size": "train.batch_size",
-    "micro_batch_size_per_gpu": "train.batch_size",
-    "gradient_accumulation": "train.gradient_accumulation_steps",
-    "snr_gamma": "train.min_snr_gamma",
-    "offset_noise_weight": "train.noise_offset",
-    "zero_terminal": "train.zero_terminal_snr",
-    "rescale_betas_zero_snr": "train.zero_terminal_snr",
-    "train_dtype": "train.mixed_precision",
-    "activation_checkpointing": "train.gradient_checkpointing",
-    "enable_activation_checkpointing": "train.gradient_checkpointing",
-    "use_ema": "train.ema_decay",
-    # data
-    "train_data_dir": "data.path",
-    "image_dir": "data.path",
-    "image_directory": "data.path",
-    "instance_data_dir": "data.path",
-    "folder_path": "data.path",
-    "num_repeats": "data.repeats",
-    "dataset_repeats": "data.repeats",
-    "balancing": "data.repeats",
-    "caption_ext": "data.caption_extension",
-    "caption_strategy": "data.caption_fallback",
-    "class_tokens": "data.trigger_word",
-    "instance_prompt": "data.trigger_word",
-    "shuffle_tokens": "data.shuffle_caption",
-    "random_flip": "data.flip_aug",
-    "bucket_reso_steps": "data.bucket_step",
-    "aspect_ratio_bucketing": "data.enable_bucket",
-    # sample
-    "sample_every_n_steps": "sample.every_n_steps",
-    "sample_every": "sample.every_n_steps",
-    "validation_steps": "sample.every_n_steps",
-    "validation_step_interval": "sample.every_n_steps",
-    "sample_prompts": "sample.prompts",
-    "validation_prompt": "sample.prompts",
-    "prompt": "sample.prompts",
-    "neg": "sample.negative_prompt",
-    "negative": "sample.negative_prompt",
-    "sample_steps": "sample.steps",
-    "validation_guidance": "sample.guidance_scale",
-    "cfg_scale": "sample.guidance_scale",
-    # cache, output, runtime
-    "cache_dir": "cache.dir",
-    "cache_directory": "cache.dir",
-    "cache_dir_vae": "cache.dir",
-    "output_dir": "output.dir",
-    "output_name": "output.name",
-    "save_every": "output.save_every_n_steps",
-    "checkpointing_steps": "output.save_every_n_steps",
-    "checkpoint_step_interval": "output.save_every_n_steps",
-    "save_last_n_steps": "output.keep_last",
-    "checkpoints_total_limit": "output.keep_last",
-    "max_step_saves_to_keep": "output.keep_last",
-    "rolling_backup_count": "output.keep_last",
-    "save_precision": "output.dtype",
-    "output_model_format": "output.formats",
-    "max_data_loader_n_workers": "runtime.workers",
-    "dataloader_num_workers": "runtime.workers",
-    "num_workers": "runtime.workers",
-}
-
-# Keys of other trainers that need no counterpart, and why.
-NOT_NEEDED: dict[str, str] = {
-    "cache_latents": "Latents are always cached; leave it out.",
-    "cache_latents_to_disk": "Latents are always cached on disk; leave it out.",
-    "latent_caching": "Latents are always cached; leave it out.",
-    "cache_text_encoder_outputs": "Captions are cached unless lora.train_text_encoder is on; leave it out.",
-    "cache_text_embeddings": "Captions are cached unless lora.train_text_encoder is on; leave it out.",
-    "xformers": "Attention is chosen by the program; leave it out.",
-    "sdpa": "Attention is chosen by the program; leave it out.",
-    "mem_eff_attn": "Attention is chosen by the program; leave it out.",
-    "no_half_vae": "The VAE always encodes in float32; leave it out.",
-    "save_state": "Every checkpoint can be resumed; leave it out.",
-    "resume": "Give --resume on the command line.",
-    "resume_from_checkpoint": "Give --resume on the command line.",
-    "network_train_unet_only": "This is the default; lora.train_text_encoder: true is the other way.",
-    "save_model_as": "Files are always .safetensors; leave it out.",
-}
-
+from lora_rocm.recipe.peer_names import ADVICE, PER_EPOCH, SAME_VALUE
+from lora_rocm.recipe.schema import DataSection, DataSource, Recipe
 
 MAX_KEY_LETTERS = 64
+ALIKE_JOINED = 0.9  # of two keys without their underscores
+ALIKE = 0.8  # difflib's ratio of two words of which one is misspelt: more than this (lora, rslora: 0.8)
+UNITS = {
+    "step": "optimizer updates",
+    "epoch": "epochs",
+    "second": "seconds",
+    "s": "seconds",
+    "minute": "minutes",
+    "ratio": "a share",
+    "percent": "a share",
+}
+SPEAK_ALONE = frozenset({
+    "rank", "alpha", "optimizer", "betas", "epsilon", "epochs", "repeats", "resolution", "targets", "prompts", "vae",
+    "threads", "workers", "seed", "device", "deterministic", "graphs", "revision", "family", "upscale", "author",
+    "license", "description",
+})  # fmt: skip
+"""Keys of one word that mean the same wherever somebody writes them."""
+NEED_THEIR_SECTION = frozenset({"every_n_steps", "keep_last", "first_step"})
+"""Keys of several words that do not."""
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
@@ -176,36 +56,94 @@ def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]
 
 
 @cache
-def _known_keys() -> tuple[str, ...]:
-    return tuple(all_keys())
+def _portable_keys() -> tuple[str, ...]:
+    """Keys that may be proposed outside their section."""
+    return tuple(key for key in all_keys() if "." in key and is_portable(key.rpartition(".")[2]))
 
 
-def suggest(name: str, siblings: list[str], section: str) -> str:
+def is_portable(leaf: str) -> bool:
+    """Whether a key says what it is without its section."""
+    return leaf in SPEAK_ALONE if "_" not in leaf else leaf not in NEED_THEIR_SECTION
+
+
+def suggest(name: str, siblings: list[str], section: str, value: str = "...") -> str:
     """What the writer of the unknown key ``name`` probably wanted, as a sentence; empty when nothing is near.
 
-    siblings: the keys that ``section`` (dotted, "" at the top) does have.
+    Args:
+        name: the key.
+        siblings: the keys that ``section`` (dotted, "" at the top) does have.
+        section: where the key stands.
+        value: what was written for it, ready to show.
     """
     plain = name.lower().replace("-", "_")
     here = f"{section}." if section else ""
     if plain in siblings:
         return f"Did you mean {here}{plain}?"
-    target = OTHER_NAMES.get(plain)
-    if target is not None:
-        section_of, _, leaf = target.rpartition(".")
-        wanted = here + leaf if section_of == "data" and leaf in siblings else target
-        return f"Did you mean {wanted}? (Other trainers call it {name}.)"
-    if plain in NOT_NEEDED:
-        return NOT_NEEDED[plain]
+    if section == "data" and plain in DataSource.model_fields:
+        entry = f"{{{plain}: {value}}}" if plain == "dataset" else f"{{dataset: ..., {plain}: {value}}}"
+        return f"Write data.sources: [{entry}]"
+    for known in (f"{section.partition('.')[0]}.{plain}", plain):
+        if known in SAME_VALUE:
+            return f"Did you mean {_for(SAME_VALUE[known], siblings, section)}? (Other trainers call it {name}.)"
+        if known in ADVICE:
+            return ADVICE[known]
     if len(plain) > MAX_KEY_LETTERS:  # comparing long texts takes long
         return ""
-    elsewhere = [key for key in _known_keys() if "." in key and key.rpartition(".")[2] == plain]
-    if elsewhere:
-        return f"Did you mean {' or '.join(elsewhere)}?"
-    near = difflib.get_close_matches(plain, siblings, n=2, cutoff=0.7)
-    if near:
-        return f"Did you mean {' or '.join(here + key for key in near)}?"
-    leaves = {key.rpartition(".")[2]: key for key in reversed(_known_keys())}
-    far = difflib.get_close_matches(plain, leaves, n=2, cutoff=0.8)
-    if far:
-        return f"Did you mean {' or '.join(leaves[leaf] for leaf in far)}?"
+    elsewhere = [key for key in _portable_keys() if key.rpartition(".")[2] == plain]
+    near = [here + key for key in siblings if alike(plain, key)][:2]
+    far = [key for key in _portable_keys() if "_" in key and alike(plain, key.rpartition(".")[2])][:2]
+    proposed = elsewhere or near or far
+    if proposed:
+        return f"Did you mean {' or '.join(proposed)}?"
+    other_unit = [here + key for key in siblings if _same_but_for_unit(plain, key)]
+    if other_unit:
+        return _about_units(plain, other_unit[0])
     return f"Keys {'of ' + section if section else 'at the top'}: {', '.join(siblings)}."
+
+
+def _for(target: str, siblings: list[str], section: str) -> str:
+    """Our key as it is called where the unknown one stands: an entry of ``data.sources`` has most keys of ``data``."""
+    owner, _, leaf = target.rpartition(".")
+    return f"{section}.{leaf}" if owner == "data" and leaf in siblings and leaf in DataSection.model_fields else target
+
+
+def _words(name: str) -> list[str]:
+    """The words of a key, each in the singular."""
+    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in name.split("_") if word]
+
+
+def unit_of(key: str) -> frozenset[str]:
+    """What a key counts in, by the words of its last part."""
+    return frozenset(UNITS[word] for word in _words(key.rpartition(".")[2]) if word in UNITS)
+
+
+def alike(name: str, key: str) -> bool:
+    """Whether only the spelling differs: no word more or less, no other number, the same unit."""
+    if unit_of(name) != unit_of(key) or re.findall(r"\d", name) != re.findall(r"\d", key):
+        return False
+    words, own = _words(name), _words(key)
+    if len(words) == len(own) and all(_near(word, of_own) for word, of_own in zip(words, own, strict=True)):
+        return True
+    joined, own_joined = name.replace("_", ""), key.replace("_", "")
+    alike_joined = joined[:1] == own_joined[:1] and _ratio(joined, own_joined) >= ALIKE_JOINED
+    return alike_joined and abs(len(joined) - len(own_joined)) <= 1
+
+
+def _near(word: str, own: str) -> bool:
+    """Slips of the finger leave the first letter as it is; another word (type, dtype) often has another one."""
+    return word == own or (word[:1] == own[:1] and _ratio(word, own) > ALIKE)
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+def _same_but_for_unit(name: str, key: str) -> bool:
+    rest, own = ([word for word in _words(text) if word not in UNITS] for text in (name, key))
+    return bool(rest) and rest == own and bool(unit_of(name)) and bool(unit_of(key))
+
+
+def _about_units(name: str, key: str) -> str:
+    given, own = (" and ".join(sorted(unit_of(text))) for text in (name, key))
+    how = f": {PER_EPOCH}" if given == "epochs" else ""
+    return f"There is no such key yet. {key} counts {own}, not {given}{how}."

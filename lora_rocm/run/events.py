@@ -2,7 +2,8 @@
 
 The progress bar, TensorBoard, the report and ``status`` are readers of that stream. Every event has
 ``type``, ``time`` (seconds since the epoch) and ``session`` (counts the starts of the worker in this run directory);
-the other fields of each type are listed in EVENT_FIELDS, which a test holds against what is written.
+the other fields of each type, and what they hold, are listed in EVENT_FIELDS. Writers are held to that list. Readers
+pass over a line that does not keep to it: it is damaged, or was not written by this program.
 """
 
 from __future__ import annotations
@@ -19,107 +20,176 @@ from typing import Any
 from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.host.printable import legible
 
-EVENT_FIELDS: dict[str, tuple[str, ...]] = {
-    # a worker started; resumed_from is an update count or null
-    "start": ("pid", "device", "torch", "threads", "precision", "resumed_from"),
-    # phase: load, cache, compile, step, checkpoint, preview, export; state: begin or end; seconds on end
-    "phase": ("phase", "state", "seconds"),
-    # what the data came to
-    "data": ("samples", "set_aside", "notices", "buckets", "steps_per_epoch", "max_train_steps"),
-    # caching goes on: what (images, captions; sizes, hashes, texts: what is only looked at), done, total, per_second
-    "cache": ("what", "done", "total", "per_second"),
-    # compiling goes on: done and total are sizes of pictures, size is what is compiled for now, else empty
-    "compile": ("size", "done", "total"),
-    # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
-    "repaired": ("kind", "item", "reason"),
-    # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
-    # waiting for the verdict
-    "step": (
-        "updates",
-        "max_train_steps",
-        "iteration",
-        "epoch",
-        "loss",
-        "learning_rate",
-        "grad_norm",
-        "step_s",
-        "loading_s",
-        "copy_s",
-        "check_s",
-        "wait_s",
-        "memory_bytes",
-        "transfer_checks",
-        "transfer_failures",
-        "loss_scale",
-    ),
-    # kind: transfer, nonfinite, fp16-overflow, out-of-memory
-    "incident": ("kind", "iteration", "samples", "detail", "action"),
-    # known answers were asked for again; checks: their names; detail: what was wrong, else empty
-    "canary": ("updates", "passed", "checks", "detail", "seconds"),
-    "validation": ("updates", "loss"),
-    "checkpoint": ("updates", "path", "lora"),
-    # one preview round; pictures are paths relative to the run directory
-    "preview": ("updates", "pictures"),
-    # a number for the concept (train/concept.py)
-    "concept": ("score", "control", "detail"),
-    "export": ("format", "path", "max_difference", "cannot_read"),
-    "notice": ("text",),
-    # something is done otherwise from here on (host/changes.py): id; effect: exact or rounding; seen: because of what
-    "change": ("id", "effect", "seen", "text"),
-    # of the supervisor: a worker failed. seen: see host/changes.py, or empty; phase and activity: where it was;
-    # silent_s, limit_s: null unless it hung; code, what, where: of its error, or how it ended; stacks: file in the run
-    # directory or null; kernel_log: lines of the system's log since its start
-    "failure": (
-        "seen",
-        "phase",
-        "activity",
-        "updates",
-        "silent_s",
-        "limit_s",
-        "code",
-        "what",
-        "where",
-        "stacks",
-        "kernel_log",
-    ),
-    # of the supervisor: it starts the worker again. spent, budget: see runtime.max_restarts; attempt: see train/loop.py
-    "restart": ("number", "spent", "budget", "progress", "from_updates", "attempt", "changes"),
-    "error": ("code", "what", "where", "fix", "exit_code"),
-    # the worker is leaving: reason is done or stopped
-    "end": ("reason", "updates", "exit_code"),
-}
-
-
 WHOLE, NUMBER, TEXT, TRUTH, TEXTS = "whole number", "number", "text", "truth", "texts"
-# What the fields hold, by name; those of one type of event that hold something else go by "type.name". "?": or null.
-# What is not so was not written by this program, and no reader has to be ready for it.
-KINDS: dict[str, str] = {
-    **dict.fromkeys(("pid", "threads", "done", "total", "updates", "max_train_steps", "iteration", "session"), WHOLE),
-    **dict.fromkeys(("transfer_checks", "transfer_failures", "exit_code", "number", "steps_per_epoch"), WHOLE),
-    **dict.fromkeys(("resumed_from", "failure.updates", "from_updates", "attempt", "incident.iteration"), f"{WHOLE}?"),
-    **dict.fromkeys(("time", "learning_rate", "step_s", "loading_s", "copy_s", "check_s", "wait_s"), NUMBER),
-    **dict.fromkeys(("memory_bytes", "score", "spent", "budget"), NUMBER),
-    **dict.fromkeys(("loss", "grad_norm", "loss_scale", "epoch", "per_second", "seconds", "control"), f"{NUMBER}?"),
-    **dict.fromkeys(("max_difference", "silent_s", "limit_s"), f"{NUMBER}?"),
-    **dict.fromkeys(("device", "torch", "precision", "phase", "state", "kind", "item", "reason", "action"), TEXT),
-    **dict.fromkeys(("path", "format", "text", "id", "effect", "what", "where", "fix", "code", "detail", "size"), TEXT),
-    **dict.fromkeys(("seen", "activity", "stacks", "lora"), f"{TEXT}?"),
-    **dict.fromkeys(("notices", "checks", "pictures", "cannot_read", "changes", "kernel_log"), TEXTS),
-    "phase.seconds": NUMBER,
-    "passed": TRUTH,
-    "samples": WHOLE,
-    "incident.samples": f"{TEXTS}?",
-    "set_aside": "problems",
-    "buckets": "counts",
-    "concept.detail": "anything",
-    "progress": "anything",
-}
+COUNTS, PROBLEMS, ANYTHING = "counts", "problems", "anything"
 MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # products and sums of them are finite
 
 
+def or_null(kind: str) -> str:
+    """The kind of a field that may be null. A number that is not finite is written as one, and read as null."""
+    return f"{kind}?"
+
+
+EVENT_FIELDS: dict[str, dict[str, str]] = {
+    # a worker started; resumed_from is an update count or null
+    "start": {
+        "pid": WHOLE,
+        "device": TEXT,
+        "torch": TEXT,
+        "threads": WHOLE,
+        "precision": TEXT,
+        "resumed_from": or_null(WHOLE),
+    },
+    # phase: load, cache, compile, step, checkpoint, preview, export; state: begin or end; seconds on end
+    "phase": {"phase": TEXT, "state": TEXT, "seconds": NUMBER},
+    # what the data came to
+    "data": {
+        "samples": WHOLE,
+        "set_aside": PROBLEMS,
+        "notices": TEXTS,
+        "buckets": COUNTS,
+        "steps_per_epoch": WHOLE,
+        "max_train_steps": WHOLE,
+    },
+    # caching goes on: what (images, captions; sizes, hashes, texts: what is only looked at), done, total, per_second
+    "cache": {"what": TEXT, "done": WHOLE, "total": WHOLE, "per_second": or_null(NUMBER)},
+    # compiling goes on: done and total are sizes of pictures, size is what is compiled for now, else empty
+    "compile": {"size": TEXT, "done": WHOLE, "total": WHOLE},
+    # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
+    "repaired": {"kind": TEXT, "item": TEXT, "reason": TEXT},
+    # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
+    # waiting for the verdict
+    "step": {
+        "updates": WHOLE,
+        "max_train_steps": WHOLE,
+        "iteration": WHOLE,
+        "epoch": or_null(NUMBER),
+        "loss": or_null(NUMBER),
+        "learning_rate": NUMBER,
+        "grad_norm": or_null(NUMBER),
+        "step_s": NUMBER,
+        "loading_s": NUMBER,
+        "copy_s": NUMBER,
+        "check_s": NUMBER,
+        "wait_s": NUMBER,
+        "memory_bytes": NUMBER,
+        "transfer_checks": WHOLE,
+        "transfer_failures": WHOLE,
+        "loss_scale": or_null(NUMBER),
+    },
+    # kind: transfer, nonfinite, fp16-overflow, out-of-memory
+    "incident": {
+        "kind": TEXT,
+        "iteration": or_null(WHOLE),
+        "samples": or_null(TEXTS),
+        "detail": TEXT,
+        "action": TEXT,
+    },
+    # known answers were asked for again; checks: their names; detail: what was wrong, else empty
+    "canary": {"updates": WHOLE, "passed": TRUTH, "checks": TEXTS, "detail": TEXT, "seconds": or_null(NUMBER)},
+    "validation": {"updates": WHOLE, "loss": or_null(NUMBER)},
+    "checkpoint": {"updates": WHOLE, "path": TEXT, "lora": or_null(TEXT)},
+    # one preview round of a run; pictures are paths relative to the run directory
+    "preview": {"updates": WHOLE, "pictures": TEXTS},
+    # a number for the concept (train/concept.py)
+    "concept": {"score": NUMBER, "control": or_null(NUMBER), "detail": ANYTHING},
+    "export": {"format": TEXT, "path": TEXT, "max_difference": or_null(NUMBER), "cannot_read": TEXTS},
+    "notice": {"text": TEXT},
+    # something is done otherwise from here on (host/changes.py): id; effect: exact or rounding; seen: because of what
+    "change": {"id": TEXT, "effect": TEXT, "seen": TEXT, "text": TEXT},
+    # of the supervisor: a worker failed. seen: see host/changes.py, or empty; phase and activity: where it was;
+    # silent_s, limit_s: null unless it hung; code, what, where: of its error, or how it ended; stacks: file in the run
+    # directory or null; kernel_log: lines of the system's log since its start
+    "failure": {
+        "seen": TEXT,
+        "phase": TEXT,
+        "activity": or_null(TEXT),
+        "updates": or_null(WHOLE),
+        "silent_s": or_null(NUMBER),
+        "limit_s": or_null(NUMBER),
+        "code": TEXT,
+        "what": TEXT,
+        "where": TEXT,
+        "stacks": or_null(TEXT),
+        "kernel_log": TEXTS,
+    },
+    # of the supervisor: it starts the worker again. spent, budget: see runtime.max_restarts; attempt: see train/loop.py
+    "restart": {
+        "number": WHOLE,
+        "spent": NUMBER,
+        "budget": NUMBER,
+        "progress": TRUTH,
+        "from_updates": or_null(WHOLE),
+        "attempt": WHOLE,
+        "changes": TEXTS,
+    },
+    "error": {"code": TEXT, "what": TEXT, "where": TEXT, "fix": TEXT, "exit_code": WHOLE},
+    # the worker is leaving: reason is done or stopped
+    "end": {"reason": TEXT, "updates": WHOLE, "exit_code": WHOLE},
+}
+"""The fields of each type of event in a run directory, and what each field holds."""
+
+CHILD_FIELDS: dict[str, dict[str, str]] = {
+    # sample drew pictures that belong to no step of a run; their paths are absolute
+    "drawn": {"pictures": TEXTS},
+    # self-test: the names of all checks; then for each of them, before and after
+    "checks": {"names": TEXTS},
+    "check": {"name": TEXT, "timeout_s": NUMBER},
+    "result": {"name": TEXT, "status": TEXT, "seconds": NUMBER, "detail": TEXT},
+    # benchmarks: what is measured, the bus of each GPU; then for each row, before and after
+    "machine": {
+        "device": TEXT,
+        "gpu": TRUTH,
+        "torch": TEXT,
+        "hip": or_null(TEXT),
+        "cuda": or_null(TEXT),
+        "threads": WHOLE,
+        "budget_bytes": or_null(NUMBER),
+        "integrated": or_null(TRUTH),
+        "gpus": ANYTHING,
+    },
+    "link": {"links": ANYTHING},
+    "begin": {"number": WHOLE, "limit_s": NUMBER, "fields": ANYTHING},
+    "row": {"number": WHOLE, "problem": or_null(TEXT)},
+}
+"""The same for events that a child without a run directory writes (``emit``). ``export`` and ``error`` are above."""
+
+WITH_FIGURES = ("machine", "row")
+"""Types that carry further fields: what a benchmark has found."""
+
+_FIELDS = {**EVENT_FIELDS, **CHILD_FIELDS}
+_OF_EVERY_EVENT = {"time": NUMBER, "session": WHOLE}
+
+
+def event_line(event: dict[str, Any], ascii_only: bool = False) -> bytes:
+    """The line that stands for an event.
+
+    Raises:
+        TypeError: no reader would take the line: the type or a field is unknown, a field is missing or holds something
+            else. That is a mistake of the code that writes the event, and it has to be heard of where it is made.
+    """
+    event_type = event["type"]
+    expected = _FIELDS.get(event_type)
+    if expected is None:
+        raise TypeError(f"there is no event {event_type!r}")
+    named = event.keys() - {"type", *_OF_EVERY_EVENT}
+    if expected.keys() - named or (named - expected.keys() and event_type not in WITH_FIGURES):
+        raise TypeError(f"event {event_type}: {sorted(named)} is not {sorted(expected)}")
+    line = json.dumps(event, ensure_ascii=ascii_only).encode("utf-8", "backslashreplace")
+    if event_of(line) is None:
+        read = {**dict.fromkeys(_OF_EVERY_EVENT, 0), **json.loads(line, parse_constant=lambda name: None)}
+        wrong = [f"{name} is {event[name]!r}, not {expected[name]}" for name in _misfits(read, expected)]
+        raise TypeError(f"event {event_type}: {'; '.join(wrong)}")
+    return line + b"\n"
+
+
 def emit(event_type: str, **fields: Any) -> None:
-    """One event on standard output: how a child without a run directory tells its parent (``run.children``)."""
-    sys.stdout.write(json.dumps({"type": event_type, **fields}) + "\n")
+    """One event on standard output: how a child without a run directory tells its parent (``run.children``).
+
+    Raises:
+        TypeError: see ``event_line``.
+    """
+    sys.stdout.write(event_line({"type": event_type, **fields}, ascii_only=True).decode("ascii"))
     sys.stdout.flush()
 
 
@@ -138,12 +208,16 @@ class EventWriter:
             raise storage_error(error, path) from error
 
     def write(self, event_type: str, **fields: Any) -> dict[str, Any]:
-        """Append one event and flush it to the operating system."""
-        expected = EVENT_FIELDS[event_type]
-        assert set(fields) == set(expected), f"event {event_type}: {sorted(fields)} is not {sorted(expected)}"
+        """Append one event and flush it to the operating system.
+
+        Raises:
+            TypeError: see ``event_line``.
+            StorageError: the event cannot be written.
+        """
         event = {"type": event_type, "time": round(time.time(), 3), "session": self.session, **fields}
+        line = event_line(event)
         try:
-            self._file.write(json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise storage_error(error, self.path) from error
@@ -210,11 +284,12 @@ class EventReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._marks:
             lines = [line for line in lines if any(mark in line for mark in self._marks)]
-        found = [event for event in map(_parse, lines) if event is not None]
+        found = [event for event in map(event_of, lines) if event is not None]
         return [event for event in found if event["type"] in self._types] if self._types else found
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def event_of(line: bytes) -> dict[str, Any] | None:
+    """The event that a line stands for; None if it stands for none. See ``event_line``."""
     try:
         event = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):  # a line torn by a crash (also UnicodeDecodeError), or a library's own
@@ -223,13 +298,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     event.setdefault("time", 0.0)
     event.setdefault("session", 0)
-    fields = ("time", "session", *EVENT_FIELDS.get(event["type"], ()))
-    whole = event.keys() >= set(fields) and all(_fits(event["type"], name, event[name]) for name in fields)
-    return {name: _legible(value) for name, value in event.items()} if whole else None
+    if next(_misfits(event, _FIELDS.get(event["type"], {})), None) is not None:
+        return None
+    return {name: _legible(value) for name, value in event.items()}
 
 
-def _fits(event_type: str, name: str, value: Any) -> bool:
-    kind = KINDS.get(f"{event_type}.{name}") or KINDS[name]
+def _misfits(event: dict[str, Any], expected: dict[str, str]) -> Iterator[str]:
+    """Names of the fields that are missing or hold something else. Events of unknown types have no other fields."""
+    for name, kind in {**_OF_EVERY_EVENT, **expected}.items():
+        if name not in event or not _fits(kind, event[name]):
+            yield name
+
+
+def _fits(kind: str, value: Any) -> bool:
     if value is None and kind.endswith("?"):
         return True
     match kind.removesuffix("?"):

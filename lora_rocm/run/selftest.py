@@ -216,7 +216,7 @@ class _Progress:
         match event["type"]:
             case "checks":
                 self.names = event["names"]
-            case "begin":
+            case "check":
                 group = _group(event["name"])
                 first = group not in self._seen_groups
                 self._seen_groups.add(group)

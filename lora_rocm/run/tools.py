@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import MachineError, UserError
 from lora_rocm.host.here import plan_here
+from lora_rocm.recipe.schema import LATENT_PX
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir, write_json
@@ -18,7 +19,8 @@ from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
-SIDE_STEP_PX = 8  # one number of the latents stands for so many pixels a side
+RESULTS = {"sample": "drawn", "export": "export"}
+"""The event with which each tool names what it made."""
 
 
 def sample(source: Path, *, output: Path | None, base: str | None, config: Path | None, **options: Any) -> int:
@@ -44,9 +46,9 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("width", "height"):
         side = options.get(name)
-        if side is not None and side % SIDE_STEP_PX:
-            near = f"{side // SIDE_STEP_PX * SIDE_STEP_PX} or {-(-side // SIDE_STEP_PX) * SIDE_STEP_PX}"
-            what = f"The sides of a picture are multiples of {SIDE_STEP_PX} pixels."
+        if side is not None and side % LATENT_PX:
+            near = f"{side // LATENT_PX * LATENT_PX} or {-(-side // LATENT_PX) * LATENT_PX}"
+            what = f"The sides of a picture are multiples of {LATENT_PX} pixels."
             raise UserError("picture-size", what, where=f"--{name} {side}", fix=f"Take {near}.")
     for name in ("prompt", "negative_prompt"):
         if not is_clean(options.get(name, "")):
@@ -92,14 +94,28 @@ def _run(tool: str, job: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         path = Path(folder) / "job.json"
         write_json(path, job)
-        return run_tool(TOOLS_MODULE, [tool, str(path)], env, _show)
+        told: list[str] = []
+
+        def on_event(event: dict[str, Any]) -> None:
+            told.append(event["type"])
+            _show(event)
+
+        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    if RESULTS[tool] not in told:
+        raise MachineError(
+            "no-result",
+            f"lora-rocm {tool} ended without naming a file that it made.",
+            where=str(job["output"] or job["source"]),
+            fix="Please report it with the command.",
+        )
+    return code
 
 
 def _show(event: dict[str, Any]) -> None:
     match event["type"]:
         case "notice":
             text = event["text"]
-        case "preview":
+        case "drawn":
             text = "\n".join(f"Drew {picture}" for picture in event["pictures"])
         case "export":
             text = f"Wrote {event['path']}, loaded back, largest difference {number_text(event['max_difference'])}"

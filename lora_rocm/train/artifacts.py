@@ -173,7 +173,7 @@ class Artifacts:
         drawn = self._drawn(updates)
         if isinstance(drawn, MachineError) and not self.tiles:
             self.tiles = True
-            tell("vae-tiling", self.session.emit)
+            tell("preview-tiling", self.session.emit)
             empty_pools()
             drawn = self._drawn(updates)
         empty_pools()

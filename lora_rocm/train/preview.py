@@ -16,7 +16,6 @@ from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir, write_atomic, write_json
 
-LATENT_PX = 8
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
@@ -24,16 +23,10 @@ REQUESTS_FILE = "requests.json"  # beside the pictures of a round: what they wer
 MAX_REQUESTS_BYTES = 1 << 24
 
 
-def picture_size(recipe: Recipe) -> tuple[int, int]:
-    """(width, height) in pixels of a recipe's previews: as asked, else the resolution, cut to whole latents."""
-    side = max(recipe.data.resolution // LATENT_PX, 1) * LATENT_PX
-    return recipe.sample.width or side, recipe.sample.height or side
-
-
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
     """The recipe's prompts, then its control prompts; the seed counts up over all of them."""
     sample = recipe.sample
-    width, height = picture_size(recipe)
+    width, height = recipe.preview_size
     return [
         PreviewRequest(
             prompt=prompt,

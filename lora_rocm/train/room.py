@@ -13,7 +13,6 @@ from lora_rocm.run.layout import RunDir
 from lora_rocm.run.space import Free, free_bytes, require, shortage
 from lora_rocm.run.wording import size_text
 from lora_rocm.train.export import DTYPES
-from lora_rocm.train.preview import picture_size
 
 MOMENTS = 2
 AVERAGE_ITEMSIZE = 4  # float32, whatever the weights are
@@ -97,7 +96,7 @@ class Room:
 
     def _pictures_bytes(self, updates: int) -> int:
         """Of the previews to come, as if they could not be compressed."""
-        sample, (width, height) = self.recipe.sample, picture_size(self.recipe)
+        sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.every_n_steps
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
         pictures = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0

@@ -140,7 +140,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         data_identity=data.identity(),
         steps_per_epoch=data.plan.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
-        tiles=start.settings.vae_tiling,
+        tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
     )

@@ -30,7 +30,7 @@ from lora_rocm.train import export, state
 from lora_rocm.train.adapter import attach_file, inject
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.lora_file import components_of
-from lora_rocm.train.preview import picture_size, png
+from lora_rocm.train.preview import png
 
 Job = dict[str, Any]
 
@@ -51,7 +51,7 @@ def sample(job: Job) -> None:
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
     _send(model, device, settings)
-    width, height = (job[side] or asked for side, asked in zip(("width", "height"), picture_size(recipe), strict=True))
+    width, height = (job[side] or asked for side, asked in zip(("width", "height"), recipe.preview_size, strict=True))
     requests = [
         PreviewRequest(
             job["prompt"],
@@ -70,7 +70,7 @@ def sample(job: Job) -> None:
         path = _free_name(Path(job["output"]), f"seed{request.seed}")
         write_atomic(path, png(picture))
         paths.append(str(path))
-    emit("preview", updates=None, pictures=paths)
+    emit("drawn", pictures=paths)
 
 
 def export_run(job: Job) -> None:

@@ -217,11 +217,11 @@ def test_the_child_says_before_and_after(capsys: pytest.CaptureFixture[str]) -> 
     events = said(capsys)
     assert [(event["type"], event.get("name")) for event in events] == [
         ("checks", None),
-        ("begin", "a.one"),
+        ("check", "a.one"),
         ("result", "a.one"),
-        ("begin", "group.detail"),
+        ("check", "group.detail"),
         ("result", "group.detail"),
-        ("begin", "b.c.two"),
+        ("check", "b.c.two"),
         ("result", "b.c.two"),
     ]
     assert events[0]["names"] == ["a.one", "group.detail", "b.c.two"] and events[1]["timeout_s"] == 7.0
@@ -239,7 +239,7 @@ def test_the_child_says_before_and_after(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_what_is_left_out(arguments: list[str], begun: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", *arguments], small_table) == 0
-    assert [event["name"] for event in said(capsys) if event["type"] == "begin"] == begun
+    assert [event["name"] for event in said(capsys) if event["type"] == "check"] == begun
 
 
 def test_the_child_ends_when_the_device_is_lost(

@@ -200,8 +200,8 @@ def test_memory_is_saved_where_it_ran_out() -> None:
     assert [walk("out-of-memory", phase, start())[0] for phase in ("load", "cache", "preview", "export")] == [
         [],
         ["vae-tiling"],
-        ["vae-tiling"],
-        ["vae-tiling"],
+        ["preview-tiling"],
+        ["preview-tiling"],
     ]
 
 

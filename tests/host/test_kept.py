@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,17 +15,82 @@ from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
 from lora_rocm.host import here, kept
-from lora_rocm.host.changes import BY_ID, CHANGES
+from lora_rocm.host.changes import BY_ID, CHANGES, candidates
 from lora_rocm.host.environ import plan
 from lora_rocm.host.here import situation_here
-from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of
+from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of, workloads_of
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.suggest import all_keys
 from tests.host.situations import facts_of, situation, with_torch
 from tests.host.test_environ import recipe
 
 XTX = "linux-rx7900xtx"
 MACHINE, OF_SIZE = "sdma-off", "micro-batch-halved"
+
+
+IN_TRAINING: dict[str, Any] = {
+    "model.name_or_path": "other",
+    "data.resolution": 512,
+    "train.batch_size": 3,
+    "train.mixed_precision": "fp16",
+    "train.gradient_checkpointing": True,
+    "train.ema_decay": 0.9,
+    "lora.rank": 32,
+    "lora.targets": "attention",
+    "lora.train_text_encoder": True,
+    "lora.use_dora": True,
+    "lora.weight_dtype": "bf16",
+    "lora.dropout": 0.1,
+    "runtime.memory": "keep",
+    "runtime.compile": "regional",
+    "runtime.graphs": "off",
+    "runtime.device": "cpu",
+}
+"""Each with a value that is not its default."""
+IN_PREVIEWS = (
+    "model.name_or_path", "data.resolution", "train.mixed_precision", "runtime.device", "sample.width", "sample.height",
+)  # fmt: skip
+MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")
+NO_PART_OF_THE_SIZE: dict[str, str] = {
+    **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
+    **dict.fromkeys(("model.prediction_type", "train.min_snr_gamma", "train.noise_offset"), "another formula"),
+    "train.zero_terminal_snr": "another table",
+    **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which pictures"),
+    **dict.fromkeys(("data.recursive", "data.exclude"), "which pictures"),
+    **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
+    **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
+    "data.flip_aug": "more entries, not larger ones",
+    **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
+    "data.upscale": "which bucket a small picture has",
+    **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
+    **dict.fromkeys(("lora.alpha", "lora.use_rslora", "lora.init_from"), "another number in the same tensors"),
+    **dict.fromkeys(("train.max_train_steps", "train.epochs", "train.seed"), "more of the same"),
+    "train.gradient_accumulation_steps": "one after the other",
+    **dict.fromkeys((key for key in all_keys() if key.partition(".")[0] in MANY_KEYS_OF and "." in key), "no tensors"),
+    **dict.fromkeys((key for key in all_keys() if key.startswith("sample.")), "previews: see IN_PREVIEWS"),
+    **dict.fromkeys(("runtime.workers", "runtime.worker_timeout_s", "runtime.persistent_workers"), "main memory"),
+    **dict.fromkeys(("runtime.workers_on_windows", "runtime.pin_memory", "runtime.threads"), "main memory"),
+    **dict.fromkeys(("runtime.deterministic", "runtime.canary_every_n_steps", "runtime.profile"), "which kernels"),
+    **dict.fromkeys(("runtime.self_test", "runtime.max_restarts"), "before and between runs"),
+}
+"""Keys that decide nothing about memory, and why."""
+ALL_VALUES: dict[str, Any] = {
+    **IN_TRAINING,
+    "sample.width": 256,
+    "sample.height": 256,
+    "train.seed": 7,
+    "train.max_train_steps": 9,
+    "train.gradient_accumulation_steps": 5,
+    "optim.learning_rate": 0.5,
+    "data.path": "elsewhere",
+    "output.dir": "elsewhere",
+}
+
+
+def changed(made: Recipe, key: str, value: object) -> Recipe:
+    section, _, leaf = key.partition(".")
+    return made.model_copy(update={section: getattr(made, section).model_copy(update={leaf: value})})
 
 
 def of_size(**train: object) -> Recipe:
@@ -63,7 +129,7 @@ def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situa
     again = situation_here(of_size())
     assert again.changes == (MACHINE,)
     assert {row.variable: row.value for row in plan(again).variables}["HSA_ENABLE_SDMA"] == "0"
-    assert in_force(recall(Path(start.app_dir), key_of(start.facts, start.selection)), None) == (MACHINE,)
+    assert in_force(recall(Path(start.app_dir), key_of(start.facts, start.selection)), ()) == (MACHINE,)
     (entry,) = json.loads(file_of(start).read_text(encoding="utf-8"))["entries"]
     assert entry == {"change": MACHINE, "seen": "hang", "when": entry["when"], "workload": None}
     assert len(entry["when"]) == 10
@@ -286,25 +352,46 @@ def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: 
 
 def test_workloads_differ_in_what_decides_memory_and_in_nothing_else() -> None:
     made = of_size()
-    variations = [
-        made.model_copy(update={"model": made.model.model_copy(update={"name_or_path": "other"})}),
-        made.model_copy(update={"data": made.data.model_copy(update={"resolution": 512})}),
-        of_size(batch_size=3),
-        of_size(mixed_precision="fp16"),
-        of_size(gradient_checkpointing=True),
-        *(
-            made.model_copy(update={"lora": made.lora.model_copy(update=update)})
-            for update in ({"rank": 32}, {"targets": "attention"}, {"train_text_encoder": True}, {"use_dora": True})
-        ),
-    ]
-    ids = {workload_of(each).id for each in (made, *variations)}
-    assert len(ids) == 1 + len(variations)
-    assert workload_of(of_size(seed=7, max_train_steps=9)) == workload_of(made)
+    ids = {workload_of(made, "training").id}
+    for key, value in IN_TRAINING.items():
+        ids.add(workload_of(changed(made, key, value), "training").id)
+    assert len(ids) == 1 + len(IN_TRAINING)
+    for key, value in ALL_VALUES.items():
+        if key not in IN_TRAINING:
+            assert workload_of(changed(made, key, value), "training") == workload_of(made, "training"), key
+        same = workload_of(changed(made, key, value), "previews") == workload_of(made, "previews")
+        assert same == (key not in IN_PREVIEWS), key
+
+
+def test_each_key_of_a_recipe_was_decided_whether_it_is_part_of_the_size() -> None:
+    assert IN_TRAINING.keys() <= ALL_VALUES.keys() and not IN_TRAINING.keys() & set(NO_PART_OF_THE_SIZE)
+    assert {*IN_TRAINING, *NO_PART_OF_THE_SIZE} >= {key for key in all_keys() if "." in key}
+
+
+def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(start: Situation) -> None:
+    """And never for the pictures that are trained on."""
+    large = changed(of_size(), "sample.width", 4096)
+    (change,) = candidates("out-of-memory", "preview", replace(start, recipe=large))
+    make(replace(start, recipe=large), change.id, "out-of-memory")
+    again = plan(situation_here(large)).settings
+    assert again.preview_tiling and not again.vae_tiling
+    assert plan(situation_here(of_size())).settings == plan(start).settings
+    assert plan(situation_here(changed(large, "lora.rank", 8))).settings.preview_tiling, "nothing that previews take"
+    assert "4096 x 1024 px" in notices(situation_here(large))[0]
+
+
+def test_tiles_for_training_pictures_are_for_runs_of_that_size_whatever_their_previews(start: Situation) -> None:
+    (change,) = candidates("out-of-memory", "cache", start)
+    make(start, change.id, "out-of-memory")
+    for recipe_ in (of_size(), changed(of_size(), "sample.width", 4096)):
+        again = plan(situation_here(recipe_)).settings
+        assert again.vae_tiling and not again.preview_tiling
+    assert not plan(situation_here(changed(of_size(), "data.resolution", 512))).settings.vae_tiling
 
 
 def test_a_workload_s_name_is_the_same_in_every_version() -> None:
     """Or what is remembered would be lost with an update."""
-    found = workload_of(of_size())
+    found = workload_of(of_size(), "training")
     assert found.text == "builtin:tiny-sdxl, 1024 px, batch 4, LoRA rank 16 (attention-mlp), precision auto"
     assert found.id == "aa7083ec7eb9d1c7"
 
@@ -324,10 +411,10 @@ def test_any_history_is_recalled_as_a_counting_model_says(
         runs[batch] = make(runs[batch], change)
         row = BY_ID[change]
         times = min(runs[batch].changes.count(change), row.most)
-        if (not row.of_workload or batch == asked) and model.count(change) < times:
+        if (row.size != "training" or batch == asked) and model.count(change) < times:
             model.append(change)
     key = key_of(own.facts, own.selection)
-    assert in_force(recall(Path(own.app_dir), key), workload_of(of_size(batch_size=asked)).id) == tuple(model)
+    assert in_force(recall(Path(own.app_dir), key), workloads_of(of_size(batch_size=asked))) == tuple(model)
 
 
 def test_what_cannot_be_deleted_is_an_error_in_words(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ ALL = Settings(
     micro_batch_parts=4,
     checkpointing=True,
     vae_tiling=True,
+    preview_tiling=True,
 )
 
 

@@ -17,7 +17,7 @@ from lora_rocm.host import here, show
 from lora_rocm.host.environ import EnvPlan, EnvRow, plan
 from lora_rocm.host.facts import facts_from_json, load_facts
 from lora_rocm.host.settings import VARIABLE
-from lora_rocm.host.show import described, facts_text, plan_text
+from lora_rocm.host.show import described, json_text, plan_text
 from tests.golden import HOSTS, assert_golden, machines
 from tests.host.situations import facts_of, fast, situation
 
@@ -168,18 +168,31 @@ def test_an_override_without_a_recipe_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", machines())
-def test_facts_are_written_as_they_are_read(name: str) -> None:
-    assert facts_from_json(json.loads(facts_text(machine(name))), name) == load_facts(machine(name))
+def test_facts_are_written_as_they_are_read(name: str, tmp_path: Path) -> None:
+    """The JSON of a machine can stand in the place of its facts."""
+    path = tmp_path / "env.json"
+    path.write_text(json_text(None, (), machine(name)), encoding="utf-8")
+    assert load_facts(path) == load_facts(machine(name)) and json_text(None, (), path) == path.read_text("utf-8")
+
+
+def test_json_is_the_plan_with_its_facts() -> None:
+    found = json.loads(json_text("demo.yaml", ["runtime.threads=3"], machine("linux-strix-halo")))
+    made = plan(situation("linux-strix-halo"))
+    assert {row["variable"] for row in found["variables"]} >= {row.variable for row in made.variables}
+    assert {row["variable"]: row["value"] for row in found["variables"]}["OMP_NUM_THREADS"] == "3"
+    assert set(found) == {"format", "lora_rocm", "variables", "settings", "warnings", "facts"}
+    assert facts_from_json(found["facts"], "here") == facts_of("linux-strix-halo")
 
 
 def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "probe", lambda: facts_of("windows-rx9070xt"))
-    assert facts_from_json(json.loads(facts_text(None)), "here") == facts_of("windows-rx9070xt")
+    monkeypatch.setattr(here, "probe", lambda deep: facts_of("windows-rx9070xt"))
+    found = json.loads(json_text(None, (), None))
+    assert facts_from_json(found["facts"], "here") == facts_of("windows-rx9070xt")
 
 
 def test_facts_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
-    for make in (facts_text, lambda path: plan_text(None, (), path, None, explain=False)):
+    for make in (lambda path: json_text(None, (), path), lambda path: plan_text(None, (), path, None, explain=False)):
         with pytest.raises(UserError) as caught:
             make(tmp_path / "bad.json")
         assert caught.value.code == "facts-no-json"

@@ -30,7 +30,15 @@ def problems_of(**changes: Any) -> list[Problem]:
     [
         ({"lora": {"rank": "sixteen"}}, "lora.rank", "expected a whole number, got 'sixteen'", ""),
         ({"lora": {"rank": 1.5}}, "lora.rank", "expected a whole number, got 1.5", ""),
-        ({"lora": {"rank": 0}}, "lora.rank", "has to be greater than 0, got 0", ""),
+        ({"lora": {"rank": 0}}, "lora.rank", "has to be greater than 0, got 0", "The default is 16."),
+        (
+            {"data": {"path": "a", "bucket_step": 65}},
+            "data.bucket_step",
+            "has to be a multiple of 8, got 65",
+            "64 or 72",
+        ),
+        ({"data": {"path": "a", "bucket_step": 3}}, "data.bucket_step", "a multiple of 8, got 3", "Take 8."),
+        ({"data": {"path": "a", "bucket_step": 1025}}, "data.bucket_step", "a multiple of 8, got 1025", "Take 1024."),
         ({"lora": {"dropout": 1}}, "lora.dropout", "has to be less than 1.0, got 1", ""),
         ({"lora": {"use_dora": "maybe"}}, "lora.use_dora", "expected true or false, got 'maybe'", ""),
         ({"lora": {"targets": 3}}, "lora.targets", "expected text or a list, got 3", '"3"'),
@@ -40,7 +48,47 @@ def problems_of(**changes: Any) -> list[Problem]:
         ({"output": {"dtype": "fp61"}}, "output.dtype", "expected one of fp16, bf16, fp32; got 'fp61'", "fp16"),
         ({"optim": {"betas": [0.9]}}, "optim.betas", "has too few values: [0.9]", ""),
         ({"model": {}}, "model.name_or_path", "is missing", "diffusers folder"),
-        ({"train": {}}, "train", "give exactly one of max_train_steps and epochs", ""),
+        ({"train": {}}, "train", "give exactly one of max_train_steps and epochs", "Add max_train_steps or epochs."),
+        ({"train": {"epochs": 1, "max_train_steps": 2}}, "train.max_train_steps", "give exactly one", "Remove one of"),
+        ({"train": {"max_train_steps": 2, "epochs": 1}}, "train.epochs", "give exactly one", "Remove one of them"),
+        ({"data": {}}, "data", "give exactly one of path and sources", "Add path or sources."),
+        (
+            {"data": {"path": "a", "sources": [{"path": "b"}]}},
+            "data.sources",
+            "exactly one",
+            "Remove one of them: path",
+        ),
+        (
+            {"data": {"sources": [{}]}},
+            "data.sources[0]",
+            "give exactly one of path and dataset",
+            "Add path or dataset.",
+        ),
+        ({"data": {"dataset": "x"}}, "data.dataset", "no such key", "Write data.sources: [{dataset: 'x'}]"),
+        ({"optim": {"optimizer": "AdamW8bit"}}, "optim.optimizer", "expected one of adamw", "full precision"),
+        ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", "got 'Prodigy'", "given 1.0: with adamw also write"),
+        ({"optim": {"optimizer": "DAdaptAdam"}}, "optim.optimizer", "got", "optim.learning_rate: 1.0e-4"),
+        ({"optim": {"optimizer": "Lion"}}, "optim.optimizer", "got", "a usual learning rate of it is 1.0e-4"),
+        ({"optim": {"optimizer": "ADAMW"}}, "optim.optimizer", "got", "Write adamw."),
+        (
+            {"optim": {"lr_scheduler": "constant_with_warmup"}},
+            "optim.lr_scheduler",
+            "got",
+            "constant, and optim.lr_warm",
+        ),
+        (
+            {"optim": {"lr_scheduler": "cosine_with_restarts"}},
+            "optim.lr_scheduler",
+            "got",
+            "Write cosine, which has one",
+        ),
+        ({"optim": {"lr_warmup_steps": 0.05}}, "optim.lr_warmup_steps", "a whole number", "0.05 of 10 steps is 0"),
+        ({"train": {"mixed_precision": "bfloat16"}}, "train.mixed_precision", "got 'bfloat16'", "Write bf16."),
+        ({"output": {"dtype": "float"}}, "output.dtype", "got 'float'", "Write fp32."),
+        ({"runtime": {"device": "cuda:0"}}, "runtime.device", "got 'cuda:0'", "Write gpu"),
+        ({"data": {"path": "a", "resolution": "1024,768"}}, "data.resolution", "a whole number", "same area: 887"),
+        ({"data": {"path": "a", "resolution": [512, 768]}}, "data.resolution", "whole number", "once for each"),
+        ({"output": {"formats": ["safetensors"]}}, "output.formats[0]", "expected one of", "Write kohya"),
         ({"data": {"sources": [{"path": 3}]}}, "data.sources[0].path", "expected text, got 3", ""),
         ({"data": {"sources": [{"repets": 3, "path": "a"}]}}, "data.sources[0].repets", "no such key", "repeats"),
         ({"loraa": {}}, "loraa", "there is no such key", "Did you mean lora?"),
@@ -51,6 +99,30 @@ def test_one_problem(changes: dict[str, Any], where: str, what: str, fix: str) -
     assert problem.where == where
     assert what in problem.what
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("output", "dtype", "fp8"),
+        ("output", "dtype", "int8"),
+        ("lora", "weight_dtype", "fp16"),
+        ("train", "mixed_precision", "fp8"),
+        ("optim", "lr_scheduler", "inverse_sqrt"),
+        ("optim", "lr_scheduler", "cosine_with_min_lr"),
+    ],
+)
+def test_another_value_is_not_proposed_for_its_letters(section: str, key: str, value: str) -> None:
+    train = {"max_train_steps": 10}
+    (problem,) = problems_of(**{"train": train, section: {**(train if section == "train" else {}), key: value}})
+    assert problem.fix == ""
+
+
+def test_a_share_of_the_warm_up_is_counted_in_steps() -> None:
+    changes = {"train": {"max_train_steps": 1000}, "optim": {"lr_warmup_steps": 0.05}}
+    assert "0.05 of 1000 steps is 50." in problems_of(**changes)[0].fix
+    changes = {"train": {"epochs": 3}, "optim": {"lr_warmup_steps": "0.1"}}
+    assert "write 0.1 times the number of steps" in problems_of(**changes)[0].fix
 
 
 @pytest.mark.parametrize(

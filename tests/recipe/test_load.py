@@ -61,15 +61,25 @@ def test_every_problem_at_once_with_its_line() -> None:
     )
     with pytest.raises(RecipeError) as caught:
         load_recipe("bad.yaml", ["optim.learning_rate=fast"])
-    assert sorted(wheres(caught)) == [
-        "--set optim.learning_rate",
+    assert wheres(caught) == [  # in the order of the lines
+        "bad.yaml:7 train.epochs",
+        "bad.yaml:9 lora.rank",
         "bad.yaml:10 lora.alpha",
         "bad.yaml:11 lora.rank",
         "bad.yaml:12 network_dim",
-        "bad.yaml:5 train",
-        "bad.yaml:9 lora.rank",
+        "--set optim.learning_rate",
     ]
     assert "got 'sixteen'" in str(caught.value)
+
+
+def test_a_rate_that_is_meant_for_another_optimizer_is_questioned_with_its_line() -> None:
+    Path("high.yaml").write_text(MINIMAL + "optim:\n  learning_rate: 1.0\n", encoding="utf-8")
+    (said,) = load_recipe("high.yaml").notices
+    assert said.startswith("high.yaml:8 optim.learning_rate: 1 is very high for adamw") and "Prodigy" in said
+    both = load_recipe("high.yaml", ["optim.text_encoder_learning_rate=0.5"]).notices
+    assert len(both) == 2 and both[1].startswith("--set optim.text_encoder_learning_rate: 0.5")
+    for usual in ("1.0e-2", "3.0e-3", "1.0e-4"):
+        assert load_recipe("high.yaml", [f"optim.learning_rate={usual}"]).notices == ()
 
 
 def test_missing_keys_have_a_place() -> None:

@@ -1,27 +1,73 @@
-"""Did-you-mean."""
+"""Did-you-mean: it helps with names of other trainers and slips, and never proposes another unit or another meaning."""
+
+from __future__ import annotations
+
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lora_rocm.recipe.schema import LoraSection, Recipe, TrainSection
-from lora_rocm.recipe.suggest import NOT_NEEDED, OTHER_NAMES, all_keys, suggest
+from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
+from lora_rocm.recipe.schema import DataSource, LoraSection, Recipe, TrainSection
+from lora_rocm.recipe.suggest import (
+    NEED_THEIR_SECTION,
+    SPEAK_ALONE,
+    all_keys,
+    is_portable,
+    section_class,
+    suggest,
+    unit_of,
+)
+from tests.recipe.peer_keys import NOTHING_LIKE_IT, ONLY_WITH_THEIR_SECTION, RIGHT
 
-TOP = list(Recipe.model_fields)
-LORA = list(LoraSection.model_fields)
-TRAIN = list(TrainSection.model_fields)
+KEYS = tuple(all_keys())
+LEAVES = {key.rpartition(".")[2] for key in KEYS}
+TOP, LORA, TRAIN = (list(model.model_fields) for model in (Recipe, LoraSection, TrainSection))
 
 
-def test_the_table_points_at_keys_that_exist() -> None:
-    assert set(OTHER_NAMES.values()) <= set(all_keys())
+def siblings_of(section: str) -> list[str]:
+    if section.startswith("data.sources"):
+        return list(DataSource.model_fields)
+    model = section_class(Recipe.model_fields[section].annotation) if section in Recipe.model_fields else None
+    return list(model.model_fields) if model is not None else [] if section else TOP
 
 
-def test_the_table_does_not_hide_a_key_of_ours() -> None:
-    leaves = {key.rpartition(".")[2] for key in all_keys()}
-    hidden = {name for name in (*OTHER_NAMES, *NOT_NEEDED) if name in leaves}
-    assert not hidden - {"sample_prompts"}
+SECTIONS = ("", *TOP)
+
+
+def answer(name: str, section: str) -> str:
+    return suggest(name, siblings_of(section), section)
+
+
+def proposed(name: str, section: str) -> list[str]:
+    """The keys that are proposed; none where the answer is a sentence or nothing."""
+    found = re.match(r"Did you mean (.*?)\?", answer(name, section))
+    return found[1].split(" or ") if found else []
+
+
+def test_the_tables_point_at_keys_that_exist() -> None:
+    assert set(SAME_VALUE.values()) <= set(KEYS)
+    sections = {key.partition(".")[0] for key in KEYS}
+    for name, sentence in ADVICE.items():
+        named = [word for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence) if word.partition(".")[0] in sections]
+        assert set(named) <= set(KEYS), (name, named)
+
+
+def test_the_tables_do_not_hide_a_key_of_ours_and_do_not_contradict_each_other() -> None:
+    assert not {name for name in (*SAME_VALUE, *ADVICE) if name in LEAVES} - {
+        "weight_dtype"
+    }  # OneTrainer's: the base's
+    assert not SAME_VALUE.keys() & ADVICE.keys()
+
+
+def test_a_name_in_the_table_has_the_unit_of_its_key() -> None:
+    other = {name for name, key in SAME_VALUE.items() if unit_of(name) != unit_of(key)}
+    assert other == {"aspect_ratio_bucketing"}  # no unit: the ratio of two sides
 
 
 @pytest.mark.parametrize(
-    ("name", "siblings", "section", "answer"),
+    ("name", "siblings", "section", "expected"),
     [
         ("network_dim", TOP, "", "Did you mean lora.rank? (Other trainers call it network_dim.)"),
         ("unet_lr", TRAIN, "train", "Did you mean optim.learning_rate? (Other trainers call it unet_lr.)"),
@@ -33,10 +79,119 @@ def test_the_table_does_not_hide_a_key_of_ours() -> None:
         ("use-dora", LORA, "lora", "Did you mean lora.use_dora?"),
         ("num_repeats", ["path", "repeats"], "data.sources[0]", "Did you mean data.sources[0].repeats?"),
         ("max_train_step", LORA, "lora", "Did you mean train.max_train_steps?"),
-        ("cache_latents", TOP, "", NOT_NEEDED["cache_latents"]),
+        ("batchsize", TRAIN, "train", "Did you mean train.batch_size?"),
+        ("shufle_captions", LORA, "lora", "Did you mean data.shuffle_caption?"),
+        ("cache_latents", TOP, "", ADVICE["cache_latents"]),
         ("zzz", ["a", "b"], "lora", "Keys of lora: a, b."),
         ("zzz", ["a", "b"], "", "Keys at the top: a, b."),
     ],
 )
-def test_suggestions(name: str, siblings: list[str], section: str, answer: str) -> None:
-    assert suggest(name, siblings, section).startswith(answer)
+def test_suggestions(name: str, siblings: list[str], section: str, expected: str) -> None:
+    assert suggest(name, siblings, section).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "never", "words"),
+    [
+        ("train", "steps", "sample.steps", "Did you mean train.max_train_steps?"),
+        ("train", "dtype", "output.dtype", "Did you mean train.mixed_precision?"),
+        ("train", "vae_batch_size", "train.batch_size", "leave it out"),
+        ("train", "noise_offset_type", "Did you mean", "Only kohya's type Original"),
+        (
+            "output",
+            "save_every_n_epochs",
+            "Did you mean",
+            "counts optimizer updates, not epochs: multiply by the steps",
+        ),
+        ("sample", "every_n_epochs", "Did you mean", "sample.every_n_steps counts optimizer updates, not epochs"),
+        ("optim", "lr_warmup_ratio", "Did you mean", "optim.lr_warmup_steps counts optimizer updates, not a share"),
+        (
+            "train",
+            "validation_every_n_epochs",
+            "Did you mean",
+            "train.validation_every_n_steps counts optimizer updates",
+        ),
+        ("train", "max_train_minutes", "max_train_steps?", "not minutes"),
+        ("output", "type", "output.dtype", "Keys of output"),
+        ("lora", "type", "dtype", "Only LoRA and DoRA"),
+        ("model", "weight_dtype", "lora.weight_dtype", "follows train.mixed_precision"),
+        ("optim", "lr_scheduler_power", "Did you mean", "without further options"),
+        ("optim", "lr_scheduler_type", "Did you mean", "without further options"),
+        ("sample", "sampler", "Did you mean", "Euler"),
+        ("", "text_encoder", "Did you mean", "lora.train_text_encoder: true"),
+        ("lora", "use_lora", "Did you mean", "Keys of lora"),
+        ("data", "no_shuffle_caption", "Did you mean", "Keys of data"),
+        ("data", "disable_bucket", "Did you mean", "Keys of data"),
+        ("data", "bucket_min_aspect", "Did you mean", "Keys of data"),
+        ("data", "bucket_no_upscale", "Did you mean", "the opposite"),
+        ("optim", "text_encoder_2_learning_rate", "Did you mean", "Keys of optim"),
+        ("output", "save_last_n_steps", "Did you mean", "how many checkpoints are kept"),
+        ("", "every_n_steps", "Did you mean", "Keys at the top"),
+        ("train", "width", "sample.width", "Keys of train"),
+        ("output", "path", "data.path", "Keys of output"),
+    ],
+)
+def test_another_unit_or_meaning_is_never_proposed(section: str, name: str, never: str, words: str) -> None:
+    found = answer(name, section)
+    assert never not in found and words in found
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_keys_of_other_trainers_have_the_right_answer_or_none(section: str) -> None:
+    siblings = siblings_of(section)
+    for name, right in RIGHT.items():
+        if name not in siblings:
+            assert " or ".join(proposed(name, section)) == right, name
+    for name in NOTHING_LIKE_IT:
+        assert not proposed(name, section), name
+    for name, by_section in ONLY_WITH_THEIR_SECTION.items():
+        if name not in siblings:
+            assert (
+                proposed(name, section) == [by_section[section]]
+                if section in by_section
+                else not proposed(name, section)
+            ), name
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_key_of_ours_in_another_section_is_proposed_as_itself(section: str) -> None:
+    for leaf in LEAVES - set(siblings_of(section)) - {"weight_dtype", *ONLY_WITH_THEIR_SECTION}:
+        found = proposed(leaf, section)
+        assert {key.rpartition(".")[2] for key in found} <= {leaf} or unit_of(leaf) == unit_of(found[0]), leaf
+        if is_portable(leaf):
+            assert all(key in found for key in KEYS if key.rpartition(".")[2] == leaf and "." in key), leaf
+
+
+def test_each_key_of_one_word_was_decided() -> None:
+    assert SPEAK_ALONE <= {leaf for leaf in LEAVES if "_" not in leaf} and NEED_THEIR_SECTION <= LEAVES
+
+
+VOCABULARY = sorted(
+    {word for key in (*LEAVES, *NOTHING_LIKE_IT) for word in key.split("_")} | {"no", "not", "min", "2"}
+)
+OPPOSITES = {"no", "not", "min", "max", "disable", "un"}
+
+
+@given(st.lists(st.sampled_from(VOCABULARY), min_size=1, max_size=4), st.sampled_from(SECTIONS))
+def test_what_is_proposed_by_spelling_has_the_same_unit_numbers_and_words(words: list[str], section: str) -> None:
+    name = "_".join(words)
+    if name in SAME_VALUE or f"{section}.{name}" in SAME_VALUE or name in siblings_of(section):
+        return
+    for key in proposed(name, section):
+        leaf = key.rpartition(".")[2]
+        assert unit_of(leaf) == unit_of(name)
+        assert re.findall(r"\d", leaf) == re.findall(r"\d", name)
+        assert OPPOSITES & set(leaf.split("_")) == OPPOSITES & set(words)
+        assert len(leaf.split("_")) == len(words) or abs(len(leaf.replace("_", "")) - len("".join(words))) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("dataset", "'x'", "Write data.sources: [{dataset: 'x'}]"),
+        ("split", "'test'", "Write data.sources: [{dataset: ..., split: 'test'}]"),
+        ("caption_column", "'text'", "Write data.sources: [{dataset: ..., caption_column: 'text'}]"),
+    ],
+)
+def test_a_dataset_is_an_entry_of_the_sources(name: str, value: str, expected: str) -> None:
+    assert suggest(name, siblings_of("data"), "data", value) == expected

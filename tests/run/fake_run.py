@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lora_rocm.run.events import EventWriter
+from lora_rocm.run.events import EventWriter, event_line, event_of
 from lora_rocm.run.layout import RunDir, write_json
 
 RECIPE = """\
@@ -24,6 +24,13 @@ def save_recipe(run_dir: RunDir, *overrides: str) -> None:
     path.write_text(RECIPE, encoding="utf-8")
     run_dir.recipe.write_text(dump_recipe(load_recipe(path, overrides).recipe), encoding="utf-8")
     path.unlink()
+
+
+def heard(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of a stand-in, written and read as a real one: what the real writer would refuse is an error here."""
+    read = event_of(event_line(event))
+    assert read is not None
+    return read
 
 
 def start_fields(**changes: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lora_rocm.run.events import emit
+
 NAMES = (
     "copies.pageable.4KiB", "copies.pinned.4KiB", "copies.mapped.4KiB",
     "gemm.square-fp32-NN", "gemm.square-fp16-NN", "gemm.square-bf16-NN", "gemm.lora-bf16-TN", "gemm.lora-bf16-TT",
@@ -51,11 +53,6 @@ ACTS: dict[str, Callable[[], Outcome]] = {
 }
 
 
-def emit(event_type: str, **fields: object) -> None:
-    sys.stdout.write("a library talks\n" + json.dumps({"type": event_type, **fields}) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("log", type=Path)
@@ -72,11 +69,12 @@ def main() -> int:
     if options.faults.get("start") == "hang":
         asleep()
     names = [name for name in NAMES if not options.only or name.partition(".")[0] in options.only]
+    sys.stdout.write("a library talks\n")
     emit("checks", names=names)
     for name in names:
         if {name, name.partition(".")[0], name.rpartition(".")[0]} & set(options.skip):
             continue
-        emit("begin", name=name, timeout_s=options.faults.get("timeout_s", 20.0))
+        emit("check", name=name, timeout_s=options.faults.get("timeout_s", 20.0))
         status, detail = ACTS[options.faults[name]]() if name in options.faults else PASSED
         emit("result", name=name, status=status, seconds=0.01, detail=detail)
         if status == "crashed":

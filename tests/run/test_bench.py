@@ -16,6 +16,7 @@ from lora_rocm.host.facts import load_facts
 from lora_rocm.host.here import situation_here
 from lora_rocm.run import bench
 from tests.golden import HOSTS
+from tests.run.fake_run import heard
 
 Event = dict[str, Any]
 CPU: Event = {
@@ -61,7 +62,7 @@ class FakeChild:
             if callable(step):
                 step()
             else:
-                on_event(step)
+                on_event(heard(step))
         return 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from lora_rocm.errors import MachineError, RecipeError, WorkerDiedError
 from lora_rocm.run import bench_step
 from lora_rocm.run.bench_step import OURS, Asked, over_rounds, price_of
+from tests.run.fake_run import heard
 
 Event = dict[str, Any]
 GPU: Event = {
@@ -66,7 +67,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Event]]:
             for part in script:
                 if isinstance(part, Exception):
                     raise part
-                part() if callable(part) else on_event(part)
+                part() if callable(part) else on_event(heard(part))
             return 0
 
         monkeypatch.setattr(bench_step, "run_tool", play)

@@ -1,8 +1,9 @@
 """The event stream."""
 
+import ast
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,25 @@ from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
 from lora_rocm.run import events
-from lora_rocm.run.events import EventReader, EventWriter, current_steps, read_events
+from lora_rocm.run.events import (
+    ANYTHING,
+    CHILD_FIELDS,
+    COUNTS,
+    EVENT_FIELDS,
+    NUMBER,
+    PROBLEMS,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    WHOLE,
+    EventReader,
+    EventWriter,
+    current_steps,
+    emit,
+    event_line,
+    event_of,
+    read_events,
+)
 from tests.run.fake_run import start_fields, step_fields
 
 
@@ -25,11 +44,87 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert written[0]["session"] == 3 and written[0]["time"] > 0
 
 
-def test_unlisted_fields_are_a_mistake(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("event_type", "fields", "words"),
+    [
+        ("notice", {"text": "x", "more": 1}, "'more'"),
+        ("notice", {}, "[] is not ['text']"),
+        ("notice", {"text": None}, "text is None, not text"),
+        ("preview", {"updates": None, "pictures": []}, "updates is None, not whole number"),
+        ("preview", {"updates": 3, "pictures": [Path("a").name, 3]}, "pictures is ['a', 3], not texts"),
+        ("phase", {"phase": "load", "state": "end", "seconds": float("nan")}, "seconds is nan, not number"),
+        ("of the future", {}, "there is no event 'of the future'"),
+    ],
+)
+def test_an_event_that_no_reader_would_take_is_refused_where_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], event_type: str, fields: dict[str, Any], words: str
+) -> None:
     writer = EventWriter(tmp_path / "events.jsonl")
-    with pytest.raises(AssertionError):
-        writer.write("notice", text="x", more=1)
+    for write in (writer.write, emit):
+        with pytest.raises(TypeError) as caught:
+            write(event_type, **fields)
+        assert words in str(caught.value)
     writer.close()
+    assert read_events(tmp_path / "events.jsonl") == [] and capsys.readouterr().out == ""
+
+
+ALL_FIELDS = {**EVENT_FIELDS, **CHILD_FIELDS}
+EXAMPLES: dict[str, Any] = {
+    WHOLE: 3, NUMBER: 0.5, TEXT: "größe \udcff", TRUTH: True, TEXTS: ["a"], COUNTS: {"a": 1}, PROBLEMS: [],
+    ANYTHING: {},
+}  # fmt: skip
+FIGURES = {"machine": {"matmul": {}}, "row": {"seconds": 0.5}}
+
+
+def example(kinds: dict[str, str]) -> dict[str, Any]:
+    return {name: EXAMPLES[kind.removesuffix("?")] for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("event_type", ALL_FIELDS)
+def test_what_is_emitted_is_heard_and_a_field_of_another_kind_is_refused(
+    event_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ALL_FIELDS[event_type]
+    whole = {**example(kinds), **FIGURES.get(event_type, {})}
+    emit(event_type, **whole)
+    read = event_of(capsys.readouterr().out.encode("ascii"))
+    assert read is not None and read.keys() - {"time", "session"} == {"type", *whole}
+    for name, kind in kinds.items():
+        if kind.endswith("?"):
+            assert event_of(event_line({"type": event_type, **whole, name: None})) is not None
+        elif kind != ANYTHING:
+            with pytest.raises(TypeError, match=name):
+                emit(event_type, **{**whole, name: None})
+
+
+def emitting_calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """(place, type of event, call) of each call that writes an event whose type stands there."""
+    for path in sorted(Path(events.__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not (node.keywords or node.args):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            texts = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            if texts and (name == "emit" or (name in ("write", "record", "tell", "_tell") and node.keywords)):
+                yield f"{path.name}:{node.lineno}", texts[0], node
+
+
+@pytest.mark.parametrize(
+    ("event_type", "call"), [pytest.param(kind, call, id=place) for place, kind, call in emitting_calls()]
+)
+def test_each_call_that_emits_gives_an_event_that_its_reader_takes(event_type: str, call: ast.Call) -> None:
+    """Fields that are computed are examples here; names, and values that stand in the call, are those of the call."""
+    kinds = ALL_FIELDS[event_type]
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    fields = example(kinds) if any(keyword.arg is None for keyword in call.keywords) else {}
+    for name, value in named.items():
+        known = EXAMPLES[kinds[name].removesuffix("?")] if name in kinds else 0
+        fields[name] = value.value if isinstance(value, ast.Constant) else known
+    assert event_of(event_line({"type": event_type, **fields})) is not None
+
+
+def test_the_walk_over_the_program_finds_its_calls() -> None:
+    assert {event_type for _, event_type, _ in emitting_calls()} == ALL_FIELDS.keys()
 
 
 @given(st.integers(0, 200))
@@ -125,13 +220,13 @@ def test_only_some_types_are_wanted_and_the_lines_of_others_are_not_taken_apart(
     writer.write("start", **start_fields())
     writer.write("notice", text="start")  # the word alone
     writer.close()
-    taken, parse = [0], events._parse
+    taken, parse = [0], events.event_of
 
     def counted(line: bytes) -> Any:
         taken[0] += 1
         return parse(line)
 
-    monkeypatch.setattr(events, "_parse", counted)
+    monkeypatch.setattr(events, "event_of", counted)
     assert [event["type"] for event in read_events(path, "start", "change")] == ["start"] and taken == [2]
     assert len(read_events(path)) == 51
 

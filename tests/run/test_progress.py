@@ -14,6 +14,7 @@ from tests.run.fake_run import (
     change_fields,
     data_fields,
     failure_fields,
+    heard,
     restart_fields,
     start_fields,
     step_fields,
@@ -56,7 +57,7 @@ def drawn(view_of: Any) -> str:
     stream = io.StringIO()
     display = ProgressDisplay(view_of(stream))
     for event_type, fields in EVENTS:
-        display.on_event({"type": event_type, "time": 0.0, "session": 1, **fields})
+        display.on_event(heard({"type": event_type, "time": 0.0, "session": 1, **fields}))
     display.on_event({"type": "from the future"})
     display.view.end()
     return stream.getvalue()

@@ -11,7 +11,7 @@ import pytest
 from lora_rocm.host.memory import GIB, budget
 from lora_rocm.run.slow import Spilling, spill_bytes, spilled
 from tests.host.situations import facts_of, situation
-from tests.run.fake_run import start_fields, step_fields
+from tests.run.fake_run import change_fields, heard, start_fields, step_fields
 
 LIMIT = 16 * GIB
 
@@ -20,7 +20,7 @@ def steps(*parts: tuple[int, float, int], loading_s: float = 0.0) -> list[dict[s
     """(count, seconds of a step, bytes)."""
     rows = [(seconds, num_bytes) for count, seconds, num_bytes in parts for _ in range(count)]
     return [
-        {"type": "step", **step_fields(number, step_s=seconds, memory_bytes=num_bytes, loading_s=loading_s)}
+        heard({"type": "step", **step_fields(number, step_s=seconds, memory_bytes=num_bytes, loading_s=loading_s)})
         for number, (seconds, num_bytes) in enumerate(rows, 1)
     ]
 
@@ -48,8 +48,8 @@ def test_it_is_said_once_with_what_to_do() -> None:
         steps((30, 0.2, FULL), (4, 9.0, FULL), (30, 0.2, FULL)),  # a few slow steps
         steps((90, 0.9, FULL)),  # slow from the start: nothing to compare with
         steps((5, 9.0, FULL), (85, 0.2, FULL)),  # the first steps are always slow
-        SPILLING[:30] + [{"type": "start", **start_fields()}] + SPILLING[30:],
-        SPILLING[:30] + [{"type": "change", "id": "micro-batch-halved"}] + SPILLING[30:],
+        SPILLING[:30] + [heard({"type": "start", **start_fields()})] + SPILLING[30:],
+        SPILLING[:30] + [heard({"type": "change", **change_fields()})] + SPILLING[30:],
     ],
 )
 def test_nothing_is_said_of_other_slowness(events: list[dict[str, Any]]) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import MachineError, UserError
 from lora_rocm.run import tools
 from lora_rocm.run.layout import RunDir
-from tests.run.fake_run import write_whole_run
+from tests.run.fake_run import heard, write_whole_run
 
 EVENTS = [
     {"type": "notice", "text": "a note"},
     {"type": "phase", "phase": "load", "state": "begin", "seconds": 0},
-    {"type": "preview", "updates": 0, "pictures": ["/x/00.png", "/x/01.png"]},
+    {"type": "drawn", "pictures": ["/x/00.png", "/x/01.png"]},
     {"type": "export", "format": "kohya", "path": "/x.safetensors", "max_difference": 1e-6, "cannot_read": ["A", "B"]},
 ]
 
@@ -31,7 +31,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
         assert module == "lora_rocm.train.tools" and env["PYTHONUTF8"] == "1"
         found.append({"tool": arguments[0], **json.loads(Path(arguments[1]).read_bytes())})
         for event in EVENTS:
-            on_event(event)
+            on_event(heard(event))
         return 0
 
     monkeypatch.setattr(tools, "run_tool", run_tool)
@@ -83,6 +83,14 @@ def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, A
     with pytest.raises(UserError) as caught:
         tools.sample(Path("lora.safetensors"), **{"output": None, "base": None, "config": None, **options})
     assert words in str(caught.value) and caught.value.fix and jobs == []
+
+
+def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("lora.safetensors").touch()
+    monkeypatch.setitem(globals(), "EVENTS", [event for event in EVENTS if event["type"] != "drawn"])
+    with pytest.raises(MachineError, match="without naming a file") as caught:
+        tools.sample(Path("lora.safetensors"), output=Path("out"), base=None, config=None, prompt="x")
+    assert caught.value.where.endswith("out")
 
 
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe, TimeoutsSection
-from lora_rocm.run.events import EVENT_FIELDS
 from lora_rocm.run.heartbeat import Heartbeat
 from lora_rocm.run.progress import CACHE_WORK
 from lora_rocm.run.watch import (
@@ -28,9 +27,14 @@ from lora_rocm.run.watch import (
     decide,
     limits_of,
 )
-from tests.run.fake_run import RECIPE, start_fields, step_fields
+from tests.run.fake_run import RECIPE, heard, start_fields, step_fields
 
 FLOOR_S = min(limit.least_s for name, limit in LIMITS.items() if name != LEAVING)
+
+LAST_WORDS: dict[str, dict[str, Any]] = {
+    "end": {"reason": "done", "updates": 3, "exit_code": 0},
+    "error": {"code": "x", "what": "y", "where": "", "fix": "", "exit_code": 3},
+}
 
 
 class Worker:
@@ -42,8 +46,7 @@ class Worker:
         self.state = WatchState(limits or Limits(), self.now, learned or Learned(), log_bytes=123)
 
     def says(self, event_type: str, **fields: Any) -> Worker:
-        assert set(fields) <= set(EVENT_FIELDS[event_type])
-        self.state.on_event({"type": event_type, **fields}, self.now)
+        self.state.on_event(heard({"type": event_type, **fields}), self.now)
         return self
 
     def starts(self) -> Worker:
@@ -194,7 +197,7 @@ def test_a_log_that_grows_while_pictures_are_encoded_is_no_sign() -> None:
 
 
 def test_after_its_last_word_it_has_to_leave() -> None:
-    for word, fields in (("end", {"exit_code": 0}), ("error", {"code": "x"})):
+    for word, fields in LAST_WORDS.items():
         worker = Worker().starts().begins("step").says(word, **fields).after(30).beats("step").says("notice", text="x")
         assert worker.hangs_after() == (LEAVING, LEAVING_S)
         found = decide(worker.state, worker.now + 31)
@@ -220,7 +223,7 @@ def test_a_pause_of_the_machine_is_no_silence() -> None:
     for _ in range(3010):
         worker.state.on_look(worker.after(0.1).now)
     assert isinstance(decide(worker.state, worker.now), Hung)
-    leaving = Worker().starts().says("end", exit_code=0)
+    leaving = Worker().starts().says("end", **LAST_WORDS["end"])
     leaving.state.on_look(leaving.now)
     leaving.state.on_look(leaving.after(500).now)
     assert decide(leaving.state, leaving.now) == Wait()
@@ -319,7 +322,7 @@ def test_after_a_last_word_nothing_puts_off_the_end(signs: list[tuple[str, Any]]
     worker = Worker()
     for kind, value in signs[:place]:
         give(worker, kind, value)
-    worker.says(word, **({"exit_code": 0} if word == "end" else {"code": "x"}))
+    worker.says(word, **LAST_WORDS[word])
     said_at = worker.now
     for kind, value in signs[place:]:
         if kind != "start":

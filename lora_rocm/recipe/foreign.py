@@ -1,0 +1,176 @@
+"""Files of other trainers, handed to us in the place of a recipe: whose they are, by the keys that they hold.
+
+Nothing is run and no other file is read. The text is not longer than a recipe may be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any
+
+from lora_rocm.errors import Problem
+from lora_rocm.recipe.peer_names import SAME_VALUE
+from lora_rocm.recipe.schema import Recipe
+
+MAX_NAMED = 6
+MAX_DEPTH = 6  # of keys that are looked at
+MAX_KEYS = 20_000
+MAX_DOTS = 1000  # in a line of TOML: the library takes very long for keys with many parts
+ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+NAMES_IN_OTHER_TRAINERS = "docs/recipe.md, 'Names in other trainers'"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How files of another trainer are told. Keys are dotted, in small letters, without numbers of lists.
+
+    Attributes:
+        file: what the file is, with an article.
+        any_of: one of these keys is enough.
+        all_of: all of these are needed; empty: they do not count.
+    """
+
+    file: str
+    any_of: frozenset[str] = frozenset()
+    all_of: frozenset[str] = frozenset()
+
+
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+# In this order: who shares keys with a more general one stands before it.
+TRAINERS: tuple[Trainer, ...] = (
+    Trainer("a configuration of ai-toolkit", _keys("config.process", "config.process.network"), _keys("job", "config")),
+    Trainer(
+        "a configuration of OneTrainer",
+        _keys("training_method", "concept_file_name", "layer_filter_preset", "base_model_name"),
+    ),
+    Trainer("the concepts of OneTrainer", all_of=_keys("path", "image", "text", "text.prompt_source")),
+    Trainer("the samples of OneTrainer", all_of=_keys("prompt", "diffusion_steps", "cfg_scale")),
+    Trainer(
+        "a configuration of diffusion-pipe",
+        _keys("pipeline_stages", "micro_batch_size_per_gpu", "model.transformer_path", "model.diffusers_path"),
+    ),
+    Trainer("a dataset file of diffusion-pipe", _keys("directory.path", "directory.num_repeats")),
+    Trainer(
+        "a configuration of SimpleTuner",
+        _keys(
+            "data_backend_config",
+            "model_flavour",
+            "checkpoint_step_interval",
+            "dataloader_config",
+            "trainer_extra_args",
+            "validation_num_inference_steps",
+            "config_backend",
+            "lycoris_config",
+        ),
+    ),  # fmt: skip
+    Trainer("a dataset file of SimpleTuner", _keys("instance_data_dir", "cache_dir_vae", "caption_strategy")),
+    Trainer("a configuration of musubi-tuner", _keys("dit", "dit_high_noise", "timestep_boundary")),
+    Trainer("a dataset file of musubi-tuner", _keys("datasets.image_directory", "datasets.video_directory")),
+    Trainer(
+        "a configuration of kohya's sd-scripts or its GUI",
+        _keys(
+            "network_dim",
+            "network_alpha",
+            "network_module",
+            "train_data_dir",
+            "lora_type",
+            "general_args",
+            "network_args",
+            "unet_lr",
+            "train_batch_size",
+            "max_data_loader_n_workers",
+            "max_token_length",
+            "save_every_n_epochs",
+            "optimizer_type",
+            "pretrained_model_name_or_path",
+        ),
+    ),  # fmt: skip
+    Trainer(
+        "a dataset file of kohya's sd-scripts",
+        _keys("datasets.subsets", "datasets.subsets.image_dir", "subsets.image_dir", "datasets.image_dir"),
+    ),
+)
+SCRIPTS = {
+    "train_network.py": "a command line of kohya's sd-scripts",
+    "train_dreambooth_lora": "a command line of diffusers' examples",
+    "train_text_to_image_lora": "a command line of diffusers' examples",
+}
+
+
+def recognised(text: str, path: str, value: Any) -> Problem | None:
+    """What another trainer's file is, in one problem; None for a recipe, and for what nobody knows.
+
+    Args:
+        text: of the file.
+        path: of the file, for the problem.
+        value: of the file as YAML, which JSON is too; None if it is no YAML.
+    """
+    if _is_ours(value):
+        return None
+    data = value if isinstance(value, dict | list) else _mapping(text)
+    paths = frozenset(islice(_paths(data), MAX_KEYS))
+    names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
+    for trainer in TRAINERS:
+        if trainer.any_of & names or (trainer.all_of and trainer.all_of <= names):
+            return _problem(path, trainer.file, _renamed(paths))
+    if not isinstance(value, dict):
+        for script, what in SCRIPTS.items():
+            if script in text:
+                return _problem(path, what, "")
+    return None
+
+
+def _problem(path: str, what: str, renamed: str) -> Problem:
+    fix = f"Start from recipes/sdxl.yaml. {renamed}All names: {NAMES_IN_OTHER_TRAINERS}."
+    return Problem(path, f"this is {what}. lora-rocm cannot read it yet; an importer is planned", fix)
+
+
+def _mapping(text: str) -> Any:
+    """Mappings and lists of a file in JSON, TOML or lines of KEY=VALUE; None for another file."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if max(map(str.count, text.splitlines(), repeat(".")), default=0) <= MAX_DOTS:
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError):  # also paths of Windows, which are written with one backslash
+            pass
+    return dict.fromkeys(ASSIGNMENT.findall(text)) or None
+
+
+def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
+    """Dotted keys of all mappings; ``--name`` of a command line counts as ``name``."""
+    if depth == MAX_DEPTH:
+        return
+    if isinstance(data, dict):
+        for name, value in data.items():
+            path = above + str(name).lower().removeprefix("--")
+            yield path
+            yield from _paths(value, f"{path}.", depth + 1)
+    elif isinstance(data, list):
+        for item in data:
+            yield from _paths(item, above, depth + 1)
+
+
+def _is_ours(data: Any) -> bool:
+    """Whether this is meant for a recipe, however wrong: it has a base, or two of our sections or more."""
+    if not isinstance(data, dict):
+        return False
+    sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
+    return "base" in data or len(sections) > 1
+
+
+def _renamed(paths: frozenset[str]) -> str:
+    found = {path.rpartition(".")[2] for path in paths} & SAME_VALUE.keys()
+    rows = [f"{name} is {SAME_VALUE[name]}" for name in SAME_VALUE if name in found and "." in SAME_VALUE[name]]
+    more = ", ..." if len(rows) > MAX_NAMED else ""
+    return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""
