@@ -97,6 +97,7 @@ OTHER_NAMES: dict[str, str] = {
     "dataset_repeats": "data.repeats",
     "balancing": "data.repeats",
     "caption_ext": "data.caption_extension",
+    "include_subdirectories": "data.recursive",
     "caption_strategy": "data.caption_fallback",
     "class_tokens": "data.trigger_word",
     "instance_prompt": "data.trigger_word",

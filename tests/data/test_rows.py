@@ -11,7 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from lora_rocm.data import rows, swelling
-from lora_rocm.data.pictures import read_size
+from lora_rocm.data.pictures import read_header
 from lora_rocm.data.rows import as_file, picture_in, rows_of
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
@@ -152,6 +152,6 @@ def test_bytes_read_as_a_file(kind: str) -> None:
     buffer = io.BytesIO()
     Image.effect_noise((300, 200), 50).convert("RGB").save(buffer, kind)
     content = memoryview(pyarrow.py_buffer(buffer.getvalue())).cast("B")
-    assert read_size(as_file(content)) == (300, 200)
+    assert read_header(as_file(content)).size == (300, 200)
     file = as_file(content)
     assert file.read() == content and file.seek(-4, 2) == len(content) - 4 and file.read() == content[-4:]
