@@ -30,13 +30,14 @@ class Weigh:
     def __init__(self) -> None:
         self.calls = 0
         self.error: Exception | None = None
+        self.tokenizers: list[dict[str, Any]] = []
 
     def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, int]:
         self.calls += 1
         assert Path(arguments[0]).exists()
         if self.error is not None:
             raise self.error
-        return {"unet": 3 * 2**30, "vae": 2**20}
+        return {"weights": {"unet": 3 * 2**30, "vae": 2**20}, "tokenizers": self.tokenizers}
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
 def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
     samples = scan(recipe.data).samples
-    cuts, _ = geometries(samples, recipe.data)
+    cuts, *_ = geometries(samples, recipe.data)
     plan = plan_data(recipe, samples, {key: cut.target_hw for key, cut in cuts.items()})
     items = [Item(s.key, cuts[s.key], ("a", "b"), ("c",), "d", 0.0, s.repeats) for s in samples]
     assert plan.steps_per_epoch == BatchPlan(items, 2, 2, seed=0).steps_per_epoch

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from lora_rocm.data.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.data.left_out import Exclusion, LeftOut, counted, few, some
-from lora_rocm.data.metadata import MAX_CAPTION_BYTES, Metadata
-from lora_rocm.data.metadata import NAMES as METADATA_NAMES
-from lora_rocm.data.metadata import UNREAD_NAME as UNREAD_METADATA_NAME
+from lora_rocm.data.metadata import MAX_CAPTION_BYTES, METADATA_NAMES, PARQUET_NAME, Metadata
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.errors import DataError
 from lora_rocm.host.plain import read_plain
@@ -142,7 +140,7 @@ def walk(
             taken.add(relative)
             if not left_out.is_companion(relative, real, stem):
                 folder.relatives.append((relative, real))
-        elif path.name in (*METADATA_NAMES, UNREAD_METADATA_NAME):
+        elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
         elif suffix == extension:
             folder.captions[stem] = sys.intern(found_extension)
@@ -150,7 +148,6 @@ def walk(
             left_out.no_image(real, stem, suffix)
             if suffix in other_captions:
                 other_captions[suffix].add(stem)
-    del taken
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion)
     num_found = len(folder.relatives)
@@ -180,7 +177,7 @@ def _files(folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: b
     """Every file of the tree, folder by folder, and its path below the root with slashes."""
     root = folder.root
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
-    real_root = _real_path(root) or str(root)
+    real_root = real_path(root) or str(root)
     pending = [(root, real_root, "")]  # no recursion: a tree can be deeper than Python's stack
     while pending:
         parent, real, above = pending.pop()
@@ -196,7 +193,7 @@ def _files(folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: b
             if exclusion.fits(relative):
                 left_out.exclude(relative, os.path.splitext(path)[0], is_folder)
                 continue
-            target = _real_path(path) if entry.is_symlink() else os.path.join(real, entry.name)
+            target = real_path(path) if entry.is_symlink() else os.path.join(real, entry.name)
             if target is None:
                 left_out.unreachable.append(shown(relative))
             elif is_folder:
@@ -224,7 +221,7 @@ def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> lis
         return []
 
 
-def _real_path(path: Path) -> str | None:
+def real_path(path: Path) -> str | None:
     """Where a path leads, links followed; None where a link on the way may not be read (Python 3.11 raises there)."""
     try:
         return os.path.realpath(path)
@@ -308,7 +305,7 @@ def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]
     """Take over the captions in metadata files, and say what of them could not be used."""
     found = Metadata(column, {real: position for position, (_, real) in enumerate(folder.relatives)})
     for path, relative in files:
-        if path.name == UNREAD_METADATA_NAME:
+        if path.name == PARQUET_NAME:
             folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
             continue
         try:

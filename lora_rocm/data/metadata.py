@@ -11,7 +11,7 @@ import json
 import posixpath
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,8 +21,9 @@ from lora_rocm.data.left_out import counted, few, some
 from lora_rocm.host.plain import check_plain
 from lora_rocm.host.printable import legible, one_line
 
-NAMES = ("metadata.jsonl", "metadata.csv")
-UNREAD_NAME = "metadata.parquet"
+READ_NAMES = ("metadata.jsonl", "metadata.csv")
+PARQUET_NAME = "metadata.parquet"
+METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
 FILE_COLUMN = "file_name"
 MAX_METADATA_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 18
 MAX_CAPTION_BYTES = 1 << 16  # text encoders see a few hundred words at most
@@ -67,8 +68,7 @@ class Metadata:
         check_plain(path, MAX_METADATA_BYTES)
         folder = posixpath.dirname(relative)
         with path.open("rb") as file:
-            rows = _csv_rows(file) if path.suffix.lower() == ".csv" else _json_rows(file)
-            for line, row in rows:
+            for line, row in _rows(path, file):
                 try:
                     if isinstance(row, BadRow):
                         raise row
@@ -122,6 +122,27 @@ class Metadata:
             return
         self._numbers[position] = len(self._captions)
         self._captions.append(one_line(caption))
+
+
+def names_files(path: Path) -> bool:
+    """Whether the first row of a metadata file names a file, as those of an imagefolder do."""
+    try:
+        check_plain(path, MAX_METADATA_BYTES)
+        if path.name == PARQUET_NAME:
+            from pyarrow import parquet
+
+            columns: Iterable[str] = parquet.read_schema(path).names
+        else:
+            with path.open("rb") as file:
+                _, row = next(_rows(path, file), (0, {}))
+            columns = () if isinstance(row, BadRow) else row
+    except (OSError, ValueError):  # of Arrow too; who reads it says what is wrong
+        return False
+    return any(name == FILE_COLUMN or name.endswith(f"_{FILE_COLUMN}") for name in columns)
+
+
+def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    return _csv_rows(file) if path.suffix.lower() == ".csv" else _json_rows(file)
 
 
 def _place(name: str, folder: str) -> str:

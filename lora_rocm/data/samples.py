@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
-__all__ = ["Sample", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
+__all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
 
 MAX_DEEP_GREY_READ = 8  # of each source: pictures of 16 bits that are decoded, to see whether they hold fewer
+MAX_LOST_SHARE = 0.25  # of a picture's area; where a crop cuts off more it is said
 UNREADABLE_FIX = "Replace the file or take it away."
 
 
@@ -133,17 +134,44 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     )
 
 
-def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem]]:
-    """The geometry of each sample by key, and the pictures that are too small for any."""
+class Cropped:
+    """Counts pictures of which the crop cuts off much."""
+
+    def __init__(self, data: DataSection) -> None:
+        self._data, self._names, self._num_flat = data, few(), 0
+
+    def add(self, sample: Sample, geometry: Geometry) -> None:
+        """Look at one picture."""
+        if geometry.lost_share > MAX_LOST_SHARE:
+            self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
+            aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
+            self._num_flat += aspect > self._data.bucket_max_aspect
+
+    def notices(self) -> list[str]:
+        """One sentence about all of them, with the key that changes most."""
+        if not self._names:
+            return []
+        fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
+        if not self._data.enable_bucket:
+            fix = "Set data.enable_bucket: true to keep more."
+        elif 2 * self._num_flat < len(self._names):
+            fix = "They are small for their bucket: take larger ones, or set data.upscale: true."
+        lose = counted(self._names, "picture loses", "pictures lose")
+        return [f"{lose} more than {MAX_LOST_SHARE:.0%} of the area to the crop: {some(self._names)}. {fix}"]
+
+
+def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
+    """The geometry of each sample by key, the pictures that are too small for any, and notices about the others."""
     found: dict[str, Geometry] = {}
-    too_small: list[Problem] = []
+    too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Geometry):
             found[sample.key] = geometry
+            cropped.add(sample, geometry)
         else:
             too_small.append(geometry)
-    return found, too_small
+    return found, too_small, cropped.notices()
 
 
 def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:

@@ -185,9 +185,9 @@ def test_pictures_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleN
     make.picture(tmp_path / "a.png", caption="x")
     make.picture(tmp_path / "thin.png", 90, 12, caption="x")
     data = make.data(path=str(tmp_path))
-    found, too_small = geometries(scan(data).samples, data)
+    found, too_small, _ = geometries(scan(data).samples, data)
     assert list(found) == ["a.png"] and [Path(problem.where).name for problem in too_small] == ["thin.png"]
-    enlarged, none = geometries(scan(data).samples, make.data(path=str(tmp_path), upscale=True))
+    enlarged, none, _ = geometries(scan(data).samples, make.data(path=str(tmp_path), upscale=True))
     assert len(enlarged) == 2 and none == []
 
 
@@ -196,7 +196,7 @@ def test_photographs_of_many_shapes() -> None:
     data = DataSection(path=str(PHOTOGRAPHS), resolution=256, bucket_step=32, caption_fallback="filename")
     found = scan(data)
     assert [Path(problem.where).name for problem in found.set_aside] == ["multipage_rgb.tif"]
-    fitted, too_small = geometries(found.samples, data)
+    fitted, too_small, _ = geometries(found.samples, data)
     assert {Path(problem.where).name for problem in too_small} == {"multipage.tif", "no_time_for_that_tiny.gif"}
     buckets = {key: geometry.target_hw for key, geometry in fitted.items()}
     assert buckets["astronaut.png"] == (256, 256) and buckets["chelsea.png"] == (192, 320)
