@@ -75,6 +75,7 @@ def prepare(
     tiles_needed: Callable[[], None] = lambda: None,
     open_door: OpenDoor = plain_door,
     look: Look | None = None,
+    facts: Facts | None = None,
 ) -> Prepared:
     """Find the pictures, cut them, hold some out, and fill the caches.
 
@@ -90,6 +91,7 @@ def prepare(
         tiles_needed: see ``Caches``.
         open_door: see ``Caches``.
         look: see ``Caches``.
+        facts: of a run that needs its pictures no more: none is looked for, and there are no items.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -99,6 +101,9 @@ def prepare(
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     both = (encoders["image"], encoders["text"])
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
+    if facts is not None:
+        caches.fill_texts(("", *_prompts(recipe)))
+        return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair)
     shelf = Shelf(cache.root, recipe, [encoder.fingerprint for encoder in both])
     kept = shelf.recall()
     if kept is None:
