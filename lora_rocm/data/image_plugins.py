@@ -32,8 +32,9 @@ def plugin_faults() -> dict[str, str]:
 
 
 def _register_heif() -> None:
-    import_module("_pillow_heif")  # pillow_heif itself would only fail when an image is opened
-    import_module("pillow_heif").register_heif_opener()
+    plugin = import_module("pillow_heif")
+    import_module("_pillow_heif")  # without it the plugin would fail when an image is opened, and not before
+    plugin.register_heif_opener()
 
 
 def _register_jxl() -> None:

@@ -49,7 +49,8 @@ def train(
     for notice in loaded.notices:
         _say(notice)
     chosen = prepare.choose(loaded, run_dir, resume)
-    loaded.require_files(images=not chosen.resume or not chosen.run_dir.list_checkpoints())
+    begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
+    loaded.require_files(images=not begun)  # the worker asks for them, where there is something left to train
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
