@@ -1,5 +1,6 @@
 import io
 import random
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
 from lora_rocm.data.buckets import Geometry, fit
-from lora_rocm.data.pictures import UnreadablePicture, cut, decode, read_header, readable_extensions
+from lora_rocm.data.pictures import UnreadablePicture, cut, decode, is_dark, read_header, readable_extensions
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -206,3 +207,13 @@ def test_the_crop_lies_where_the_geometry_says_in_both_variants() -> None:
     geometry = Geometry((4, 5), (4, 5), (0, 1), (4, 3))
     assert cut(image, geometry, False).getpixel((0, 0)) == RED
     assert cut(image, geometry, True).getpixel((2, 0)) == RED
+
+
+def test_twelve_bits_that_a_tiff_declares_are_taken_for_what_they_are() -> None:
+    """II, 12 bits a sample, one row of 4 pixels: 0, 1365, 2730, 4095, packed most significant bits first."""
+    packed = int("".join(f"{value:012b}" for value in (0, 1365, 2730, 4095)), 2).to_bytes(6, "big")
+    fields = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 3, 1)]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in [*fields, (279, 4, 6)])
+    content = b"II*\0" + struct.pack("<I", 14) + packed + struct.pack("<H", len(fields) + 1) + entries + bytes(4)
+    image = decode(content)
+    assert [image.getpixel((x, 0))[0] for x in range(4)] == [0, 85, 170, 255] and not is_dark(content)
