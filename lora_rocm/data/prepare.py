@@ -87,10 +87,7 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles: see ``Caches``.
-        tiles_needed: see ``Caches``.
-        open_door: see ``Caches``.
-        look: see ``Caches``.
+        tiles, tiles_needed, open_door, look: see ``Caches``.
         facts: of a run that needs its pictures no more: none is looked for, and there are no items.
 
     Raises:
