@@ -98,10 +98,10 @@ def picture(rng: random.Random) -> bytes:
 
 def read_picture(path: Path) -> None:
     """Size from the header, and the pixels where they are few."""
-    from lora_rocm.data.pictures import UnreadablePicture, decode, read_size
+    from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
 
     try:
-        width, height = read_size(path)
+        width, height = read_header(path).size
         if width * height <= MAX_DECODED_PIXELS:
             assert decode(path.read_bytes()).mode == "RGB"
     except UnreadablePicture as error:

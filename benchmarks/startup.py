@@ -82,8 +82,8 @@ class Family:
     def encoders(self) -> list[Any]:
         return self._encoders
 
-    def truncated(self) -> Callable[[str], str]:
-        return lambda caption: ""
+    def token_limits(self) -> list[Any]:
+        return []
 
 
 def fake_family(encode_s: float) -> Family:

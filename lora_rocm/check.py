@@ -9,10 +9,10 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
@@ -20,6 +20,9 @@ from lora_rocm.host.printable import legible
 from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.wording import size_text
+
+if TYPE_CHECKING:
+    from lora_rocm.data.caption_length import TokenLimit
 
 WEIGH_MODULE = "lora_rocm.families.weigh"
 MAX_NAMED = 20
@@ -41,22 +44,25 @@ def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool 
     loaded.require_files()
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []
+    samples: list[Any] = []
     try:
-        for line in _data_lines(loaded):
+        for line in _data_lines(loaded, samples):
             _say(line)
     except DataError as error:
         errors.append(error)
     try:
-        weighed = weighing.result()
+        base = weighing.result()
     except LoraRocmError as error:
         errors.append(error)
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
-    total = sum(weighed.values())
+    for notice in _cut_captions(samples, base.token_limits):
+        _say(f"note: {notice}")
+    total = sum(base.weights.values())
     _say("memory of weights")
-    for component, size in sorted(weighed.items(), key=lambda pair: -pair[1]):
+    for component, size in sorted(base.weights.items(), key=lambda pair: -pair[1]):
         _say(f"  {component}: {size_text(size)}")
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
 
@@ -72,16 +78,33 @@ class DataPlan:
     num_captions: int
 
 
-def _data_lines(loaded: LoadedRecipe) -> Iterator[str]:
+@dataclass(frozen=True)
+class BaseFacts:
+    """What a child found out about the base. weights: bytes by component; token_limits: of each text encoder."""
+
+    weights: dict[str, int]
+    token_limits: Sequence[TokenLimit]
+
+
+def _cut_captions(samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
+    from lora_rocm.data.caption_length import cut_notice
+    from lora_rocm.data.captions import prepare
+
+    return cut_notice(((sample.key, prepare(sample.caption, sample.options)) for sample in samples), limits)
+
+
+def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
+    """What the samples come to, a line at a time; ``usable`` gets the samples (``data.samples.Sample``)."""
     from lora_rocm.data.samples import geometries, nothing_left, scan
 
     recipe = loaded.recipe
     found = scan(recipe.data)
-    fitted, too_small = geometries(found.samples, recipe.data)
+    fitted, too_small, cropped = geometries(found.samples, recipe.data)
     aside = [*found.set_aside, *too_small]
     samples = [sample for sample in found.samples if sample.key in fitted]
     if not samples:
         raise nothing_left(aside)
+    usable += samples
     yield f"recipe {loaded.path}: valid"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     yield f"pictures: {len(samples)} usable, {len(aside)} set aside"
@@ -93,7 +116,7 @@ def _data_lines(loaded: LoadedRecipe) -> Iterator[str]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
-    for notice in found.notices:
+    for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
     sizes = {key: geometry.target_hw for key, geometry in fitted.items()}
     yield from _plan_lines(recipe, plan_data(recipe, samples, sizes))
@@ -144,21 +167,23 @@ def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
 
 
 class _Weighing:
-    """The memory of the weights: remembered from an earlier check, or found by a child beside the scan."""
+    """The facts about the base: remembered from an earlier check, or found by a child beside the scan."""
 
     def __init__(self, recipe: Recipe) -> None:
         from lora_rocm.host.here import plan_here
 
-        self._recipe, self._memory = recipe, Path(recipe.cache.dir) / "weights.json"
+        self._recipe, self._cache = recipe, Path(recipe.cache.dir)
+        self._memory = self._cache / "weights.json"
         self._plan = plan_here(recipe)
         self._key = _weights_key(recipe, self._plan.settings.precision)
-        self._found: dict[str, int] | None = _remembered(self._memory).get(self._key)
+        self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
         self._error: LoraRocmError | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
         if self._found is None:
             self._thread.start()
 
     def _weigh(self) -> None:
+        from lora_rocm.data.caption_length import TokenLimit
         from lora_rocm.run.children import run_for_json
 
         env = self._plan.applied_to(os.environ)
@@ -166,26 +191,32 @@ class _Weighing:
             with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
                 file = Path(folder) / "recipe.json"
                 file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
-                self._found = run_for_json(WEIGH_MODULE, [str(file)], env)
+                said = run_for_json(WEIGH_MODULE, [str(file)], env)
+            limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
+            self._found = BaseFacts(said["weights"], limits)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
 
-    def result(self) -> dict[str, int]:
-        """Bytes by component; waits for the child."""
+    def result(self) -> BaseFacts:
+        """The facts; waits for the child."""
+        from lora_rocm.data.caption_length import keep_limits
         from lora_rocm.run.layout import write_json
 
         if self._thread.ident is None:
-            return self._found or {}
+            assert self._found is not None
+            return self._found
         while self._thread.is_alive():
             self._thread.join(timeout=0.1)  # with a timeout Ctrl-C is heard on every system
         if self._error is not None:
             raise self._error
-        found = self._found or {}
+        found = self._found
+        assert found is not None
         kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
         try:
-            write_json(self._memory, {**dict(kept), self._key: found})
+            facts = {"weights": found.weights, "tokenizers": keep_limits(self._cache, found.token_limits)}
+            write_json(self._memory, {**dict(kept), self._key: facts})
         except StorageError:
             pass
         return found
@@ -209,7 +240,17 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
-def _remembered(path: Path) -> dict[str, dict[str, int]]:
+def _recalled(cache: Path, kept: object) -> BaseFacts | None:
+    """The facts of an earlier check; None where there are none, or a tokenizer is gone."""
+    from lora_rocm.data.caption_length import recall_limits
+
+    if not isinstance(kept, dict) or not isinstance(kept.get("weights"), dict):
+        return None
+    limits = recall_limits(cache, kept.get("tokenizers"))
+    return None if limits is None else BaseFacts(kept["weights"], limits)
+
+
+def _remembered(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ PACKAGE = "lora_rocm"
 HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
 LIGHT_DATA = {
     "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
-    "upkeep", "progress", "swelling",
+    "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
 }  # fmt: skip
 LIGHT_UNITS = {"errors", "recipe", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.

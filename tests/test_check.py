@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.samples import geometries, scan
 from lora_rocm.errors import DataError, ModelError, RecipeError
 from lora_rocm.recipe.load import load_recipe
+from tests.data.conftest import letter_limit
 
 RECIPE = """\
 model: {name_or_path: model}
@@ -30,13 +32,14 @@ class Weigh:
     def __init__(self) -> None:
         self.calls = 0
         self.error: Exception | None = None
+        self.tokenizers: list[dict[str, Any]] = []
 
     def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, int]:
         self.calls += 1
         assert Path(arguments[0]).exists()
         if self.error is not None:
             raise self.error
-        return {"unet": 3 * 2**30, "vae": 2**20}
+        return {"weights": {"unet": 3 * 2**30, "vae": 2**20}, "tokenizers": self.tokenizers}
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
 def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
     samples = scan(recipe.data).samples
-    cuts, _ = geometries(samples, recipe.data)
+    cuts, *_ = geometries(samples, recipe.data)
     plan = plan_data(recipe, samples, {key: cut.target_hw for key, cut in cuts.items()})
     items = [Item(s.key, cuts[s.key], ("a", "b"), ("c",), "d", 0.0, s.repeats) for s in samples]
     assert plan.steps_per_epoch == BatchPlan(items, 2, 2, seed=0).steps_per_epoch
@@ -146,3 +149,39 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
 
 def test_the_module_name_of_the_child() -> None:
     assert module.WEIGH_MODULE == "lora_rocm.families.weigh"
+
+
+def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(
+    weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weigh.tokenizers = [asdict(letter_limit(9))]
+    check("my.yaml")
+    said = "note: 4 captions are longer than the text encoders read, for example sub dir ü/cat 1.png: lost is 'd'."
+    assert said in capsys.readouterr().out.splitlines()
+    (tmp_path / "pics" / "sub dir ü" / "cat 1.txt").write_text("short", encoding="utf-8")
+    check("my.yaml")
+    assert "note: 3 captions are longer" in capsys.readouterr().out and weigh.calls == 1
+    check("my.yaml", ["data.trigger_word=a long trigger"])
+    assert "note: 5 captions are longer" in capsys.readouterr().out and weigh.calls == 1
+    for file in (tmp_path / "cache" / "tokenizers").iterdir():
+        file.write_text("{}", encoding="utf-8")
+    check("my.yaml")
+    assert weigh.calls == 2, "a tokenizer that is damaged is asked for again"
+    weigh.tokenizers = []
+    (tmp_path / "model" / "config.json").write_text("{  }", encoding="utf-8")
+    check("my.yaml")
+    assert "longer than" not in capsys.readouterr().out.split("memory of weights")[-2]
+
+
+def test_crops_and_files_that_are_left_out_are_said(
+    weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (640, 128), (9, 0, 0)).save(tmp_path / "pics" / "wide.png")
+    (tmp_path / "pics" / "wide.txt").write_text("x", encoding="utf-8")
+    (tmp_path / "pics" / "raw.nef").touch()
+    Image.new("RGB", (128, 128), (8, 0, 0)).save(tmp_path / "pics" / "wide-masklabel.png")
+    check("my.yaml")
+    text = capsys.readouterr().out
+    assert "  note: 1 picture loses more than 25% of the area to the crop: wide.png (640x128: 67%)." in text
+    assert "  note: 1 file is left out: raw camera images are not read here (raw.nef)." in text
+    assert "  note: 1 mask is not used" in text and "pictures: 6 usable" in text

@@ -138,7 +138,7 @@ def test_pictures_are_used_or_set_aside(
         except DataError as error:
             assert error.what and (error.where or error.fix)
             return
-        cuts, _ = geometries(found.samples, data)
+        cuts, *_ = geometries(found.samples, data)
         recipe = load_recipe("demo.yaml").recipe.model_copy(update={"data": data})
         sizes = [sample.width * sample.height for sample in found.samples]
         if max(sizes) > 10**6:  # a damaged header that claims a huge picture: decoding that is Pillow's own work

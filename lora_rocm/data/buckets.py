@@ -26,6 +26,12 @@ class Geometry:
     crop_top_left: Size
     target_hw: Size
 
+    @property
+    def lost_share(self) -> float:
+        """Share of the picture's area that the crop cuts off."""
+        (height, width), (target_height, target_width) = self.resized_hw, self.target_hw
+        return 1.0 - target_height * target_width / (height * width)
+
     def transposed(self) -> Geometry:
         """The same with height and width exchanged."""
         return Geometry(self.original_hw[::-1], self.resized_hw[::-1], self.crop_top_left[::-1], self.target_hw[::-1])

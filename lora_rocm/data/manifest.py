@@ -153,7 +153,7 @@ class Shelf:
                 return None
             if root is None:
                 return None
-            for part in _listed(root):
+            for part in _listed(root, source.recursive or source.path is None):
                 digest.update(part)
         return digest.hexdigest()
 
@@ -244,12 +244,12 @@ def _old(path: Path) -> bool:
 def _local(source: ResolvedSource) -> Path | None:
     """Where a dataset lies; None where it comes from the hub."""
     path = Path(os.path.expanduser(source.dataset or ""))
-    return path.absolute() if path.exists() else None
+    return path.absolute() if os.path.exists(path) else None
 
 
-def _listed(root: Path) -> Iterator[bytes]:
+def _listed(root: Path, recursive: bool) -> Iterator[bytes]:
     """Name, size and times of change of each file of a tree, links followed, folder by folder; as ``folders.walk``."""
-    if root.is_file():
+    if os.path.isfile(root):  # pathlib raises where a folder above may not be read
         yield _state(root)
         return
     pending, visited = [str(root)], set[tuple[int, int]]()
@@ -268,7 +268,8 @@ def _listed(root: Path) -> Iterator[bytes]:
         except OSError as error:
             yield f"{folder} {error.errno}\n".encode("utf-8", "surrogatepass")
             continue
-        pending += [os.path.join(folder, name) for name, marks in reversed(rows) if not marks]
+        if recursive:
+            pending += [os.path.join(folder, name) for name, marks in reversed(rows) if not marks]
         files = (_line(f"{folder}/{name}", marks) for name, marks in rows if marks)
         yield "".join(files).encode("utf-8", "surrogatepass")
 

@@ -9,11 +9,13 @@ import struct
 import threading
 import warnings
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from lora_rocm.data.image_plugins import JXL_STARTS, jxl_size, plugin_faults
 from lora_rocm.host.plain import check_plain
 
 if TYPE_CHECKING:
@@ -31,6 +33,20 @@ MAX_PICTURE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 
 PNG_TAIL_BYTES = 65536
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+SEVERAL_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")  # of other formats the further images are thumbnails, layers, depths
+DARK_SHARE = 16  # 12-bit values in 16 bits stay below 1/16 of white
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says of an image. size: (width, height) after EXIF orientation.
+
+    several: it has further frames or pages, which are not read. deep_grey: grey of more than 8 bits.
+    """
+
+    size: tuple[int, int]
+    several: bool = False
+    deep_grey: bool = False
 
 
 class UnreadablePicture(Exception):
@@ -44,6 +60,7 @@ def readable_formats() -> tuple[str, ...]:
 
     Image.preinit()
     Image.init()
+    plugin_faults()
     return tuple(name for name in Image.ID if name in READ)
 
 
@@ -56,8 +73,8 @@ def readable_extensions() -> frozenset[str]:
     return frozenset(extension for extension, name in Image.registered_extensions().items() if name in formats)
 
 
-def read_size(file: Path | BinaryIO) -> tuple[int, int]:
-    """(width, height) after EXIF orientation, from the header: no pixels are decoded (but see PNG_TAIL_BYTES).
+def read_header(file: Path | BinaryIO) -> Header:
+    """Size and kind of an image: no pixels are decoded (but see PNG_TAIL_BYTES; the plugin for JPEG XL always decodes).
 
     Raises:
         UnreadablePicture: not a picture, or a damaged or unreadable one, or one too large to be decoded.
@@ -65,10 +82,10 @@ def read_size(file: Path | BinaryIO) -> tuple[int, int]:
     with quiet:
         try:
             if not isinstance(file, Path):
-                return _upright_size(file)
+                return _header(file)
             check_plain(file, MAX_PICTURE_BYTES)
             with file.open("rb") as opened:
-                return _upright_size(opened)
+                return _header(opened)
         except _decode_errors() as error:
             raise UnreadablePicture(_reason(error, file)) from error
 
@@ -86,11 +103,14 @@ def decode(content: bytes) -> Image.Image:
 
     with quiet:
         try:
-            with _open(BytesIO(content)) as opened:
+            frugal = _Frugal(BytesIO(content))
+            with _open(frugal) as opened:
+                frugal.left = math.inf
                 profile = opened.info.get("icc_profile")
+                bits = _bits_per_sample(opened)
                 image = ImageOps.exif_transpose(opened)
             if image.mode in ("I", "F") or image.mode.startswith("I;"):
-                image = _scaled_to_8_bit(image)
+                image = _scaled_to_8_bit(image, bits)
             if not image.has_transparency_data:
                 return _to_srgb(image, profile)
             alpha = image.convert("RGBA").getchannel("A")
@@ -98,6 +118,24 @@ def decode(content: bytes) -> Image.Image:
             white = Image.new("RGB", image.size, (255, 255, 255))
             white.paste(_to_srgb(opaque, profile), mask=alpha)
             return white
+        except _decode_errors() as error:
+            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+
+
+def is_dark(content: bytes) -> bool:
+    """Whether grey of 16 bits has no value above 1/16 of white: as a rule 12-bit values, which come out almost black.
+
+    Raises:
+        UnreadablePicture: as ``decode``.
+    """
+    with quiet:
+        try:
+            frugal = _Frugal(BytesIO(content))
+            with _open(frugal) as image:
+                frugal.left = math.inf
+                peak = image.getextrema()[1]
+                white = 2 ** _bits_per_sample(image) - 1
+                return image.mode.startswith("I") and isinstance(peak, int | float) and 0 < DARK_SHARE * peak <= white
         except _decode_errors() as error:
             raise UnreadablePicture(_reason(error, BytesIO(content))) from error
 
@@ -158,8 +196,10 @@ class _Frugal:
         position = file.tell()
         start = file.read(12)
         file.seek(position)
-        # WebP and the family of AVIF are handed as a whole to their own libraries; a TIFF can have its layers in a tag
+        # WebP, JPEG XL and the family of AVIF are handed as a whole to their own libraries; a TIFF can have its layers
+        # in a tag
         whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp" or start[:4] in (b"II*\0", b"MM\0*")
+        whole = whole or start.startswith(JXL_STARTS)
         self.left: float = 2 * MAX_PICTURE_BYTES if whole else MAX_HEADER_COST
 
     def read(self, size: int = -1, /) -> bytes:
@@ -177,19 +217,32 @@ class _Frugal:
         return content
 
 
-def _open(file: BinaryIO) -> Image.Image:
+def _open(file: _Frugal) -> Image.Image:
+    """The image, its header read. Raises what Pillow raises, and where it is too large."""
     from PIL import Image
 
+    formats = readable_formats()
+    size = jxl_size(file) if "JXL" in formats else None
+    if size is not None and size[0] * size[1] > 2 * (Image.MAX_IMAGE_PIXELS or MAX_PICTURE_BYTES):
+        raise Image.DecompressionBombError(f"{size[0]}x{size[1]}")
+    return Image.open(file, formats=formats)
+
+
+def _header(file: BinaryIO) -> Header:
     frugal = _Frugal(file)
-    image = Image.open(frugal, formats=readable_formats())
-    frugal.left = math.inf
-    return image
+    with _open(frugal) as image:
+        several = image.format in SEVERAL_FRAMES and _has_several_frames(image)
+        frugal.left = math.inf
+        (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
+        return Header((height, width) if _orientation(image) in SIDEWAYS else (width, height), several, deep_grey)
 
 
-def _upright_size(file: BinaryIO) -> tuple[int, int]:
-    with _open(file) as image:
-        width, height = image.size
-        return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+def _has_several_frames(image: Image.Image) -> bool:
+    """Whether there is a second frame. Where it is damaged, or far away, there is none that could be used."""
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except _decode_errors():
+        return False
 
 
 @lru_cache(maxsize=1)
@@ -238,11 +291,21 @@ def _png_tail_has_exif(image: Image.Image) -> bool:
     return any(mark in tail for mark in PNG_TAIL_MARKS)
 
 
-def _scaled_to_8_bit(image: Image.Image) -> Image.Image:
+def _bits_per_sample(image: Image.Image) -> int:
+    """Bits of a grey value as the file declares them: TIFF also has 12, which Pillow hands on unscaled in 16."""
+    from PIL import TiffImagePlugin
+
+    declared = (
+        image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE) if isinstance(image, TiffImagePlugin.TiffImageFile) else None
+    )
+    return 12 if declared == (12,) and image.mode == "I;16" else 16
+
+
+def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
     """Grey of more than 8 bits as mode L.
 
-    I;16 has 65535 as white. Mode I has too where its values allow it (Pillow's PGM and 16-bit TIFF readers), else
-    2**31 - 1. Mode F has the smallest of 1, 255, 65535 that holds its values, else their maximum.
+    I;16 has 2**bits - 1 as white. Mode I has 65535 where its values allow it (Pillow's PGM and 16-bit TIFF readers),
+    else 2**31 - 1. Mode F has the smallest of 1, 255, 65535 that holds its values, else their maximum.
     """
     import numpy as np
     from PIL import Image
@@ -252,7 +315,7 @@ def _scaled_to_8_bit(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         white = next((white for white in (1.0, 255.0, 65535.0) if peak <= white), peak)
     else:
-        white = 65535.0 if image.mode != "I" or peak <= 65535.0 else 2.0**31 - 1
+        white = 2.0**bits - 1 if image.mode != "I" or peak <= 65535.0 else 2.0**31 - 1
     return Image.fromarray((np.clip(values / white, 0.0, 1.0) * 255.0 + 0.5).astype(np.uint8))
 
 

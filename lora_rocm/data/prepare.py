@@ -16,6 +16,7 @@ import torch
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
+from lora_rocm.data.caption_length import cut_notice
 from lora_rocm.data.columns import Keys
 from lora_rocm.data.fill import Caches, Repaired
 from lora_rocm.data.items import Items, Pictures, SamplesOf, identity
@@ -23,7 +24,7 @@ from lora_rocm.data.manifest import Facts, Manifest, Shelf
 from lora_rocm.data.plan import Item
 from lora_rocm.data.progress import QUIET_S, Progress, Report
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
-from lora_rocm.data.samples import Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
+from lora_rocm.data.samples import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
 from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import Problem
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # of a folder that the metadata counts: the most frequent, where there are twice as many
-LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def prepare(
     tiles_needed: Callable[[], None] = lambda: None,
     open_door: OpenDoor = plain_door,
     look: Look | None = None,
+    facts: Facts | None = None,
 ) -> Prepared:
     """Find the pictures, cut them, hold some out, and fill the caches.
 
@@ -86,10 +87,8 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles: see ``Caches``.
-        tiles_needed: see ``Caches``.
-        open_door: see ``Caches``.
-        look: see ``Caches``.
+        tiles, tiles_needed, open_door, look: see ``Caches``.
+        facts: of a run that needs its pictures no more: none is looked for, and there are no items.
 
     Raises:
         DataError: the pictures cannot be used, or an encoder made values that are not finite.
@@ -99,6 +98,9 @@ def prepare(
     encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
     both = (encoders["image"], encoders["text"])
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
+    if facts is not None:
+        caches.fill_texts(("", *_prompts(recipe)))
+        return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair)
     shelf = Shelf(cache.root, recipe, [encoder.fingerprint for encoder in both])
     kept = shelf.recall()
     if kept is None:
@@ -125,7 +127,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
     data = recipe.data
     found = scan(data, caches.report, copies=False)  # it would have to read them; here they are hashed
-    pictures, too_small = _cut(found.samples, data)
+    pictures, too_small, cropped = _cut(found.samples, data)
     failed = caches.fill_images(pictures, HashMemory(caches.cache.root), pictures.found)
     set_aside = (*found.set_aside, *too_small, *failed.values())
     if not (usable := pictures.ready):
@@ -141,22 +143,29 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         texts.keys(caches.text_key, held_out=False),
         texts.keys(caches.text_key, held_out=True),
         set_aside,
-        (*found.notices, *_say_copies(pictures, usable), *_say_truncated(family, texts), *_say_held_out(texts)),
+        (
+            *found.notices,
+            *cropped,
+            *_say_copies(pictures, usable),
+            *_say_cut(family, texts),
+            *_say_held_out(texts),
+        ),
         _facts(pictures, training),
         lasting=found.lasting and caches.all_could_be_read,
     )
 
 
-def _cut(samples: Samples, data: DataSection) -> tuple[Pictures, list[Problem]]:
-    """The pictures that can be cut, and those that are too small."""
-    pictures, too_small = Pictures(samples), list[Problem]()
+def _cut(samples: Samples, data: DataSection) -> tuple[Pictures, list[Problem], list[str]]:
+    """The pictures that can be cut, those that are too small, and notices about the first."""
+    pictures, too_small, cropped = Pictures(samples), list[Problem](), Cropped(data)
     for index, sample in enumerate(samples):
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Geometry):
             pictures.append(index, geometry)
+            cropped.add(sample, geometry)
         else:
             too_small.append(geometry)
-    return pictures, too_small
+    return pictures, too_small, cropped.notices()
 
 
 @dataclass(frozen=True)
@@ -226,20 +235,14 @@ def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
 
 
-def _say_truncated(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
+def _say_cut(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
-    lost_of, count, first = family.truncated(), 0, ("", "")
-    for places, held_out in ((texts.training, False), (texts.held_out, True)):
-        for place, (caption, *_) in zip(places, texts.of(places, held_out), strict=True):
-            if part := lost_of(caption):
-                first = first if count else (texts.pictures.sample_key(place), part)
-                count += 1
-    if not count:
-        return ()
-    key, part = first
-    many = "1 caption is" if count == 1 else f"{count} captions are"
-    end = f"{part[:LOST_SHOWN]!r}{'' if len(part) <= LOST_SHOWN else ' ...'}"
-    return (f"{many} longer than the text encoders read, for example {key}: lost is {end}.",)
+    captioned = (
+        (texts.pictures.sample_key(place), caption)
+        for places, held_out in ((texts.training, False), (texts.held_out, True))
+        for place, (caption, *_) in zip(places, texts.of(places, held_out), strict=True)
+    )
+    return cut_notice(captioned, family.token_limits())
 
 
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.data.folders import MAX_CAPTION_BYTES, shown
+from lora_rocm.data.folders import real_path, shown
+from lora_rocm.data.metadata import MAX_CAPTION_BYTES, METADATA_NAMES, names_files
 from lora_rocm.data.swelling import unpacked_bytes
 from lora_rocm.errors import DataError
 from lora_rocm.host.printable import one_line
@@ -196,7 +197,7 @@ def _resolved(text: str, dataset: str, listed: bool) -> Path:
     if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any computer that is named there
         raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
     local = Path(os.path.expanduser(dataset))
-    if local.exists():
+    if os.path.exists(local):
         path = _folder(dataset) / text  # an absolute one stays as it is
         allowed = listed or not leads_out(path, dataset)
     else:
@@ -209,11 +210,12 @@ def _resolved(text: str, dataset: str, listed: bool) -> Path:
 
 def _folder(dataset: str) -> Path:
     local = Path(os.path.expanduser(dataset))
-    return local if local.is_dir() else local.parent
+    return local if os.path.isdir(local) else local.parent
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    real, real_folder = real_path(path), real_path(folder)
+    return real is not None and real_folder is not None and Path(real).is_relative_to(real_folder)
 
 
 def _library_caches() -> tuple[str, str]:
@@ -235,10 +237,11 @@ def _text(cell: Any) -> str:
 def _open(dataset: str, split: str) -> Any:
     import datasets
 
+    datasets.disable_progress_bars()  # it draws them into logs too; of long work this program tells itself
     path = Path(os.path.expanduser(dataset))
     where = f"data: dataset {dataset}, split {split}"
     try:
-        if os.path.isdir(path) and any((path / mark).is_file() for mark in SAVED_MARKS):
+        if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
             opened = datasets.load_from_disk(str(path))
             if isinstance(opened, datasets.DatasetDict):
                 if split not in opened:
@@ -282,7 +285,7 @@ def _open(dataset: str, split: str) -> Any:
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:
-    """A folder of Parquet or JSON files; splits are told from their names.
+    """A folder of Parquet or JSON files, or of images with metadata files; splits are told from their names.
 
     The library itself would follow a README.md in the folder, which may name files anywhere, also in the network.
     """
@@ -290,17 +293,26 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = glob.escape(path.resolve().as_posix())
-    for suffix, builder in BUILDERS.items():
-        if any(path.rglob(f"*{suffix}")):
-            found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=[suffix])
-            _refuse_swelling((Path(file) for paths in found.values() for file in paths), where)
-            files = {str(name): [glob.escape(file) for file in paths] for name, paths in found.items()}
-            return datasets.load_dataset(builder, data_files=files, split=split)
+    kinds = [("imagefolder", METADATA_NAMES), *((builder, (f"*{suffix}",)) for suffix, builder in BUILDERS.items())]
+    for builder, wanted in kinds:
+        there = [file for pattern in wanted for file in path.rglob(pattern)]
+        if not there or (builder == "imagefolder" and not any(map(names_files, there))):
+            continue
+        suffixes = [Path(pattern).suffix for pattern in wanted]
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=suffixes)
+        files = {
+            str(name): [file for file in paths if any(Path(file).match(pattern) for pattern in wanted)]
+            for name, paths in found.items()
+        }
+        _refuse_swelling((Path(file) for paths in files.values() for file in paths), where)
+        escaped = {name: [glob.escape(file) for file in paths] for name, paths in files.items() if paths}
+        return datasets.load_dataset(builder, data_files=escaped, split=split)
     raise DataError(
         "dataset-kind",
         "There is no dataset in this folder.",
         where=where,
-        fix=f"Datasets are {', '.join(BUILDERS)} files or written by save_to_disk. For a folder of pictures use path.",
+        fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
+        "folder of pictures use path.",
     )
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from lora_rocm.data.buckets import Geometry, fit
 from lora_rocm.data.columns import Few
 from lora_rocm.data.folders import (
-    NUM_NAMED,
+    REPEAT_FOLDER,
     describes,
     file_name_caption,
     read_caption,
     shown,
-    some,
     source_folder,
     walk,
 )
-from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_size
+from lora_rocm.data.left_out import NUM_NAMED, counted, few, some
+from lora_rocm.data.pictures import MAX_PICTURE_BYTES, Header, UnreadablePicture, decode, is_dark, read_header
 from lora_rocm.data.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.data.rows import UnreadableCell, as_file, leads_out, num_rows, picture_in, rows_of
 from lora_rocm.data.sample import Sample, Samples
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
-__all__ = ["Sample", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
+__all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
 
+MAX_DEEP_GREY_READ = 8  # of each source: pictures of 16 bits that are decoded, to see whether they hold fewer
+MAX_LOST_SHARE = 0.25  # of a picture's area; where a crop cuts off more it is said
 UNREADABLE_FIX = "Replace the file or take it away."
 
 
@@ -63,9 +65,11 @@ class _Findings:
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
-    uncaptioned: Few = field(default_factory=lambda: Few(NUM_NAMED))
-    used_instead: Few = field(default_factory=lambda: Few(NUM_NAMED))
-    empty_captions: Few = field(default_factory=lambda: Few(NUM_NAMED))
+    uncaptioned: Few = field(default_factory=few)
+    used_instead: Few = field(default_factory=few)
+    empty_captions: Few = field(default_factory=few)
+    several_frames: Few = field(default_factory=few)
+    deep_grey: list[int] = field(default_factory=list)
 
     def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
         """The caption to use, remembering what has to be said about it."""
@@ -76,6 +80,14 @@ class _Findings:
         if not caption:
             self.empty_captions.append(key)
         return caption
+
+    def add(self, sample: Sample, header: Header) -> None:
+        """Take a picture that can be used."""
+        if header.several:
+            self.several_frames.append(sample.key)
+        if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
+            self.deep_grey.append(len(self.samples))
+        self.samples.append(sample)
 
 
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
@@ -106,6 +118,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         raise nothing_left(set_aside)
     notices = [notice for found in findings for notice in found.notices]
     notices += _small_pictures(samples)
+    notices += _say_frames_and_dark(findings)
     lasting = all(found.lasting for found in findings)
     return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
 
@@ -121,17 +134,44 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     )
 
 
-def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem]]:
-    """The geometry of each sample by key, and the pictures that are too small for any."""
+class Cropped:
+    """Counts pictures of which the crop cuts off much."""
+
+    def __init__(self, data: DataSection) -> None:
+        self._data, self._names, self._num_flat = data, few(), 0
+
+    def add(self, sample: Sample, geometry: Geometry) -> None:
+        """Look at one picture."""
+        if geometry.lost_share > MAX_LOST_SHARE:
+            self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
+            aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
+            self._num_flat += aspect > self._data.bucket_max_aspect
+
+    def notices(self) -> list[str]:
+        """One sentence about all of them, with the key that changes most."""
+        if not self._names:
+            return []
+        fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
+        if not self._data.enable_bucket:
+            fix = "Set data.enable_bucket: true to keep more."
+        elif 2 * self._num_flat < len(self._names):
+            fix = "They are small for their bucket: take larger ones, or set data.upscale: true."
+        lose = counted(self._names, "picture loses", "pictures lose")
+        return [f"{lose} more than {MAX_LOST_SHARE:.0%} of the area to the crop: {some(self._names)}. {fix}"]
+
+
+def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
+    """The geometry of each sample by key, the pictures that are too small for any, and notices about the others."""
     found: dict[str, Geometry] = {}
-    too_small: list[Problem] = []
+    too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Geometry):
             found[sample.key] = geometry
+            cropped.add(sample, geometry)
         else:
             too_small.append(geometry)
-    return found, too_small
+    return found, too_small, cropped.notices()
 
 
 def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
@@ -186,17 +226,25 @@ def _unreadable(sample: Sample, reason: str) -> DataError:
 
 def _scan_folder(found: _Findings) -> None:
     options = found.options
-    folder = walk(source_folder(options.path or "", found.index), options.caption_extension)
+    root = source_folder(options.path or "", found.index)
+    folder = walk(
+        root,
+        options.caption_extension,
+        recursive=options.recursive,
+        exclude=options.exclude,
+        caption_column=options.caption_column,
+    )
     found.notices += folder.notices
+    found.notices += _say_own_number(root.name)
     found.lasting &= folder.lasting
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
-    for path, relative in folder.pictures:
+    for position, (path, relative) in enumerate(folder.pictures):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         try:
-            width, height = read_size(path)
+            header = read_header(path)
             caption_file = folder.caption_file(path)
-            text = read_caption(caption_file) if caption_file else None
+            text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
         except UnreadablePicture as error:
             found.lasting &= getattr(error.__cause__, "errno", None) is None
             found.set_aside.append(Problem(shown(path), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
@@ -211,7 +259,18 @@ def _scan_folder(found: _Findings) -> None:
             continue
         caption = found.caption_for(key, text, _fallback(options, file_name_caption(path), repeat_folder.caption))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        found.samples.append(Sample(key, found.index, name, path, caption, width, height, repeats, options))
+        found.add(Sample(key, found.index, name, path, caption, *header.size, repeats, options), header)
+
+
+def _say_own_number(name: str) -> list[str]:
+    """Kohya's number counts in the names of sub-folders; the name of the folder that is given says nothing."""
+    match = REPEAT_FOLDER.fullmatch(name)
+    if match is None:
+        return []
+    return [
+        f"The number in {shown(name)} is not applied, nor its name as a caption, for it is the folder that is given "
+        f"itself. For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."
+    ]
 
 
 def _scan_dataset(found: _Findings) -> None:
@@ -229,7 +288,7 @@ def _scan_dataset(found: _Findings) -> None:
                 raise text
             if isinstance(picture, memoryview) and picture.nbytes > MAX_PICTURE_BYTES:
                 raise UnreadablePicture(f"it is larger than {MAX_PICTURE_BYTES >> 20} MiB")
-            width, height = read_size(picture if isinstance(picture, Path) else as_file(picture))
+            header = read_header(picture if isinstance(picture, Path) else as_file(picture))
         except (UnreadablePicture, UnreadableCell) as error:
             found.set_aside.append(Problem(shown(row), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
             continue
@@ -237,7 +296,8 @@ def _scan_dataset(found: _Findings) -> None:
         if isinstance(picture, Path) and leads_out(picture, options.dataset or ""):
             outside.append(f"{key} -> {shown(picture)}")
         caption = found.caption_for(key, text, _fallback(options, file_name))
-        found.samples.append(Sample(key, found.index, name, location, caption, width, height, options.repeats, options))
+        sample = Sample(key, found.index, name, location, caption, *header.size, options.repeats, options)
+        found.add(sample, header)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
         lie = "1 picture lies" if len(outside) == 1 else f"{len(outside)} pictures lie"
         found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
@@ -282,6 +342,28 @@ def _say_captions(found: _Findings) -> None:
 
 def _pictures(keys: Sequence[str]) -> str:
     return "1 picture has" if len(keys) == 1 else f"{len(keys)} pictures have"
+
+
+def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
+    """What of the content of pictures is lost: further frames, and nearly all light where 12 bits are kept in 16."""
+    said, dark = list[str](), few()
+    for found in findings:
+        if found.several_frames:
+            have = counted(found.several_frames, "picture has", "pictures have")
+            said.append(f"{have} several frames or pages; only the first is used: {some(found.several_frames)}.")
+        for index in found.deep_grey:
+            try:
+                if is_dark(image_bytes(found.samples[index])):
+                    dark.append(found.samples[index].key)
+            except (UnreadablePicture, DataError):  # it is set aside when it is encoded
+                continue
+    if dark:
+        looked = sum(len(found.deep_grey) for found in findings)
+        said.append(
+            f"{len(dark)} of {looked} pictures with 16-bit grey that were looked at have no value above 1/16 of white "
+            f"and will be almost black: {some(dark)}. If they hold 12 bits, multiply their values by 16."
+        )
+    return said
 
 
 def _small_pictures(samples: Iterable[Sample]) -> list[str]:

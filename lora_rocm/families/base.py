@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ class ModelFamily(Protocol):
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
         ...
 
-    def truncated(self) -> Callable[[str], str]:
-        """A function that says which end of a caption the text encoders do not see ("" when they see all)."""
+    def token_limits(self) -> Sequence[TokenLimit]:
+        """The tokenizer of each text encoder, and how many tokens it reads."""
         ...
 
     def sample_meta(

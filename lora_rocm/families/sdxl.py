@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.families import diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import Layout, Part, Source, resolve
@@ -112,10 +113,10 @@ class Sdxl:
         """SDXL's size and crop conditioning (section 2.2), in the order of ``_get_add_time_ids``: int64 [6]."""
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.int64)}
 
-    def truncated(self) -> Callable[[str], str]:
-        """A function that says which end of a caption the text encoders will not see ("" when they see all)."""
+    def token_limits(self) -> Sequence[TokenLimit]:
+        """The tokenizer of each text encoder, and how many tokens it reads."""
         paths = [self.source.tokenizer_path(name) for name in LAYOUT.tokenizers]
-        return text.truncated_captions([text.load_tokenizer(path) for path in paths])
+        return [text.token_limit(text.load_tokenizer(path)) for path in paths]
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))

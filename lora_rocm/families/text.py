@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
+from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 
 CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)
@@ -39,11 +40,9 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
     return ids_S
 
 
-def truncated_part(tokenizer: CLIPTokenizer, caption: str) -> str:
-    """The end of a caption that the text encoder will never see; "" when all of it fits."""
-    ids = tokenizer(caption, truncation=False, verbose=False).input_ids
-    lost = ids[tokenizer.model_max_length - 1 : -1]  # the last place is the end token's
-    return str(tokenizer.decode(lost)).strip() if len(ids) > tokenizer.model_max_length else ""
+def token_limit(tokenizer: CLIPTokenizer) -> TokenLimit:
+    """The tokenizer in a form that needs neither torch nor transformers."""
+    return TokenLimit(tokenizer.backend_tokenizer.to_str(), tokenizer.model_max_length)
 
 
 def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,9 +70,3 @@ def _unreadable(folder: Path, reason: str) -> ModelError:
         where=str(folder),
         fix="Download the tokenizer's files again.",
     )
-
-
-def truncated_captions(tokenizers: Iterable[CLIPTokenizer]) -> Callable[[str], str]:
-    """A function that maps a caption to the longest part that any of the tokenizers cuts off ("" when none does)."""
-    kept = tuple(tokenizers)
-    return lambda caption: max((truncated_part(tokenizer, caption) for tokenizer in kept), key=len)

@@ -1,6 +1,7 @@
-"""How much memory the weights of a recipe take, from configs alone: ``python -m lora_rocm.families.weigh RECIPE.json``.
+"""What ``check`` asks about a base model: ``python -m lora_rocm.families.weigh RECIPE.json``.
 
-Prints one JSON object: component -> bytes, or an error event. Nothing is loaded.
+Prints one JSON object, or an error event. ``weights``: component -> bytes in memory, from configs alone.
+``tokenizers``: what ``TokenLimit`` holds, for each text encoder. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -38,12 +40,20 @@ def weight_bytes(recipe: Recipe) -> dict[str, int]:
     }
 
 
+def answer(recipe: Recipe) -> dict[str, object]:
+    """What ``check`` wants to know.
+
+    Raises:
+        ModelError, MachineError: as ``weight_bytes``; a tokenizer is missing or cannot be read.
+    """
+    limits = [asdict(limit) for limit in family_for(recipe).token_limits()]
+    return {"weights": weight_bytes(recipe), "tokenizers": limits}
+
+
 def main() -> int:
     """Weigh the recipe in the file that the first argument names."""
     try:
-        found: dict[str, object] = dict(
-            weight_bytes(Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
-        )
+        found = answer(Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

@@ -115,14 +115,18 @@ class LoadedRecipe:
     notices: tuple[str, ...]
     layers: Layered
 
-    def require_files(self) -> None:
+    def require_files(self, images: bool = True) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
+
+        ``images``: the folders with images too. A run whose training is complete can do without.
 
         Raises:
             RecipeError: with a problem for each that does not.
         """
         problems = []
         for key, value, kind in _named_files(self.recipe):
+            if key[0] == "data" and not images:
+                continue
             if value.startswith(BUILTIN) or (os.path.isdir if kind == "folder" else os.path.exists)(value):
                 continue
             path = shown(value, PATH_LETTERS)

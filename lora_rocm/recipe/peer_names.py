@@ -99,6 +99,7 @@ SAME_VALUE: dict[str, str] = {
     "num_repeats": "data.repeats",
     "dataset_repeats": "data.repeats",
     "caption_ext": "data.caption_extension",
+    "include_subdirectories": "data.recursive",
     "caption_dropout_probability": "data.caption_dropout_rate",
     "keep_tags_count": "data.keep_tokens",
     "shuffle_tokens": "data.shuffle_caption",

@@ -88,18 +88,28 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="How many tags at the front are never shuffled or moved.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption instead.")
     flip_aug: bool = Field(False, description="Also train on mirrored pictures (cached; half of the draws).")
+    recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (),
+        description="Files and sub-folders of a folder to leave out: names, or paths below it with slashes. * stands "
+        "for anything, also slashes; case does not count.",
+    )
 
 
 class DataSource(Section):
     """One source: a folder of pictures, or a ``datasets`` source. Unset options come from ``data``."""
 
-    path: PathText | None = Field(None, description="A folder of pictures; sub-folders are read too.")
+    path: PathText | None = Field(None, description="A folder of pictures, with its sub-folders.")
     dataset: PathText | None = Field(
-        None, description="A datasets source: hub id, Parquet file or folder, or a folder written by save_to_disk."
+        None,
+        description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
+        "(imagefolder), or a folder written by save_to_disk.",
     )
     split: str = Field("train", description="Split of the dataset.")
     image_column: str = Field("image", description="Column with the picture.")
-    caption_column: str | None = Field("text", description="Column with the caption.")
+    caption_column: str | None = Field(
+        "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
+    )
     resolution: Resolution | None = None
     repeats: Repeats | None = None
     caption_extension: str | None = None
@@ -109,6 +119,8 @@ class DataSource(Section):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
+    recursive: bool | None = None
+    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:

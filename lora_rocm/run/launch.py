@@ -48,14 +48,15 @@ def train(
     loaded = load_recipe(recipe_path, overrides)
     for notice in loaded.notices:
         _say(notice)
-    loaded.require_files()
+    chosen = prepare.choose(loaded, run_dir, resume)
+    begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
+    loaded.require_files(images=not begun)  # the worker asks for them, where there is something left to train
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
         together.require_place(me, gpus, run_dir, resume)
         here, everywhere, supervised = me.local_size, me.size, False
     situation = together.with_gpus(situation_here(loaded.recipe), here, everywhere)
-    chosen = prepare.choose(loaded, run_dir, resume)
     if not me.is_first:
         return together.train_rank(me, loaded, chosen, situation, _say, accept_changes=accept_changes)
     run = chosen.run_dir.create()

@@ -159,7 +159,7 @@ class Artifacts:
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
             if before is not None and after is not None:  # else memory ran out, and it was said
                 preview.before_after(self.run_dir, before, after, self.recipe)
-                result["concept"] = self._concept(before, after)
+                result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
     def _shown_weights(self) -> AbstractContextManager[None]:
@@ -213,14 +213,17 @@ class Artifacts:
         return told
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
-        """Are the pictures nearer to the training pictures than before? See train/concept.py."""
+        """Are the pictures nearer to the training pictures than before? See train/concept.py. Empty without these."""
         training = []
         for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]:
             with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
                 training.append(load_image(sample))
+        if not training:
+            self.session.notice("No concept score: none of the training pictures can be read any more.")
+            return {}
         found = concept.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
         self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
-        return asdict(found)
+        return {"concept": asdict(found)}
 
     def _write(self, form: str, path: Path, position: Position) -> None:
         facts = self._facts(position)

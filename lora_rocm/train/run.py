@@ -17,7 +17,7 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import ResumeError
+from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
 from lora_rocm.recipe.load import fingerprint
@@ -29,6 +29,7 @@ from lora_rocm.train.assemble import first_pass, new_trainer
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
+from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.memory import Memory, decide
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
@@ -77,6 +78,20 @@ def train(start: Start) -> tuple[bool, int]:
         start.world.require_same("the training data", {"pictures and captions": data.identity()})
     with session.phase("load"):
         artifacts, position = load(start, family, data)
+    finished = position.updates >= data.max_train_steps  # only the result is missing
+    if finished:
+        data.workers.close()
+    else:
+        finished = _fit(start, data, position, artifacts)
+    if finished:
+        with session.phase("export"):
+            start.world.first("export", lambda: artifacts.finish(position))
+    return finished, position.updates
+
+
+def _fit(start: Start, data: Data, position: Position, artifacts: Artifacts) -> bool:
+    """Train until the last update (True) or a stop, and keep the state."""
+    session, recipe = start.session, start.recipe
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position.updates))
     watching = first_time(start.device, "The first step", session.notice)
@@ -94,10 +109,7 @@ def train(start: Start) -> tuple[bool, int]:
             finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     trainer.engine.release()  # the last previews want the memory
-    if finished:
-        with session.phase("export"):
-            start.world.first("export", lambda: artifacts.finish(position))
-    return finished, position.updates
+    return finished
 
 
 def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
@@ -138,7 +150,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         guard=guard,
         prepared=data.prepared,
         data_identity=data.identity(),
-        steps_per_epoch=data.plan.steps_per_epoch,
+        steps_per_epoch=data.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
         tiles=start.settings.preview_tiling,
         memory=memory,
@@ -152,7 +164,8 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
     session, recipe = start.session, start.recipe
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
-    prepared = prepare(
+    find = partial(
+        prepare,
         recipe,
         family,
         cache,
@@ -165,7 +178,29 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )
-    return data_of(start, family, cache, prepared)
+    kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
+    if kept is None or start.accept_changes:
+        return data_of(start, family, cache, find())
+    try:
+        prepared = find()
+        if prepared.identity() == kept.identity:
+            return data_of(start, family, cache, prepared)
+        session.notice("The training pictures are not those of the checkpoint, but training is complete.")
+        prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
+    except DataError as error:
+        session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
+        prepared = find(facts=kept.facts)
+    return _without_items(start, family, cache, prepared, kept)
+
+
+def _without_items(
+    start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
+) -> Data:
+    """What a start needs that only makes the result."""
+    train = start.recipe.train
+    plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
+    workers = open_workers(cache, family, _runtime(start), start.session.notice, lambda: None)
+    return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
 
 def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:

@@ -13,6 +13,7 @@ from lora_rocm.device.world import World
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
+from lora_rocm.train.lost_images import DataOfCheckpoint
 from lora_rocm.train.session import Session
 
 
@@ -42,16 +43,24 @@ class Start:
 
 @dataclass
 class Data:
-    """What the data phase leaves: items in the caches and the plan over them."""
+    """What the data phase leaves: items in the caches and the plan over them.
+
+    kept: of a run whose training is complete and whose images have vanished; there are no items then.
+    """
 
     prepared: Prepared
     plan: BatchPlan
     max_train_steps: int
     workers: Workers
+    kept: DataOfCheckpoint | None = None
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
-        return self.prepared.identity()
+        return self.prepared.identity() if self.kept is None else self.kept.identity
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.steps_per_epoch if self.kept is None else self.kept.steps_per_epoch
 
 
 def transfer_of(start: Start) -> DeviceTransfer:

@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
+from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.families.base import Tensors, TensorSpec
 from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -54,6 +58,14 @@ def words_of(caption: str) -> Tensors:
     return {"embeds": (numbers / 255).reshape(8, 4), "token_ids": numbers.to(torch.int64)}
 
 
+def letter_limit(max_tokens: int) -> TokenLimit:
+    """A tokenizer whose tokens are bytes."""
+    alphabet = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return TokenLimit(tokenizer.to_str(), max_tokens)
+
+
 class FakeFamily:
     """What prepare and loader use of a family."""
 
@@ -66,8 +78,8 @@ class FakeFamily:
     def encoders(self) -> list[FakeEncoder]:
         return [self.image_encoder, self.text_encoder]
 
-    def truncated(self) -> Callable[[str], str]:
-        return lambda caption: caption[200:]
+    def token_limits(self) -> list[TokenLimit]:
+        return [letter_limit(200)]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

@@ -47,7 +47,7 @@ def caches(tmp_path: Path, family: Any) -> Caches:
 def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Picture]:
     data = make.data(path=str(folder))
     found = scan(data).samples
-    cuts, _ = geometries(found, data)
+    cuts, *_ = geometries(found, data)
     flips = (False, True) if flip else (False,)
     return [Picture(sample, cuts[sample.key], flips, hash_of(image_bytes(sample))) for sample in found]
 

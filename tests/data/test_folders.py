@@ -92,12 +92,12 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
 
 
 def test_an_empty_folder_says_what_is_there(tmp_path: Path) -> None:
-    for name in ("a.heic", "b.heic", "c.mov", "d.txt"):
+    for name in ("a.cr2", "b.cr2", "c.mov", "d.txt"):
         (tmp_path / name).touch()
     with pytest.raises(DataError) as caught:
         walk(tmp_path, ".txt")
     assert caught.value.code == "data-folder-empty"
-    assert "2 .heic, 1 .mov, 1 .txt" in caught.value.what and str(tmp_path) in caught.value.where
+    assert "2 .cr2, 1 .mov, 1 .txt" in caught.value.what and str(tmp_path) in caught.value.where
 
 
 def test_a_missing_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def another_reader(starts: Starts) -> None:
 def another_format(starts: Starts) -> None:
     """One that a plugin has taught to Pillow since."""
     extensions = manifest.readable_extensions()
-    starts.monkeypatch.setattr(manifest, "readable_extensions", lambda: {*extensions, ".heic"})
+    starts.monkeypatch.setattr(manifest, "readable_extensions", lambda: {*extensions, ".new"})
 
 
 def another_program(starts: Starts) -> None:
@@ -230,7 +230,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
         return listed(path)
 
     monkeypatch.setattr(folders.os, "scandir", fails)
-    monkeypatch.setattr(manifest, "_listed", lambda root: [b"as before"])
+    monkeypatch.setattr(manifest, "_listed", lambda root, recursive: [b"as before"])
     assert any("cannot be read" in notice for notice in starts().notices)
     assert not (starts.root / "cache" / MANIFESTS).exists()
     monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission is no matter of the moment

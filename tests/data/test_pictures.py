@@ -1,5 +1,6 @@
 import io
 import random
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
 from lora_rocm.data.buckets import Geometry, fit
-from lora_rocm.data.pictures import UnreadablePicture, cut, decode, read_size, readable_extensions
+from lora_rocm.data.pictures import UnreadablePicture, cut, decode, is_dark, read_header, readable_extensions
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -32,7 +33,7 @@ def near(pixel: object, wanted: tuple[int, int, int], tolerance: int = 8) -> boo
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP", "AVIF", "TGA", "PPM", "JPEG2000", "QOI"])
 def test_every_common_format(kind: str) -> None:
     content = encoded(left_red(), kind)
-    assert read_size(io.BytesIO(content)) == (24, 16)
+    assert read_header(io.BytesIO(content)).size == (24, 16)
     image = decode(content)
     assert (image.mode, image.size) == ("RGB", (24, 16))
     assert near(image.getpixel((2, 8)), RED, 24) and near(image.getpixel((21, 8)), GREEN, 24)
@@ -45,7 +46,7 @@ def test_orientation(kind: str, orientation: int) -> None:
     exif[274] = orientation
     content = encoded(left_red(), kind, exif=exif)
     image = decode(content)
-    assert read_size(io.BytesIO(content)) == image.size == ((16, 24) if orientation >= 5 else (24, 16))
+    assert read_header(io.BytesIO(content)).size == image.size == ((16, 24) if orientation >= 5 else (24, 16))
     red_end = {1: (2, 8), 2: (21, 8), 3: (21, 8), 4: (2, 8), 5: (8, 2), 6: (8, 2), 7: (8, 21), 8: (8, 21)}[orientation]
     assert near(image.getpixel(red_end), RED, 24)
 
@@ -56,12 +57,12 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     plain, chunk = encoded(left_red()), io.BytesIO()
     PngImagePlugin.putchunk(chunk, b"eXIf", exif.tobytes()[6:])
     content = plain[:-12] + chunk.getvalue() + plain[-12:]  # before IEND
-    assert read_size(io.BytesIO(content)) == decode(content).size == (16, 24)
+    assert read_header(io.BytesIO(content)).size == decode(content).size == (16, 24)
 
 
 def test_the_header_is_enough_for_the_size() -> None:
     content = encoded(Image.effect_noise((400, 300), 80), "PNG")
-    assert read_size(io.BytesIO(content[: len(content) // 2])) == (400, 300)
+    assert read_header(io.BytesIO(content[: len(content) // 2])).size == (400, 300)
     with pytest.raises(UnreadablePicture):
         decode(content[: len(content) // 2])
 
@@ -149,7 +150,7 @@ def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     content = encoded(Image.new("L", (100, 100)))
     assert decode(content).size == (100, 100)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
-    for read in (lambda: decode(content), lambda: read_size(io.BytesIO(content))):
+    for read in (lambda: decode(content), lambda: read_header(io.BytesIO(content))):
         with pytest.raises(UnreadablePicture, match="too many pixels"):
             read()
 
@@ -165,7 +166,7 @@ def test_reasons(tmp_path: Path) -> None:
         ("none.png", "No such"),
     ):
         with pytest.raises(UnreadablePicture, match=reason):
-            read_size(tmp_path / name)
+            read_header(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP", "AVIF", "TGA", "JPEG2000", "ICO", "DDS"])
@@ -178,7 +179,7 @@ def test_damaged_files_are_refused_or_read_never_worse(kind: str) -> None:
             del content[chance.randrange(len(content)) :]
         for _ in range(chance.randrange(1, 6) if content else 0):
             content[chance.randrange(len(content))] = chance.randrange(256)
-        for read in (lambda: read_size(io.BytesIO(bytes(content))), lambda: decode(bytes(content))):  # noqa: B023
+        for read in (lambda: read_header(io.BytesIO(bytes(content))), lambda: decode(bytes(content))):  # noqa: B023
             try:
                 read()
             except UnreadablePicture as error:
@@ -206,3 +207,13 @@ def test_the_crop_lies_where_the_geometry_says_in_both_variants() -> None:
     geometry = Geometry((4, 5), (4, 5), (0, 1), (4, 3))
     assert cut(image, geometry, False).getpixel((0, 0)) == RED
     assert cut(image, geometry, True).getpixel((2, 0)) == RED
+
+
+def test_twelve_bits_that_a_tiff_declares_are_taken_for_what_they_are() -> None:
+    """II, 12 bits a sample, one row of 4 pixels: 0, 1365, 2730, 4095, packed most significant bits first."""
+    packed = int("".join(f"{value:012b}" for value in (0, 1365, 2730, 4095)), 2).to_bytes(6, "big")
+    fields = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 3, 1)]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in [*fields, (279, 4, 6)])
+    content = b"II*\0" + struct.pack("<I", 14) + packed + struct.pack("<H", len(fields) + 1) + entries + bytes(4)
+    image = decode(content)
+    assert [image.getpixel((x, 0))[0] for x in range(4)] == [0, 85, 170, 255] and not is_dark(content)

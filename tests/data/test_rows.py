@@ -1,4 +1,6 @@
 import io
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ from PIL import Image
 from pyarrow import parquet
 
 from lora_rocm.data import rows, swelling
-from lora_rocm.data.pictures import read_size
-from lora_rocm.data.rows import as_file, picture_in, rows_of
+from lora_rocm.data.pictures import read_header
+from lora_rocm.data.rows import UnreadableCell, as_file, picture_in, rows_of
+from lora_rocm.data.samples import scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
 
@@ -152,6 +155,84 @@ def test_bytes_read_as_a_file(kind: str) -> None:
     buffer = io.BytesIO()
     Image.effect_noise((300, 200), 50).convert("RGB").save(buffer, kind)
     content = memoryview(pyarrow.py_buffer(buffer.getvalue())).cast("B")
-    assert read_size(as_file(content)) == (300, 200)
+    assert read_header(as_file(content)).size == (300, 200)
     file = as_file(content)
     assert file.read() == content and file.seek(-4, 2) == len(content) - 4 and file.read() == content[-4:]
+
+
+def imagefolder(root: Path, make: SimpleNamespace, kind: str = "jsonl") -> Path:
+    """Images in two folders, one of them without a row, and the captions beside them."""
+    table = {"file_name": ["0.png", "sub/1 ü.png", "gone.png"], "text": ["zero", "one", "two"], "n": [1, 2, 3]}
+    for number, name in enumerate(("0.png", "sub/1 ü.png", "no row.png")):
+        make.picture(root / name, seed=number)
+    records = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    if kind == "jsonl":
+        (root / "metadata.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    elif kind == "csv":
+        lines = [",".join(table), *(",".join(map(str, record.values())) for record in records)]
+        (root / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
+    else:
+        write(root / "metadata.parquet", **table)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_an_imagefolder(tmp_path: Path, make: SimpleNamespace, kind: str) -> None:
+    folder = imagefolder(tmp_path / "Bilder [1]", make, kind)
+    found = [(picture_in(row), caption) for row, caption in rows_of(source(folder))]
+    names = ("0.png", "sub/1 ü.png", "gone.png")
+    assert found == [(folder / name, text) for name, text in zip(names, ("zero", "one", "two"), strict=True)]
+    scanned = scan(DataSection(sources=(DataSource(dataset=str(folder)),), resolution=64, bucket_step=16))
+    assert [sample.caption for sample in scanned.samples] == ["zero", "one"]
+    assert [problem.where for problem in scanned.set_aside] == [f"{folder} [train] row 2"]
+
+
+def test_an_imagefolder_with_splits(tmp_path: Path, make: SimpleNamespace) -> None:
+    for split in ("train", "test"):
+        imagefolder(tmp_path / "ds" / split, make)
+    table = list(rows_of(source(tmp_path / "ds", split="test")))
+    assert picture_in(table[0][0]) == tmp_path / "ds" / "test" / "0.png" and len(table) == 3
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "file:///etc/passwd", "zip://x::y"])
+def test_no_row_of_an_imagefolder_leads_out_of_it(tmp_path: Path, make: SimpleNamespace, name: str) -> None:
+    make.picture(tmp_path / "secret.png")
+    folder = imagefolder(tmp_path / "ds", make)
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": name, "text": "x"}), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        list(rows_of(source(folder)))
+    assert caught.value.code == "dataset-unreadable"
+
+
+def test_a_list_called_metadata_is_still_a_list(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "files" / "metadata.jsonl"
+    file.write_text('{"image": "a.png", "text": "hi"}\n', encoding="utf-8")
+    ((row, caption),) = rows_of(source(file.parent))
+    assert caption == "hi" and picture_in(row) == file.parent / "a.png"
+
+
+def test_the_library_draws_no_bars(tmp_path: Path, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    datasets.enable_progress_bars()
+    file = write(tmp_path / "x.parquet", image=[content] * 3, text=["a"] * 3)
+    assert len(list(rows_of(source(file)))) == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_a_place_that_may_not_be_read_is_outside(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link in the way of a picture, as /proc/1/cwd for anybody but root."""
+    link = tmp_path / "files" / "link"
+    link.symlink_to(tmp_path)
+    readlink = os.readlink
+
+    def refused(path: Any, *more: Any, **how: Any) -> Any:
+        if os.fspath(path) == str(link):
+            raise PermissionError(13, "Permission denied", str(path))
+        return readlink(path, *more, **how)
+
+    monkeypatch.setattr(os, "readlink", refused)
+    file = write(tmp_path / "files" / "x.parquet", image=[{"bytes": None, "path": "link/a.png"}], text=["a"])
+    ((row, _),) = rows_of(source(file))
+    with pytest.raises(UnreadableCell, match="outside"):
+        picture_in(row)

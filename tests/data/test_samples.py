@@ -3,6 +3,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import skimage
@@ -185,9 +186,9 @@ def test_pictures_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleN
     make.picture(tmp_path / "a.png", caption="x")
     make.picture(tmp_path / "thin.png", 90, 12, caption="x")
     data = make.data(path=str(tmp_path))
-    found, too_small = geometries(scan(data).samples, data)
+    found, too_small, _ = geometries(scan(data).samples, data)
     assert list(found) == ["a.png"] and [Path(problem.where).name for problem in too_small] == ["thin.png"]
-    enlarged, none = geometries(scan(data).samples, make.data(path=str(tmp_path), upscale=True))
+    enlarged, none, _ = geometries(scan(data).samples, make.data(path=str(tmp_path), upscale=True))
     assert len(enlarged) == 2 and none == []
 
 
@@ -196,7 +197,7 @@ def test_photographs_of_many_shapes() -> None:
     data = DataSection(path=str(PHOTOGRAPHS), resolution=256, bucket_step=32, caption_fallback="filename")
     found = scan(data)
     assert [Path(problem.where).name for problem in found.set_aside] == ["multipage_rgb.tif"]
-    fitted, too_small = geometries(found.samples, data)
+    fitted, too_small, _ = geometries(found.samples, data)
     assert {Path(problem.where).name for problem in too_small} == {"multipage.tif", "no_time_for_that_tiny.gif"}
     buckets = {key: geometry.target_hw for key, geometry in fitted.items()}
     assert buckets["astronaut.png"] == (256, 256) and buckets["chelsea.png"] == (192, 320)
@@ -222,3 +223,76 @@ def test_a_scan_decodes_nothing(tmp_path: Path, make: SimpleNamespace, monkeypat
     assert len(found.samples) == 5
     with pytest.raises(AssertionError):
         load_image(found.samples[0])
+
+
+def test_a_folder_whose_own_name_has_a_number_is_told_what_that_means(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "10_zwx woman" / "a.png", caption="x")
+    found = scan(make.data(path=str(tmp_path / "10_zwx woman")))
+    assert [sample.repeats for sample in found.samples] == [1]
+    (notice,) = found.notices
+    assert "The number in 10_zwx woman is not applied" in notice and "set repeats: 10" in notice
+    (above,) = scan(make.data(path=str(tmp_path))).notices
+    assert above == "Folder 10_zwx woman: each picture is seen 10 times an epoch (kohya's number_name folders)."
+
+
+def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    frames = [Image.effect_noise((64, 64), 50 + number).convert("RGB") for number in range(3)]
+    for name in ("a.gif", "b.png", "c.webp", "d.tif"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+        frames[0].save(tmp_path / f"one {name}")
+        for stem in (name[0], f"one {name[0]}"):
+            (tmp_path / f"{stem}.txt").write_text("x", encoding="utf-8")
+    notices = scan(make.data(path=str(tmp_path))).notices
+    assert (
+        notices[0]
+        == "4 pictures have several frames or pages; only the first is used: a.gif, b.png, c.webp and 1 more."
+    )
+
+
+def grey16(path: Path, peak: int) -> None:
+    values_HW = np.linspace(0, peak, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(values_HW).save(path)
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+
+
+def test_twelve_bits_in_sixteen_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    grey16(tmp_path / "dark.png", 4095)
+    grey16(tmp_path / "dark.tif", 4000)
+    grey16(tmp_path / "full.png", 65535)
+    grey16(tmp_path / "dim.png", 5000)
+    (notice,) = scan(make.data(path=str(tmp_path))).notices
+    assert notice.startswith("2 of 4 pictures with 16-bit grey that were looked at have no value above 1/16 of white")
+    assert "dark.png, dark.tif" in notice
+    for path in tmp_path.glob("dark*"):
+        path.unlink()
+    assert scan(make.data(path=str(tmp_path))).notices == ()
+
+
+def test_of_very_many_deep_pictures_a_few_are_decoded(
+    tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(samples.MAX_DEEP_GREY_READ + 5):
+        grey16(tmp_path / f"{number}.png", 100 + number)
+    asked: list[bytes] = []
+    look = samples.is_dark
+    monkeypatch.setattr(samples, "is_dark", lambda content: asked.append(content) or look(content))
+    assert "8 of 8 pictures" in scan(make.data(path=str(tmp_path))).notices[0] and len(asked) == 8
+
+
+def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name, width, height in (("wide", 320, 64), ("tall", 64, 330), ("usual", 96, 64)):
+        make.picture(tmp_path / f"{name}.png", width, height, caption="x")
+
+    def said(**keys: Any) -> list[str]:
+        data = make.data(path=str(tmp_path), **keys)
+        return geometries(scan(data).samples, data)[2]
+
+    (notice,) = said()
+    assert notice.startswith("2 pictures lose more than 25% of the area to the crop: tall.png (64x330: ")
+    assert "wide.png (320x64: " in notice and notice.endswith("Raise data.bucket_max_aspect (it is 2.5) to keep more.")
+    assert said(bucket_max_aspect=8) == []
+    assert said(enable_bucket=False)[0].startswith("3 pictures") and "enable_bucket" in said(enable_bucket=False)[0]
+    for name in ("wide", "tall"):
+        (tmp_path / f"{name}.png").unlink()
+    make.picture(tmp_path / "small.png", 31, 17, caption="x")
+    assert "data.upscale: true" in said()[0]

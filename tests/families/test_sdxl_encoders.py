@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
+from lora_rocm.data.caption_length import lost_ends
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders
 from lora_rocm.families.sdxl import Sdxl
 from lora_rocm.families.sdxl_encoders import SMALL_TILE_PX, VaeEncoder
-from lora_rocm.families.text import load_tokenizer, truncated_part
+from lora_rocm.families.text import CLIP_TOKENS, load_tokenizer, token_limit
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -116,13 +118,18 @@ def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
 
 
 def test_truncation_is_noticed(tiny_sdxl: Path) -> None:
-    tokenizer = load_tokenizer(tiny_sdxl / "tokenizer")
     fits = "cat " * 75  # and the two end tokens
-    assert truncated_part(tokenizer, fits) == ""
-    assert truncated_part(tokenizer, fits + "dog") == "dog"
-    truncated = Sdxl(tiny_recipe(tiny_sdxl)).truncated()
-    assert truncated(fits + "dog circle") == "dog circle"
-    assert truncated("a cat") == ""
+    limits = Sdxl(tiny_recipe(tiny_sdxl)).token_limits()
+    captions = [fits, fits + "dog", fits + "dog circle", "a cat"]
+    assert list(lost_ends(captions, limits)) == ["", "dog", "dog circle", ""]
+
+
+def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdxl: Path) -> None:
+    tokenizer, rng = load_tokenizer(tiny_sdxl / "tokenizer"), random.Random(0)
+    pieces = ["cat", "Zibu ", "it's", " , ", "İ", "ü", "中文", "👩‍🚀", "  ", "1024", "<|endoftext|>", "e\u0301", "\t"]
+    captions = ["".join(rng.choices(pieces, k=rng.randint(0, 90))) for _ in range(300)]
+    long = [len(tokenizer(caption, truncation=False, verbose=False).input_ids) > CLIP_TOKENS for caption in captions]
+    assert [bool(lost) for lost in lost_ends(captions, [token_limit(tokenizer)])] == long and 20 < sum(long) < 280
 
 
 def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:

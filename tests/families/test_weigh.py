@@ -53,7 +53,8 @@ def test_as_a_program(
     code = weigh.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     if there:
-        assert (code, found) == (0, real_bytes(tiny_sdxl))
+        assert (code, found["weights"]) == (0, real_bytes(tiny_sdxl))
+        assert [limit["max_tokens"] for limit in found["tokenizers"]] == [77, 77]
     else:
         assert (code, found["type"], found["code"]) == (2, "error", "model-missing")
 

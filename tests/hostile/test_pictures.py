@@ -12,7 +12,7 @@ import pytest
 
 from lora_rocm.data import pictures
 from lora_rocm.data.folders import walk
-from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_size, readable_extensions
+from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_header, readable_extensions
 from lora_rocm.data.samples import image_bytes, load_image, scan
 from lora_rocm.recipe.schema import DataSection
 from tests.hostile import attacks
@@ -23,7 +23,7 @@ QUICK_S = 5.0  # measured: under 0.9 s; without the guard minutes
 
 def refused(path: Path) -> str:
     with pytest.raises(UnreadablePicture) as caught:
-        read_size(path)
+        read_header(path)
     return str(caught.value)
 
 
@@ -32,7 +32,10 @@ def test_giant_dimensions(tmp_path: Path, make: attacks.Any) -> None:
     (tmp_path / "bomb").write_bytes(make(65_535, 65_535))
     assert "too many pixels" in refused(tmp_path / "bomb")
     (tmp_path / "wide").write_bytes(make(60_000, 1))
-    assert read_size(tmp_path / "wide") == (60_000, 1)  # control: as odd, but small; the buckets refuse it by its sides
+    assert read_header(tmp_path / "wide").size == (
+        60_000,
+        1,
+    )  # control: as odd, but small
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
@@ -42,7 +45,7 @@ def test_chunks_that_unpack_to_gigabytes(tmp_path: Path, kind: bytes) -> None:
     (tmp_path / "a.png").write_bytes(attacks.png_of(8, 8, attacks.chunk(kind, heads[kind] + attacks.zeros(64))))
     (tmp_path / "b.png").write_bytes(attacks.png_of(8, 8, attacks.chunk(kind, heads[kind] + attacks.zeros(0))))
     assert "too large" in refused(tmp_path / "a.png")
-    assert read_size(tmp_path / "b.png") == (8, 8)
+    assert read_header(tmp_path / "b.png").size == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_headers_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     assert "its header has no end" in refused(path)
     assert time.process_time() - began < QUICK_S
     path.write_bytes(sound)
-    assert read_size(path) == (8, 8)
+    assert read_header(path).size == (8, 8)
     monkeypatch.setattr(pictures, "MAX_HEADER_COST", 1000)
     assert "its header has no end" in refused(path)  # it is the limit that refuses
 
@@ -71,7 +74,7 @@ def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
     head = attacks.picture("GIF")
     (tmp_path / "x.gif").write_bytes(head[:-1] + frame * 100_000 + b"\x3b")
     began = time.process_time()
-    assert read_size(tmp_path / "x.gif") == (8, 8)
+    assert read_header(tmp_path / "x.gif").size == (8, 8)
     assert decode((tmp_path / "x.gif").read_bytes()).size == (8, 8)  # the first one, and no other is looked at
     assert time.process_time() - began < QUICK_S
 
@@ -154,12 +157,12 @@ def test_links_that_lead_out_are_said(tmp_path: Path) -> None:
     for place in (private, folder / "sub"):
         place.mkdir(parents=True)
     (private / "a.png").write_bytes(attacks.picture())
-    (private / "secret").write_text("key", encoding="utf-8")
+    (private / "secret.json").write_text("key", encoding="utf-8")
     (folder / "own.png").write_bytes(attacks.picture())
     (folder / "sub" / "inside.png").symlink_to(folder / "own.png")
     assert walk(folder, ".txt").notices == []  # control: a link that stays inside
     (folder / "out.png").symlink_to(private / "a.png")
-    (folder / "own.txt").symlink_to(private / "secret")
+    (folder / "own.txt").symlink_to(private / "secret.json")
     (folder / "all").symlink_to(private, target_is_directory=True)
     (notice,) = walk(folder, ".txt").notices
     assert notice.startswith("4 files are reached through links that lead out of the folder: ")

@@ -72,7 +72,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     import torch
 
     from lora_rocm.data import rows
-    from lora_rocm.data.pictures import UnreadablePicture, decode, read_size
+    from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
     from lora_rocm.data.samples import load_image, scan
     from lora_rocm.families.base import family_for
     from lora_rocm.families.loading import Source
@@ -89,7 +89,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
 
     def as_picture(path: Path) -> None:
         with contextlib.suppress(UnreadablePicture):
-            read_size(path)
+            read_header(path)
             decode(path.read_bytes())
 
     def as_model(path: Path) -> None:

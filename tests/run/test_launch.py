@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,22 @@ def test_a_complete_run_starts_no_worker(
     use(fake, "killed")
     assert launch.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
     assert "This run is complete" in capsys.readouterr().out
+
+
+def test_a_complete_run_needs_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "to be deleted"
+    folder.mkdir()
+    asked: dict[str, Any] = {"overrides": [f"data.path={folder}"], "run_dir": Path("run")}
+    launch.train("my recipe.yaml", **asked)
+    (tmp_path / "run" / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    folder.rmdir()
+    assert launch.train("my recipe.yaml", **asked, resume="latest") == 0
+    assert "complete" in capsys.readouterr().out
+    with pytest.raises(RecipeError, match="there is no folder"):  # control: a run that has not begun
+        launch.train("my recipe.yaml", asked["overrides"], run_dir=Path("new"), resume="latest")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
-from lora_rocm.errors import ResumeError, TransferError
+from lora_rocm.errors import DataError, ResumeError, TransferError
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -193,6 +194,60 @@ def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_pa
         assert start(recipe, tmp_path / "run", accept_changes=True)
     finally:
         extra.unlink()
+
+
+@pytest.mark.parametrize("how", ["gone", "one gone"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Cut between the last update and the result; the bytes are those of the run whose images were there."""
+    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    recipe = make_recipe(
+        material,
+        data={"path": str(pictures)},
+        train={"max_train_steps": None, "epochs": 1},
+        sample={"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32},
+    )
+    with monkeypatch.context() as cut:
+        cut.setattr(run.Artifacts, "finish", lambda *of: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start(recipe, tmp_path / "run")
+    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    assert start(recipe, whole)
+    for path in sorted(pictures.iterdir())[: 2 if how == "one gone" else None]:
+        path.unlink()
+    if how == "gone":
+        pictures.rmdir()
+    assert start(recipe, tmp_path / "run")
+    assert bytes_of(tmp_path / "run") == bytes_of(whole)
+    with_score, without = (json.loads(RunDir(path).result.read_bytes()) for path in (whole, tmp_path / "run"))
+    assert with_score.pop("concept") and (without.pop("concept", None) is None) == (how == "gone")
+    assert without == with_score
+    notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
+    assert any("raining is complete" in text for text in notices)
+    assert any("No concept score" in text for text in notices) == (how == "gone")
+    with pytest.raises(DataError if how == "gone" else ResumeError):  # control: where updates are still to be made
+        start(recipe.model_copy(update={"train": recipe.train.model_copy(update={"epochs": 9})}), tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_images_that_vanish_while_the_run_goes_on_cost_the_concept_score_only(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    finish = run.Artifacts.finish
+
+    def late(artifacts: run.Artifacts, position: Position) -> None:
+        shutil.rmtree(pictures)
+        finish(artifacts, position)
+
+    monkeypatch.setattr(run.Artifacts, "finish", late)
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32}
+    recipe = make_recipe(material, data={"path": str(pictures)}, train={"max_train_steps": 1}, sample=sample)
+    assert start(recipe, tmp_path / "run")
+    result = json.loads(RunDir(tmp_path / "run").result.read_bytes())
+    assert result["updates"] == 1 and "concept" not in result
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")

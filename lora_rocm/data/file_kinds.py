@@ -1,0 +1,150 @@
+"""Files of a data folder that are not trained on, told by their names. The tables are data.
+
+Three kinds: images in formats that are not read here, files that belong beside images (captions, caches, settings), and
+masks and control images that other trainers put beside the images they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+AS_USUAL = "Save them as PNG or JPEG."
+
+
+@dataclass(frozen=True)
+class UnreadFormat:
+    """A format that is not read here. ``name``: in the plural. ``plugin``: the package that teaches it to Pillow."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    fix: str = AS_USUAL
+    plugin: str = ""
+
+
+UNREAD_FORMATS = (
+    UnreadFormat("HEIC images", (".heic", ".heif", ".hif", ".heics", ".heifs"), plugin="pillow-heif"),
+    UnreadFormat("JPEG XL images", (".jxl",), plugin="pillow-jxl-plugin"),
+    UnreadFormat(
+        "AVIF images", (".avif", ".avifs"), "Reinstall Pillow from its own wheels, which read AVIF, or save as PNG."
+    ),
+    UnreadFormat(
+        "raw camera images",
+        tuple(
+            ".3fr .arw .cr2 .cr3 .crw .dcr .dng .erf .fff .gpr .iiq .kdc .mef .mos .mrw .nef .nrw .orf .pef .raf .raw "
+            ".rw2 .rwl .sr2 .srf .srw .x3f".split()
+        ),
+        "Develop them, and export PNG or JPEG.",
+    ),
+    UnreadFormat(
+        "drawings and documents",
+        tuple(
+            ".ai .afphoto .clip .cdr .eps .kra .mdp .ora .pdf .pdn .procreate .ps .psb .sai .sai2 .svg .svgz .wmf .emf "
+            ".xcf".split()
+        ),
+        "Export them as PNG.",
+    ),
+    UnreadFormat(
+        "videos",
+        tuple(".3gp .avi .flv .gifv .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ogv .ts .vob .webm .wmv .apv".split()),
+        "Export single frames as PNG.",
+    ),
+    UnreadFormat("archives", tuple(".7z .bz2 .gz .rar .tar .tgz .xz .zip .zst".split()), "Unpack them."),
+    UnreadFormat(
+        "images in rare formats",
+        tuple(".bpg .cur .dcx .exr .fit .fits .flif .hdr .icns .jng .jxr .pcd .pict .pct .wdp .xbm .xpm".split()),
+    ),
+)
+
+# Of no concern to training: what other programs leave in such folders. No word is said about them.
+HARMLESS_SUFFIXES = frozenset(
+    # captions and lists; caches and weights of trainers; settings, notes, scripts; leavings of systems and cameras
+    ".txt .caption .captions .tags .cap .json .jsonl .csv .tsv .parquet .arrow .xml .xmp .aae .thm "
+    ".npz .npy .safetensors .sft .pt .pth .ckpt .bin .onnx .gguf .pkl .h5 .lmdb .mdb .db .sqlite .cache .lock "
+    ".yaml .yml .toml .ini .cfg .conf .md .rst .log .html .htm .py .ipynb .sh .bat .ps1 .cmd .js .css "
+    ".lnk .url .webloc .tmp .part .crdownload .bak .mp3 .wav .flac .m4a .ogg".split()
+)
+HARMLESS_NAMES = frozenset(("thumbs.db", "desktop.ini", "icon\r", "license", "readme", "makefile", "notice"))
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".tags", ".cap")
+
+
+@dataclass(frozen=True)
+class Companion:
+    """Images that other trainers keep beside those that they train on.
+
+    what: their name in sentences.
+    unsupported: what would have to be there to use them.
+    stem_ends: they end a file's name, before the extension.
+    folders: sub-folders that hold nothing else.
+    paired_folders: sub-folders with ordinary names. A file in one is a companion where an image elsewhere has its name.
+    """
+
+    what: str
+    unsupported: str
+    stem_ends: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    paired_folders: tuple[str, ...] = ()
+
+
+# OneTrainer: -masklabel, -condlabel. ai-toolkit: _controls, and folders named by mask_path and control_path. kohya's
+# scripts, diffusion-pipe, musubi-tuner: folders of the user's, whose files have the names of the images.
+COMPANIONS = (
+    Companion(
+        "masks",
+        "masked training is not supported",
+        stem_ends=("-masklabel",),
+        folders=("_mask", "_masks"),
+        paired_folders=("mask", "masks", "alpha mask", "alpha masks", "alpha_mask", "alpha_masks", "masklabels"),
+    ),
+    Companion(
+        "control images",
+        "training with control images is not supported",
+        stem_ends=("-condlabel",),
+        folders=("_control", "_controls"),
+        paired_folders=(
+            *("control", "controls", "control_images", "control images", "controlnet", "condition", "conditions"),
+            *("conditioning", "conditioning_data", "conditioning_images", "conditioning images", "cond"),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class CompanionMatch:
+    """Which companion a name says it is; ``paired``: only if an image elsewhere has its name."""
+
+    companion: Companion
+    paired: bool
+
+
+def companion_match(relative: str) -> CompanionMatch | None:
+    """The companion that a path below the source's folder (with slashes) names. The source's own name is not asked."""
+    folder, _, name = relative.lower().rpartition("/")
+    stem = name.rpartition(".")[0]
+    for companion in COMPANIONS:
+        if stem.endswith(companion.stem_ends):
+            return CompanionMatch(companion, paired=False)
+    return _folder_match(folder) if folder else None
+
+
+@lru_cache(maxsize=1024)
+def _folder_match(folder: str) -> CompanionMatch | None:
+    names = set(folder.split("/"))
+    for companion in COMPANIONS:
+        if not names.isdisjoint(companion.folders):
+            return CompanionMatch(companion, paired=False)
+    for companion in COMPANIONS:
+        if not names.isdisjoint(companion.paired_folders):
+            return CompanionMatch(companion, paired=True)
+    return None
+
+
+@cache
+def unread_format(suffix: str) -> UnreadFormat | None:
+    """The format that an extension (".heic", lower case) stands for, if it is one that is known and not read."""
+    return next((found for found in UNREAD_FORMATS if suffix in found.suffixes), None)
+
+
+def is_harmless(name: str, suffix: str) -> bool:
+    """Whether a file that is no image needs no word."""
+    return suffix in HARMLESS_SUFFIXES or name.lower() in HARMLESS_NAMES
