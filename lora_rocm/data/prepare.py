@@ -123,7 +123,7 @@ def prepare(
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
-    data = recipe.data
+    data, lost_of = recipe.data, family.truncated()  # reads the tokenizers: before the long work
     found = scan(data, caches.report, copies=False)  # it would have to read them; here they are hashed
     pictures, too_small = _cut(found.samples, data)
     failed = caches.fill_images(pictures, HashMemory(caches.cache.root), pictures.found)
@@ -141,7 +141,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         texts.keys(caches.text_key, held_out=False),
         texts.keys(caches.text_key, held_out=True),
         set_aside,
-        (*found.notices, *_say_copies(pictures, usable), *_say_truncated(family, texts), *_say_held_out(texts)),
+        (*found.notices, *_say_copies(pictures, usable), *_say_truncated(lost_of, texts), *_say_held_out(texts)),
         _facts(pictures, training),
         lasting=found.lasting and caches.all_could_be_read,
     )
@@ -226,9 +226,9 @@ def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
 
 
-def _say_truncated(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
+def _say_truncated(lost_of: Callable[[str], str], texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
-    lost_of, count, first = family.truncated(), 0, ("", "")
+    count, first = 0, ("", "")
     for places, held_out in ((texts.training, False), (texts.held_out, True)):
         for place, (caption, *_) in zip(places, texts.of(places, held_out), strict=True):
             if part := lost_of(caption):

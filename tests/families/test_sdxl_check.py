@@ -47,7 +47,8 @@ def folder(tmp_path: Path) -> Path:
     ("StableDiffusionPipeline", {}, "Stable Diffusion 1.x or 2.x"),
     ("StableDiffusion3Pipeline", {"transformer": ["diffusers", "SD3Transformer2DModel"]}, "Stable Diffusion 3"),
     ("FluxPipeline", {"transformer": ["diffusers", "FluxTransformer2DModel"]}, "FLUX"),
-    ("QwenImagePipeline", {"transformer": ["diffusers", "X"]}, "QwenImagePipeline"),
+    ("QwenImagePipeline", {"transformer": ["diffusers", "X"]}, "Qwen-Image"),
+    ("SomeNewPipeline", {"transformer": ["diffusers", "X"]}, "SomeNewPipeline"),
     ("StableDiffusionXLInpaintPipeline", {}, "inpainting"),
     ("StableDiffusionXLImg2ImgPipeline", {"text_encoder": [None, None]}, "refiner"),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.families.weightfiles import identity, legacy_model_hash, read_header, read_tensors
+from lora_rocm.families.weightfiles import digest, legacy_model_hash, read_header, read_tensors
 
 TENSORS = {
     "a.float": torch.randn(3, 5),
@@ -84,7 +84,7 @@ def test_the_branch_of_the_error_can_be_chosen(file: Path) -> None:
 def test_identity_follows_every_part_of_the_content(tmp_path: Path) -> None:
     def identity_of(**changes: torch.Tensor) -> str:
         save_file({**TENSORS, **changes}, tmp_path / "x.safetensors")
-        return identity([read_header(tmp_path / "x.safetensors")])
+        return digest([read_header(tmp_path / "x.safetensors")])
 
     first = identity_of()
     assert identity_of() == first
@@ -100,7 +100,7 @@ def test_identity_follows_every_part_of_the_content(tmp_path: Path) -> None:
 def test_identity_of_a_part_ignores_the_rest(tmp_path: Path) -> None:
     def part(**changes: torch.Tensor) -> str:
         save_file({**TENSORS, **changes}, tmp_path / "x.safetensors")
-        return identity([read_header(tmp_path / "x.safetensors")], lambda name: name.startswith("a."))
+        return digest([read_header(tmp_path / "x.safetensors")], lambda name: name.startswith("a."))
 
     assert part() == part(**{"b.int": torch.zeros(4)})
     assert part() != part(**{"a.half": torch.zeros(7).half()})
