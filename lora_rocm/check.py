@@ -10,12 +10,13 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.printable import legible
 from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -54,11 +55,14 @@ def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool 
         raise errors[0]
     if errors:
         raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
-    total = sum(weighed.values())
+    sizes = weighed["num_bytes"]
     _say("memory of weights")
-    for component, size in sorted(weighed.items(), key=lambda pair: -pair[1]):
+    for component, size in sorted(sizes.items(), key=lambda pair: -pair[1]):
         _say(f"  {component}: {size_text(size)}")
-    _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
+    _say(f"  together: {size_text(sum(sizes.values()))} (training adds activations, adapter and optimizer)")
+    for notice in weighed["notices"]:
+        _say(f"  note: {notice}")
+    _say(f"recipe {loaded.path}: valid")
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def _data_lines(loaded: LoadedRecipe) -> Iterator[str]:
     samples = [sample for sample in found.samples if sample.key in fitted]
     if not samples:
         raise nothing_left(aside)
-    yield f"recipe {loaded.path}: valid"
+    yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     yield f"pictures: {len(samples)} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
@@ -144,7 +148,10 @@ def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
 
 
 class _Weighing:
-    """The memory of the weights: remembered from an earlier check, or found by a child beside the scan."""
+    """What the base is: remembered from an earlier check, or found by a child beside the scan.
+
+    It is ``families.weigh.Weighed``, as JSON.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         from lora_rocm.host.here import plan_here
@@ -152,7 +159,7 @@ class _Weighing:
         self._recipe, self._memory = recipe, Path(recipe.cache.dir) / "weights.json"
         self._plan = plan_here(recipe)
         self._key = _weights_key(recipe, self._plan.settings.precision)
-        self._found: dict[str, int] | None = _remembered(self._memory).get(self._key)
+        self._found = _still_true(_remembered(self._memory).get(self._key))
         self._error: LoraRocmError | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
         if self._found is None:
@@ -172,8 +179,8 @@ class _Weighing:
         except OSError as error:  # no room for the file, no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
 
-    def result(self) -> dict[str, int]:
-        """Bytes by component; waits for the child."""
+    def result(self) -> dict[str, Any]:
+        """Waits for the child."""
         from lora_rocm.run.layout import write_json
 
         if self._thread.ident is None:
@@ -192,15 +199,22 @@ class _Weighing:
 
 
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
-    """Changes with what the weights depend on, and with size or time of any file of the model."""
+    """Changes with what is asked of the base, and with the names of files that are given for it."""
     model = recipe.model
     names = [name for name in (model.name_or_path, model.config, model.vae) if name and not name.startswith(BUILTIN)]
-    stamps = [
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for name in names for file in _files(Path(name))
-    ]
+    files = [str(file) for name in names for file in _files(Path(name))]  # a new one may count for more than the others
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
-    parts = [__version__, model.model_dump(mode="json"), precision, stamps]
+    parts = [__version__, model.model_dump(mode="json"), recipe.train.zero_terminal_snr, precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+
+
+def _still_true(found: Any) -> dict[str, Any] | None:
+    """What is remembered, where every file is the one that it was found in."""
+    try:
+        same = all(list(astuple(FileVersion.of(Path(file[0])))) == file for file in found["files"])
+        return dict(found) if same and found["num_bytes"] and "notices" in found else None
+    except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
+        return None
 
 
 def _files(path: Path) -> list[Path]:
@@ -209,10 +223,10 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
-def _remembered(path: Path) -> dict[str, dict[str, int]]:
+def _remembered(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

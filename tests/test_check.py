@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lora_rocm.check import check, plan_data
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.samples import geometries, scan
 from lora_rocm.errors import DataError, ModelError, RecipeError
+from lora_rocm.host.plain import FileVersion
 from lora_rocm.recipe.load import load_recipe
 
 RECIPE = """\
@@ -31,12 +33,13 @@ class Weigh:
         self.calls = 0
         self.error: Exception | None = None
 
-    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, int]:
+    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
         self.calls += 1
         assert Path(arguments[0]).exists()
         if self.error is not None:
             raise self.error
-        return {"unet": 3 * 2**30, "vae": 2**20}
+        files = [list(astuple(FileVersion.of(Path("model") / "config.json")))]
+        return {"num_bytes": {"unet": 3 * 2**30, "vae": 2**20}, "notices": ["The base is rounded."], "files": files}
 
 
 @pytest.fixture

@@ -129,6 +129,14 @@ class ModelFamily(Protocol):
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
         ...
 
+    def examine(self) -> Sequence[Path]:
+        """Look at the base without loading it, tokenizers that are here included; all files that it consists of.
+
+        Raises:
+            ModelError: it cannot be trained on.
+        """
+        ...
+
     def truncated(self) -> Callable[[str], str]:
         """A function that says which end of a caption the text encoders do not see ("" when they see all)."""
         ...

@@ -35,7 +35,12 @@ OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".
 OF_ORIGINAL_VAE = ".mid.block_1."  # in names of the original release; diffusers has mid_block
 
 # Ends of names, and parts of names, that come along with a component and that no computation reads.
-HARMLESS_ENDS = (".position_ids", ".logit_scale", "embedders.0.transformer.text_projection.weight", "num_batches_tracked")
+HARMLESS_ENDS = (
+    ".position_ids",
+    ".logit_scale",
+    "embedders.0.transformer.text_projection.weight",
+    "num_batches_tracked",
+)
 HARMLESS_PARTS = ("model_ema.", "first_stage_model.loss.", "first_stage_model.discriminator.")
 HARMLESS_STARTS = ("loss.", "discriminator.")  # of a VAE in a file of its own
 # Beside the components of a checkpoint: what training left there, and what says how the model predicts.

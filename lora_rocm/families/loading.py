@@ -33,8 +33,8 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.families import conversion, hub
 from lora_rocm.families.conversion import Converter, Found, UnfitError
-from lora_rocm.families.weightfiles import FileVersion, Header, digest, indexed, read_hashed, read_header
-from lora_rocm.host.plain import read_plain
+from lora_rocm.families.weightfiles import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.host.plain import FileVersion, read_plain
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -154,7 +154,9 @@ class Source:
                 return _headers(self.vae), ""
             header = read_header(self.vae)
             prefixes = (part.prefix, *part.other_prefixes)
-            return [header], next((each for each in prefixes if any(key.startswith(each) for key in header.tensors)), "")
+            return [header], next(
+                (each for each in prefixes if any(key.startswith(each) for key in header.tensors)), ""
+            )
         if self.single_header is not None:
             return [self.single_header], part.prefix
         return _headers(self.folder / name), ""
@@ -177,12 +179,17 @@ class Source:
         if name not in self._digests:
             headers, prefix = self.weights(name)
             version = WeightsVersion(prefix, tuple(header.version for header in headers))
-            known = self.memory.recall(version) if self.memory is not None else None
+            known = self._recalled(version)
             if known is None:
                 known = digest(headers, lambda key: key.startswith(prefix))
                 self._remember(version, known)
             self._digests[name] = known
         return self._digests[name]
+
+    def _recalled(self, version: WeightsVersion) -> str | None:
+        with contextlib.suppress(StorageError):  # then it is read
+            return self.memory.recall(version) if self.memory is not None else None
+        return None
 
     def _remember(self, version: WeightsVersion, sha256: str) -> None:
         if self.memory is not None:
@@ -236,6 +243,17 @@ class Source:
         entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
         with self._explained(name):
             return conversion.look(entries, self._hollow(name), self._converter(name))
+
+    def files(self) -> list[Path]:
+        """All files that the base consists of, as far as they are on this machine."""
+        found = [
+            self.folder / "model_index.json",
+            *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
+        ]
+        found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
+        for name in self.layout.tokenizers if self.tokenizer_folder is not None else ():
+            found += sorted((self.tokenizer_folder / name).glob("*"))
+        return sorted({path for path in found if path.is_file()})
 
     def _hollow(self, name: str) -> nn.Module:
         """A component's structure from its config; its weights are on the meta device.

@@ -102,10 +102,9 @@ class Sdxl:
         return self._scheduler_config(self.source)
 
     def _scheduler_config(self, source: Source) -> dict[str, Any]:
-        """A v-prediction checkpoint says so by a tensor named ``v_pred``, and by ``ztsnr`` that its schedule ends in
-        pure noise (the convention that ComfyUI reads).
-        """
         config = source.config("scheduler")
+        # the convention that ComfyUI reads: a v-prediction checkpoint has a tensor v_pred, and ztsnr where its schedule
+        # ends in pure noise
         marks = set() if source.single_header is None else set(source.single_header.tensors)
         prediction: str = self.recipe.model.prediction_type
         if prediction == "auto":
@@ -135,6 +134,11 @@ class Sdxl:
         """A function that says which end of a caption the text encoders will not see ("" when they see all)."""
         paths = [self.source.tokenizer_path(name) for name in LAYOUT.tokenizers]
         return text.truncated_captions([text.load_tokenizer(path) for path in paths])
+
+    def examine(self) -> Sequence[Path]:
+        if self.source.tokenizer_folder is not None:
+            self.truncated()
+        return self.source.files()
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         components = {name: self.source.load(name, dtype, device) for name in self._trained}

@@ -152,9 +152,7 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
     try:
         if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
             raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
-        levels_T = diffusion.noise_schedule(
-            config, prediction, bool(config["rescale_betas_zero_snr"])
-        ).alphas_cumprod_T
+        levels_T = diffusion.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
         if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
             raise ValueError("the noise that it describes is none")
         if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # previews are drawn by it

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ModelError, StorageError, UserError
-from lora_rocm.host.plain import check_plain
+from lora_rocm.host.plain import FileVersion, check_plain
 from lora_rocm.host.printable import printable
 
 DTYPES = {
@@ -57,24 +57,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-@dataclass(frozen=True)
-class FileVersion:
-    """What tells one version of a file from another without reading it.
-
-    inode: of the file system; a number of the device besides would change with every mount.
-    """
-
-    path: str
-    num_bytes: int
-    changed_ns: int
-    inode_changed_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path, found: os.stat_result) -> FileVersion:
-        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 @dataclass(frozen=True)
