@@ -1,4 +1,4 @@
-"""A base's identity: every byte of what is loaded, remembered by file versions, and never believed against the bytes."""
+"""A base's identity: every byte of what is loaded, remembered by file versions, never believed against the bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def family(folder: Path, **sections: Any) -> Sdxl:
-    return Sdxl(tiny_recipe(folder, **{"cache": {"dir": str(folder.parent / "cache")}} | sections))
+    return Sdxl(tiny_recipe(folder, **sections))
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
