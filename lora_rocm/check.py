@@ -10,12 +10,13 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.printable import legible
 from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -58,13 +59,14 @@ def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool 
         raise errors[0]
     if errors:
         raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
-    for notice in _cut_captions(samples, base.token_limits):
-        _say(f"note: {notice}")
-    total = sum(base.weights.values())
     _say("memory of weights")
-    for component, size in sorted(base.weights.items(), key=lambda pair: -pair[1]):
+    for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
         _say(f"  {component}: {size_text(size)}")
+    total = sum(base.num_bytes.values())
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
+    for notice in (*base.notices, *_cut_captions(samples, base.token_limits)):
+        _say(f"  note: {notice}")
+    _say(f"recipe {loaded.path}: valid")
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,11 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What a child found out about the base. weights: bytes by component; token_limits: of each text encoder."""
+    """What a child found out about the base: see ``families.weigh.Weighed``."""
 
-    weights: dict[str, int]
+    num_bytes: dict[str, int]
+    notices: list[str]
+    files: list[list[Any]]
     token_limits: Sequence[TokenLimit]
 
 
@@ -105,7 +109,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     if not samples:
         raise nothing_left(aside)
     usable += samples
-    yield f"recipe {loaded.path}: valid"
+    yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     yield f"pictures: {len(samples)} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
@@ -193,14 +197,14 @@ class _Weighing:
                 file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
                 said = run_for_json(WEIGH_MODULE, [str(file)], env)
             limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
-            self._found = BaseFacts(said["weights"], limits)
+            self._found = BaseFacts(said["num_bytes"], said["notices"], said["files"], limits)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
 
     def result(self) -> BaseFacts:
-        """The facts; waits for the child."""
+        """Wait for the child and return the facts."""
         from lora_rocm.data.caption_length import keep_limits
         from lora_rocm.run.layout import write_json
 
@@ -215,7 +219,8 @@ class _Weighing:
         assert found is not None
         kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
         try:
-            facts = {"weights": found.weights, "tokenizers": keep_limits(self._cache, found.token_limits)}
+            facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
+            facts["tokenizers"] = keep_limits(self._cache, found.token_limits)
             write_json(self._memory, {**dict(kept), self._key: facts})
         except StorageError:
             pass
@@ -223,14 +228,12 @@ class _Weighing:
 
 
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
-    """Changes with what the weights depend on, and with size or time of any file of the model."""
+    """Changes with what is asked of the base, and with the names of files that are given for it."""
     model = recipe.model
     names = [name for name in (model.name_or_path, model.config, model.vae) if name and not name.startswith(BUILTIN)]
-    stamps = [
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for name in names for file in _files(Path(name))
-    ]
+    files = [str(file) for name in names for file in _files(Path(name))]  # a new one may count for more than the others
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
-    parts = [__version__, model.model_dump(mode="json"), precision, stamps]
+    parts = [__version__, model.model_dump(mode="json"), recipe.train.zero_terminal_snr, precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 
@@ -240,20 +243,24 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
-def _recalled(cache: Path, kept: object) -> BaseFacts | None:
-    """The facts of an earlier check; None where there are none, or a tokenizer is gone."""
+def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
+    """The facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
     from lora_rocm.data.caption_length import recall_limits
 
-    if not isinstance(kept, dict) or not isinstance(kept.get("weights"), dict):
+    try:
+        same = all(list(astuple(FileVersion.of(Path(file[0])))) == file for file in kept["files"])
+        limits = recall_limits(cache, kept["tokenizers"])
+        if not same or limits is None or not kept["num_bytes"]:
+            return None
+        return BaseFacts(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
+    except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
         return None
-    limits = recall_limits(cache, kept.get("tokenizers"))
-    return None if limits is None else BaseFacts(kept["weights"], limits)
 
 
-def _remembered(path: Path) -> dict[str, object]:
+def _remembered(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lora_rocm.check import check, plan_data
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.samples import geometries, scan
 from lora_rocm.errors import DataError, ModelError, RecipeError
+from lora_rocm.host.plain import FileVersion
 from lora_rocm.recipe.load import load_recipe
 from tests.data.conftest import letter_limit
 
@@ -34,12 +35,14 @@ class Weigh:
         self.error: Exception | None = None
         self.tokenizers: list[dict[str, Any]] = []
 
-    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, int]:
+    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
         self.calls += 1
         assert Path(arguments[0]).exists()
         if self.error is not None:
             raise self.error
-        return {"weights": {"unet": 3 * 2**30, "vae": 2**20}, "tokenizers": self.tokenizers}
+        files = [list(astuple(FileVersion.of(Path("model") / "config.json")))]
+        facts = {"num_bytes": {"unet": 3 * 2**30, "vae": 2**20}, "notices": ["The base is rounded."], "files": files}
+        return {**facts, "tokenizers": self.tokenizers}
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
         "model": {"family": "sdxl", "name_or_path": str(folder)},
         "data": {"path": str(Path(folder) / "pictures"), "resolution": 64, "bucket_step": 8},
         "train": {"max_train_steps": 2, "mixed_precision": "no"},
+        "cache": {"dir": str(Path(folder).parent / "cache")},
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
@@ -162,17 +163,39 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
 
 def write_single_file(pipeline: StableDiffusionXLPipeline, path: Path, extra: dict[str, Tensor] | None = None) -> Path:
     """Write a pipeline in the layout of the original SDXL release (sgm names, fused OpenCLIP attention)."""
-    tensors = {f"model.diffusion_model.{k}": v for k, v in _sgm_unet(pipeline.unet.state_dict()).items()}
-    tensors |= {f"first_stage_model.{k}": v for k, v in _ldm_vae(pipeline.vae.state_dict()).items()}
-    clip_l = pipeline.text_encoder.state_dict()
-    tensors |= {
-        f"conditioner.embedders.0.transformer.text_model.{k.removeprefix('text_model.')}": v for k, v in clip_l.items()
-    }
-    tensors |= {
-        f"conditioner.embedders.1.model.{k}": v for k, v in _open_clip(pipeline.text_encoder_2.state_dict()).items()
-    }
+    parts = (pipeline.unet, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2)
+    tensors = _original_names(*(part.state_dict() for part in parts))
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().clone().contiguous() for k, v in (tensors | (extra or {})).items()}, path)
+    return path
+
+
+def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | None = None) -> Path:
+    """A one-file checkpoint of SDXL's full size as far as its header says: its 6.9 GB are a hole that no disk holds.
+
+    Args:
+        path: of the file.
+        drop: start of the names of tensors that are left out.
+        extra: more tensors, of which only shape and format count.
+    """
+    from lora_rocm.families.loading import Source
+    from lora_rocm.families.sdxl import LAYOUT
+
+    source = Source("hollow", LAYOUT, LAYOUT.configs, None)
+    state = {name: source.skeleton(name).to("meta").state_dict() for name in LAYOUT.parts}
+    tensors = _original_names(*(state[name] for name in ("unet", "vae", "text_encoder", "text_encoder_2")))
+    kept = {k: v for k, v in (tensors | (extra or {})).items() if not (drop and k.startswith(drop))}
+    fields, at = {}, 0
+    for name, tensor in kept.items():
+        half = name not in (extra or {})
+        size = 2 * tensor.numel() if half else tensor.numel() * tensor.element_size()
+        dtype = "F16" if half else {torch.float32: "F32", torch.int8: "I8"}[tensor.dtype]
+        fields[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps(fields).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + at)
     return path
 
 
@@ -187,6 +210,17 @@ def write_config_folder(pipeline: StableDiffusionXLPipeline, folder: Path) -> Pa
         getattr(pipeline, name).save_pretrained(folder / name)
     pipeline.save_config(folder)
     return folder
+
+
+def _original_names(
+    unet: dict[str, Tensor], vae: dict[str, Tensor], text: dict[str, Tensor], text_2: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Tensors of all components as the original release names them."""
+    tensors = {f"model.diffusion_model.{k}": v for k, v in _sgm_unet(unet).items()}
+    tensors |= {f"first_stage_model.{k}": v for k, v in _ldm_vae(vae).items()}
+    clip_l = "conditioner.embedders.0.transformer.text_model."
+    tensors |= {f"{clip_l}{k.removeprefix('text_model.')}": v for k, v in text.items()}
+    return tensors | {f"conditioner.embedders.1.model.{k}": v for k, v in _open_clip(text_2).items()}
 
 
 def _sgm_unet(state: dict[str, Tensor]) -> dict[str, Tensor]:

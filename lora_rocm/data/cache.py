@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -236,6 +236,15 @@ class FileState:
         return [self.path, self.num_bytes, self.changed_ns, self.inode_changed_ns]
 
 
+class State(Protocol):
+    """What is remembered by: changes whenever the bytes do. changed_ns: when they did."""
+
+    @property
+    def identity(self) -> list[Any]: ...
+    @property
+    def changed_ns(self) -> int: ...
+
+
 class HashMemory:
     """SHA-256 of files, remembered by (absolute path, size, times of change) in ``hashes.jsonl``, which only grows.
 
@@ -243,8 +252,8 @@ class HashMemory:
     damaged is skipped, and its file is hashed again. ``recall`` may be called in any thread once ``begin`` was.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.path = root / "hashes.jsonl"
+    def __init__(self, root: Path, name: str = "hashes.jsonl") -> None:
+        self.path = root / name
         self._known: dict[bytes, bytes] | None = None
 
     def begin(self) -> dict[bytes, bytes]:
@@ -253,19 +262,19 @@ class HashMemory:
             self._known = self._read()
         return self._known
 
-    def recall(self, state: FileState) -> str | None:
+    def recall(self, state: State) -> str | None:
         """The hash (hex) of a file that has been in this state before."""
         known = self.begin().get(_digest(state.identity))
         return known.hex() if known is not None else None
 
-    def remember(self, state: FileState, sha256: str) -> None:
-        """Keep the hash of what was read from a file after it was found in this state.
+    def remember(self, state: State, sha256: str) -> None:
+        """Keep the hash of what was read from a file after it was found in this state; of two the last counts.
 
         Raises:
             StorageError: the memory cannot be written.
         """
         known, digest = self.begin(), _digest(state.identity)
-        if digest not in known and time.time() - state.changed_ns / 1e9 > SETTLED_S:
+        if known.get(digest) != bytes.fromhex(sha256) and time.time() - state.changed_ns / 1e9 > SETTLED_S:
             known[digest] = bytes.fromhex(sha256)
             self._append(remembered_line(state, sha256))
 
@@ -316,7 +325,7 @@ class HashMemory:
             raise storage_error(error, self.path) from error
 
 
-def remembered_line(state: FileState, sha256: str) -> bytes:
+def remembered_line(state: State, sha256: str) -> bytes:
     """A line of the memory of hashes."""
     line = [*state.identity, sha256, _line_digest(state.identity, sha256)]
     return json.dumps(line).encode("ascii") + b"\n"

@@ -16,7 +16,7 @@ import torch
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry, Size
 from lora_rocm.data.cache import HashMemory, LatentCache
-from lora_rocm.data.caption_length import cut_notice
+from lora_rocm.data.caption_length import TokenLimit, cut_notice
 from lora_rocm.data.columns import Keys
 from lora_rocm.data.fill import Caches, Repaired
 from lora_rocm.data.items import Items, Pictures, SamplesOf, identity
@@ -87,7 +87,10 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles, tiles_needed, open_door, look: see ``Caches``.
+        tiles: see ``Caches``.
+        tiles_needed: see ``Caches``.
+        open_door: see ``Caches``.
+        look: see ``Caches``.
         facts: of a run that needs its pictures no more: none is looked for, and there are no items.
 
     Raises:
@@ -125,7 +128,7 @@ def prepare(
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
-    data = recipe.data
+    data, limits = recipe.data, family.token_limits()  # reads the tokenizers: before the long work
     found = scan(data, caches.report, copies=False)  # it would have to read them; here they are hashed
     pictures, too_small, cropped = _cut(found.samples, data)
     failed = caches.fill_images(pictures, HashMemory(caches.cache.root), pictures.found)
@@ -147,7 +150,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
             *found.notices,
             *cropped,
             *_say_copies(pictures, usable),
-            *_say_cut(family, texts),
+            *_say_cut(limits, texts),
             *_say_held_out(texts),
         ),
         _facts(pictures, training),
@@ -235,14 +238,14 @@ def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
     return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
 
 
-def _say_cut(family: ModelFamily, texts: _Texts) -> tuple[str, ...]:
+def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
     captioned = (
         (texts.pictures.sample_key(place), caption)
         for places, held_out in ((texts.training, False), (texts.held_out, True))
         for place, (caption, *_) in zip(places, texts.of(places, held_out), strict=True)
     )
-    return cut_notice(captioned, family.token_limits())
+    return cut_notice(captioned, limits)
 
 
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:

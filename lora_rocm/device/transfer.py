@@ -122,6 +122,14 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a tensor was on the host when it was sent."""
+
+    dtype: torch.dtype
+    fingerprint: int
+
+
 @dataclass
 class Clock:
     """Two intervals of one ``send``: the copies and the check. Read later, when the device is past them."""
@@ -145,6 +153,7 @@ class DeviceTransfer:
         bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed. Always the same
             tensor, so that a captured graph may read it.
         frozen: name -> (tensor on the device, fingerprint of what was sent) of all that must never change again.
+        base: name -> what it was on the host, of all frozen parameters, also of those that stay there.
         checks, failures: samples' tensors checked, and updates refused, since the start.
     """
 
@@ -166,6 +175,7 @@ class DeviceTransfer:
         self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
         self._failures_at_base = 0
         self.frozen: dict[str, tuple[Tensor, int]] = {}
+        self.base: dict[str, Sent] = {}
 
     @property
     def method(self) -> str:
@@ -220,12 +230,15 @@ class DeviceTransfer:
             TransferError: a parameter did not arrive by any method.
         """
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if id(tensor) in staying:
-                continue
             name = f"{component}.{path}"
-            tensor.data, expected = self._sent(tensor.data, name)
+            if id(tensor) in staying:
+                expected = int(whole_fingerprint(tensor.data))
+            else:
+                tensor.data, expected = self._sent(tensor.data, name)
+                if not tensor.requires_grad:
+                    self.frozen[name] = (tensor, expected)
             if not tensor.requires_grad:
-                self.frozen[name] = (tensor, expected)
+                self.base[name] = Sent(tensor.dtype, expected)
 
     def changed(self, fingerprints: Callable[[Sequence[Tensor], int], Tensor] = whole_fingerprints) -> list[str]:
         """Names of the frozen tensors whose bytes on the device are not those that were sent; one wait for all."""

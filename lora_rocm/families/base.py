@@ -104,6 +104,8 @@ class ModelFamily(Protocol):
     lora_targets: preset name -> component name -> regular expression (fullmatch) of module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
     all_components: names of all components that a run loads at one time or another.
+    notices: sentences about the base that a user has to know, and that are no reason to refuse it.
+    structure: changes with the shapes of what is trained; from configs alone.
     base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
     """
 
@@ -119,13 +121,29 @@ class ModelFamily(Protocol):
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def notices(self) -> Sequence[str]: ...
+    @property
+    def structure(self) -> str: ...
 
     def encoders(self) -> Sequence[Encoder]:
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
         ...
 
+    def examine(self) -> Sequence[Path]:
+        """Look at the base without loading it; return all files that it consists of.
+
+        Raises:
+            ModelError: it cannot be trained on.
+        """
+        ...
+
     def token_limits(self) -> Sequence[TokenLimit]:
-        """The tokenizer of each text encoder, and how many tokens it reads."""
+        """The tokenizer of each text encoder, and how many tokens it reads.
+
+        Raises:
+            ModelError: a tokenizer is missing or cannot be read.
+        """
         ...
 
     def sample_meta(
@@ -187,7 +205,10 @@ class ModelFamily(Protocol):
         ...
 
     def base_facts(self) -> Mapping[str, str]:
-        """Of the base: "hash" (short, of a one-file checkpoint), "prediction_type", "identity" (of its weights)."""
+        """Of the base: "hash" (short, of a one-file checkpoint), "prediction_type", "identity".
+
+        The identity is of what is trained on, every byte of it; before it is loaded, it is read for this alone.
+        """
         ...
 
     def skeleton(self, component: str) -> nn.Module:

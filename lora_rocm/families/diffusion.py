@@ -15,6 +15,7 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
+PREDICTION_TYPES = ("epsilon", "v_prediction")  # that the losses here know; diffusers knows more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 
 

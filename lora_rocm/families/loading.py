@@ -1,17 +1,22 @@
 """Where base weights come from, and how they are read: a folder, a one-file checkpoint, the hub, or the package.
 
-Only safetensors weights are ever read. Configs come first: a model of another family is refused before its gigabytes
-are touched. Loaded tensors are copied out of mapped memory, because a mapped file cannot be replaced on Windows and
-host-to-device copies from mapped memory stall on some ROCm kernels.
+Only safetensors weights are ever read. Configs and headers come first: a model of another family, or one that lacks
+tensors, is refused before its gigabytes are touched. Files are read with plain reads, never mapped: a mapped file
+cannot be replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
+
+A component's identity covers every byte of its weights. It is made from what is read: of a component that is loaded,
+while it is loaded; of an encoder, whose entries in the cache may be all that is needed, by reading it for that alone,
+which is remembered by the versions of its files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -20,21 +25,25 @@ from typing import Any, Protocol
 import torch
 from accelerate import init_empty_weights
 from diffusers import ConfigMixin
-from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
+from lora_rocm.data.cache import HashMemory
 from lora_rocm.device.failure import out_of_memory
-from lora_rocm.errors import ModelError
-from lora_rocm.families import hub
-from lora_rocm.families.weightfiles import Header, identity, indexed, read_header, read_tensors
-from lora_rocm.host.plain import read_plain
+from lora_rocm.errors import ModelError, StorageError
+from lora_rocm.families import conversion, hub
+from lora_rocm.families.conversion import Converter, Found, UnfitError
+from lora_rocm.families.weightfiles import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.host.plain import FileVersion, read_plain
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
 MAX_CONFIG_BYTES = 1 << 24
+MAX_CONFIG_NUMBER = 1 << 24  # the largest of any model here is a vocabulary of 262,208
+MAX_LAYERS = 2000  # that a config may describe; SDXL's UNet has 180 by the same count
+WEIGHTS_MEMORY = "weights.jsonl"
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 # What the model libraries raise on a config or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
@@ -73,10 +82,15 @@ class ModelChoice(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One component: its class, and the prefix of its tensors in a one-file checkpoint."""
+    """One component: its class, and the prefix and layout of its tensors in a one-file checkpoint.
+
+    other_prefixes: it may have in a file of its own.
+    """
 
     cls: type[Any]
     prefix: str
+    from_single_file: Converter
+    other_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,8 @@ class Source:
     tokenizer_folder: Path | None
     single_file: Path | None = None
     vae: Path | None = None
+    memory: HashMemory | None = None
+    _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def single_header(self) -> Header | None:
@@ -115,55 +131,152 @@ class Source:
         """The config of a component ("scheduler" too) as a dict.
 
         Raises:
-            ModelError: config-missing.
+            ModelError: config-missing, config-unreadable.
         """
-        folder = self._config_folder(name)
-        return read_config(folder / ("scheduler_config.json" if name == "scheduler" else "config.json"))
+        return read_config(self.config_path(name))
 
-    def _config_folder(self, name: str) -> Path:
+    def config_path(self, name: str) -> Path:
+        """The file of a component's config."""
+        folder = self.folder / name
         if name == "vae" and self.vae is not None and self.vae.is_dir():
-            return self.vae
-        return self.folder / name
+            folder = self.vae
+        return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
     def weights(self, name: str) -> tuple[list[Header], str]:
-        """(headers of the files that hold a component, prefix of its tensors in them)."""
+        """(headers of the files that hold a component, prefix of its tensors in them).
+
+        Raises:
+            ModelError: weights-missing, weights-damaged, pickle-refused and others.
+        """
+        part = self.layout.parts[name]
         if name == "vae" and self.vae is not None:
-            return ([read_header(self.vae)], "") if self.vae.is_file() else (_headers(self.vae)[0], "")
+            if not self.vae.is_file():
+                return _headers(self.vae), ""
+            header = read_header(self.vae)
+            prefixes = (part.prefix, *part.other_prefixes)
+            return [header], next(
+                (each for each in prefixes if any(key.startswith(each) for key in header.tensors)), ""
+            )
         if self.single_header is not None:
-            return [self.single_header], self.layout.parts[name].prefix
-        return _headers(self.folder / name)[0], ""
+            return [self.single_header], part.prefix
+        return _headers(self.folder / name), ""
+
+    def _converter(self, name: str) -> Converter:
+        """How the names in a component's files become its own."""
+        single = self.vae is not None and self.vae.is_file() if name == "vae" and self.vae else bool(self.single_file)
+        return self.layout.parts[name].from_single_file if single else conversion.own_names
+
+    def settings(self, name: str) -> str:
+        """What a component's config says of it, as text."""
+        found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
+        return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
-        """Identity of a component: its settings and its weights (see ``weightfiles.identity``)."""
-        headers, prefix = self.weights(name)
-        settings = {k: v for k, v in self.config(name).items() if k not in VOLATILE_CONFIG_KEYS}
-        text = json.dumps(settings, sort_keys=True) + identity(headers, lambda key: key.startswith(prefix))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Identity of a component: its settings, and every byte of its weights."""
+        return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
+
+    def _digest(self, name: str) -> str:
+        if name not in self._digests:
+            headers, prefix = self.weights(name)
+            version = WeightsVersion(prefix, tuple(header.version for header in headers))
+            known = self._recalled(version)
+            if known is None:
+                known = digest(headers, lambda key: key.startswith(prefix))
+                self._remember(version, known)
+            self._digests[name] = known
+        return self._digests[name]
+
+    def _recalled(self, version: WeightsVersion) -> str | None:
+        with contextlib.suppress(StorageError):  # then it is read
+            return self.memory.recall(version) if self.memory is not None else None
+        return None
+
+    def _remember(self, version: WeightsVersion, sha256: str) -> None:
+        if self.memory is not None:
+            with contextlib.suppress(StorageError):  # it is read again next time
+                self.memory.remember(version, sha256)
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Load one component: frozen, in eval mode, in memory of its own.
 
         Raises:
             ModelError: weights-damaged, weights-unfit, pickle-refused.
+            StorageError: weights-changed.
         """
-        part = self.layout.parts[name]
+        headers, prefix = self.weights(name)
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
+        self._require_digest(name, headers, prefix, sha256)
+        with self._explained(name):
+            module = self._hollow(name)
+            state = conversion.converted(tensors, module, self._converter(name))
+            module.load_state_dict(conversion.fitted(state, module), assign=True)
+        return module.to(device).requires_grad_(False).eval()
+
+    def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
+        """Note the digest of what was loaded; what was thought to be in the files before has to be that.
+
+        Raises:
+            StorageError: weights-changed. The new digest is remembered, so that another start uses it.
+        """
+        before = self._digests.setdefault(name, sha256)
+        if before != sha256:
+            self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
+            raise StorageError(
+                "weights-changed",
+                f"The weights of {name} are not those that were read before. Where neither their size nor the times of "
+                "their file changed, it is damaged or was altered.",
+                where=", ".join(str(header.path) for header in headers),
+                fix="Check the file (download it again if nobody changed it), then run the same command again.",
+            )
+
+    def look(self, name: str) -> Found:
+        """What loading a component would give, from its config and the headers of its files.
+
+        Raises:
+            ModelError: weights-unfit: tensors are missing or have other shapes.
+        """
+        headers, prefix = self.weights(name)
+        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
+        with self._explained(name):
+            return conversion.look(entries, self._hollow(name), self._converter(name))
+
+    def files(self) -> list[Path]:
+        """All files that the base consists of, as far as they are on this machine."""
+        found = [
+            self.folder / "model_index.json",
+            *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
+        ]
+        found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
+        for name in self.layout.tokenizers if self.tokenizer_folder is not None else ():
+            found += sorted((self.tokenizer_folder / name).glob("*"))
+        return sorted({path for path in found if path.is_file()})
+
+    def _hollow(self, name: str) -> nn.Module:
+        """A component's structure from its config; its weights are on the meta device.
+
+        Raises:
+            ModelError: config-missing, config-unreadable, config-absurd.
+        """
+        cls, config = self.layout.parts[name].cls, self.config(name)
+        require_bounded(config, self.config_path(name))
+        with self._explained(name), init_empty_weights():
+            made: nn.Module
+            made = cls.from_config(config) if issubclass(cls, ConfigMixin) else cls(cls.config_class.from_dict(config))
+        return made
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """What the model libraries raise, as an error with a remedy."""
         try:
-            if name == "vae" and self.vae is not None and self.vae.is_file():
-                module = self._load_single(name, read_header(self.vae), "", dtype)
-            elif name == "vae" and self.vae is not None:
-                module = _load_folder(part, self.vae, dtype)
-            elif self.single_header is not None:
-                module = self._load_single(name, self.single_header, part.prefix, dtype)
-            else:
-                module = _load_folder(part, self.folder / name, dtype)
+            yield
         except UNFIT_ERRORS as error:
             if out_of_memory(error):
                 raise
             raise _unfit(self.name, name, error) from error
-        missing = [key for key, tensor in module.state_dict().items() if tensor.is_meta]
-        if missing:
-            raise _unfit(self.name, name, f"{len(missing)} tensors are missing, for example {missing[0]}.")
-        return module.to(device).requires_grad_(False).eval()
 
     def skeleton(self, name: str) -> nn.Module:
         """A component's structure from its config: its weights have their shapes, are zero, and take no memory.
@@ -171,34 +284,13 @@ class Source:
         They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
 
         Raises:
-            ModelError: config-missing, config-unreadable, weights-unfit.
+            ModelError: config-missing, config-unreadable, config-absurd, weights-unfit.
         """
-        cls, config = self.layout.parts[name].cls, self.config(name)
-        try:
-            with init_empty_weights():
-                if issubclass(cls, ConfigMixin):
-                    module: nn.Module = cls.from_config(config)
-                else:
-                    module = cls(cls.config_class.from_dict(config))
-        except UNFIT_ERRORS as error:
-            raise _unfit(self.name, name, error) from error
+        module = self._hollow(name)
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
                 hollow = torch.zeros(()).expand(parameter.shape)
                 owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
-        return module
-
-    def _load_single(self, name: str, header: Header, prefix: str, dtype: torch.dtype) -> nn.Module:
-        checkpoint = read_tensors(header, lambda key: key.startswith(prefix))
-        part = self.layout.parts[name]
-        if issubclass(part.cls, ConfigMixin):
-            module: nn.Module = part.cls.from_single_file(
-                checkpoint, config=str(self.folder), subfolder=name, torch_dtype=dtype, local_files_only=True
-            )
-        else:
-            module = create_diffusers_clip_model_from_ldm(
-                part.cls, checkpoint, subfolder=name, config=str(self.folder), torch_dtype=dtype, local_files_only=True
-            )
         return module
 
     def tokenizer_path(self, name: str) -> Path:
@@ -225,8 +317,30 @@ class Source:
         )
 
 
-def resolve(choice: ModelChoice, layout: Layout) -> Source:
+@dataclass(frozen=True)
+class WeightsVersion:
+    """By what the digest of a component's weights is remembered."""
+
+    prefix: str
+    files: tuple[FileVersion, ...]
+
+    @property
+    def identity(self) -> list[Any]:
+        return ["weights", self.prefix, [astuple(file) for file in self.files]]
+
+    @property
+    def changed_ns(self) -> int:
+        """When a file changed last."""
+        return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
+
+
+def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None) -> Source:
     """Find a base model by what the recipe says; looks at the network only for a hub id that is not cached.
+
+    Args:
+        choice: the recipe's ``model`` section.
+        layout: the family's.
+        memory: where digests of weights are remembered.
 
     Raises:
         ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others, each with a remedy.
@@ -248,7 +362,7 @@ def resolve(choice: ModelChoice, layout: Layout) -> Source:
         _refuse_other_files(path, "model.name_or_path")
         configs = None if choice.config is None else _existing_folder(choice.config, "model.config")
         has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
-        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae)
+        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae, memory)
     elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):
@@ -260,7 +374,7 @@ def resolve(choice: ModelChoice, layout: Layout) -> Source:
             where=f"model.name_or_path: {name}",
             fix="Give a diffusers folder, a .safetensors file, a hub id, or builtin:tiny-sdxl.",
         )
-    return Source(name, layout, folder, folder, None, vae)
+    return Source(name, layout, folder, folder, None, vae, memory)
 
 
 def builtin_folder(name: str) -> Path:
@@ -301,6 +415,50 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def require_bounded(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a config that describes what no model is, before minutes and memory go into building it.
+
+    Raises:
+        ModelError: config-absurd.
+    """
+    for key, value in config.items():
+        largest = max((abs(number) for number in _numbers(value)), default=0)
+        if largest > MAX_CONFIG_NUMBER:
+            raise _absurd(path, f"{key} is {largest:.6g}")
+    blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
+    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")]
+    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + most[2]
+    if layers > MAX_LAYERS:
+        raise _absurd(path, f"it describes {layers:,.0f} layers")
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """The numbers in a value of a config, at any depth."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, int | float) and not isinstance(part, bool):
+            yield part
+        parts += part.values() if isinstance(part, dict) else _listed(part)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _most(value: object) -> float:
+    return max(_numbers(value), default=0)
+
+
+def _absurd(path: Path, what: str) -> ModelError:
+    return ModelError(
+        "config-absurd",
+        f"A config file of the model describes what no model has: {what}.",
+        where=str(path),
+        fix=DOWNLOAD_AGAIN,
+    )
+
+
 def _vae_path(name: str) -> Path:
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path):
@@ -336,16 +494,16 @@ def _refuse_pickle(path: Path) -> None:
         )
 
 
-def _headers(folder: Path) -> tuple[list[Header], str | None]:
-    """(headers of a component's weight files, their variant) in a diffusers folder; float32 files come first."""
+def _headers(folder: Path) -> list[Header]:
+    """Headers of a component's weight files in a diffusers folder; float32 files come first."""
     for stem in WEIGHT_STEMS:
         for variant in VARIANTS:
             tail = "" if variant is None else f".{variant}"
             index = folder / f"{stem}.safetensors.index{tail}.json"
             if index.is_file():
-                return [read_header(folder / name) for name in indexed(read_config(index), index)], variant
+                return [read_header(folder / name) for name in indexed(read_config(index), index)]
             if (folder / f"{stem}{tail}.safetensors").is_file():
-                return [read_header(folder / f"{stem}{tail}.safetensors")], variant
+                return [read_header(folder / f"{stem}{tail}.safetensors")]
     for path in sorted(folder.glob("*")):
         _refuse_pickle(path)
     raise ModelError(
@@ -356,33 +514,11 @@ def _headers(folder: Path) -> tuple[list[Header], str | None]:
     )
 
 
-def _load_folder(part: Part, folder: Path, dtype: torch.dtype) -> nn.Module:
-    variant = _headers(folder)[1]
-    how: dict[str, Any] = {"torch_dtype": dtype}
-    if not issubclass(part.cls, ConfigMixin):
-        how = {"dtype": dtype, "ignore_mismatched_sizes": True}  # else it raises "see above", and writes a table there
-    module, info = part.cls.from_pretrained(
-        str(folder),
-        variant=variant,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **how,
-    )
-    for what in ("missing_keys", "mismatched_keys"):
-        wrong = sorted(key if isinstance(key, str) else key[0] for key in info[what])
-        if wrong:
-            said = "are missing" if what == "missing_keys" else "have another shape"
-            raise ValueError(f"{len(wrong)} tensors {said}, for example {wrong[0]}.")
-    for tensor in [*module.parameters(), *module.buffers()]:
-        tensor.data = tensor.data.clone()  # out of the mapped file
-    loaded: nn.Module = module
-    return loaded
-
-
 def _unfit(model: str, name: str, error: object) -> ModelError:
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # what follows is advice to programmers
+    reason = str(error)
+    if not isinstance(error, UnfitError):
+        first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
+        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # what follows is advice to programmers
     return ModelError(
         "weights-unfit",
         f"The weights of {name} do not fit its config: {reason}.",

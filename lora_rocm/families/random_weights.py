@@ -35,6 +35,10 @@ class RandomSource(Source):
                 at = (at + weight.numel()) % POOL
         return module.to(device).eval()
 
+    def files(self) -> list[Path]:
+        """The configs."""
+        return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]
+
     def tokenizer_path(self, name: str) -> Path:
         """The tiny model's, which ships with the package: weights that mean nothing need no other words."""
         return builtin_folder(TINY) / name

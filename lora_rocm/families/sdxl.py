@@ -5,6 +5,8 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -16,10 +18,11 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families import diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
+from lora_rocm.families import conversion, diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
-from lora_rocm.families.loading import Layout, Part, Source, resolve
+from lora_rocm.families.loading import WEIGHTS_MEMORY, Layout, Part, Source, resolve
 from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
@@ -33,10 +36,14 @@ if TYPE_CHECKING:
 
 LAYOUT = Layout(
     parts={
-        "unet": Part(UNet2DConditionModel, "model.diffusion_model."),
-        "vae": Part(AutoencoderKL, "first_stage_model."),
-        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0."),
-        "text_encoder_2": Part(CLIPTextModelWithProjection, "conditioner.embedders.1."),
+        "unet": Part(UNet2DConditionModel, "model.diffusion_model.", conversion.unet_of_ldm),
+        "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
+        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0.", conversion.clip_of_ldm),
+        "text_encoder_2": Part(
+            CLIPTextModelWithProjection,
+            "conditioner.embedders.1.",
+            conversion.open_clip_of_ldm("conditioner.embedders.1.model."),
+        ),
     },
     tokenizers=("tokenizer", "tokenizer_2"),
     configs=Path(__file__).parent / "sdxl_config",
@@ -62,18 +69,28 @@ class Sdxl:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    @cached_property
+    @property
     def source(self) -> Source:
         """The base model that the recipe names, found and recognised, with nothing loaded.
 
         Raises:
-            ModelError: it is missing, damaged, or not SDXL.
+            ModelError: it is missing, damaged, or not an SDXL that can be trained on.
         """
-        if self.recipe.model.name_or_path.startswith(PREFIX):
-            return random_source(self.recipe.model.name_or_path, LAYOUT)
-        source = resolve(self.recipe.model, LAYOUT)
-        sdxl_check.check(source)
-        return source
+        return self._recognised[0]
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return self._recognised[1]
+
+    @cached_property
+    def _recognised(self) -> tuple[Source, tuple[str, ...]]:
+        model = self.recipe.model
+        if model.name_or_path.startswith(PREFIX):
+            return random_source(model.name_or_path, LAYOUT), ()
+        source = resolve(model, LAYOUT, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
+        notices = sdxl_check.check(source)
+        sdxl_check.check_scheduler(source, self._scheduler_config(source))
+        return source, notices
 
     @cached_property
     def schedule(self) -> diffusion.NoiseSchedule:
@@ -82,13 +99,14 @@ class Sdxl:
 
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
-        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's own marks filled in.
+        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's own marks filled in."""
+        return self._scheduler_config(self.source)
 
-        A v-prediction checkpoint says so by a tensor named ``v_pred``, and by ``ztsnr`` that its schedule ends in pure
-        noise (the convention that ComfyUI reads).
-        """
-        config = self.source.config("scheduler")
-        marks = set() if self.source.single_header is None else set(self.source.single_header.tensors)
+    def _scheduler_config(self, source: Source) -> dict[str, Any]:
+        config = source.config("scheduler")
+        # the convention that ComfyUI reads: a v-prediction checkpoint has a tensor v_pred, and ztsnr where its schedule
+        # ends in pure noise
+        marks = set() if source.single_header is None else set(source.single_header.tensors)
         prediction: str = self.recipe.model.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else config.get("prediction_type", "epsilon")
@@ -118,9 +136,11 @@ class Sdxl:
         paths = [self.source.tokenizer_path(name) for name in LAYOUT.tokenizers]
         return [text.token_limit(text.load_tokenizer(path)) for path in paths]
 
+    def examine(self) -> Sequence[Path]:
+        return self.source.files()
+
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        names = ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
-        components = {name: self.source.load(name, dtype, device) for name in names}
+        components = {name: self.source.load(name, dtype, device) for name in self._trained}
         return LoadedModel(components, dtype, device)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
@@ -244,13 +264,22 @@ class Sdxl:
         return {
             "hash": "" if file is None else legacy_model_hash(file),
             "prediction_type": self.scheduler_config["prediction_type"],
-            "identity": self._weights_identity,
+            "identity": self._identity,
         }
 
     @cached_property
-    def _weights_identity(self) -> str:
-        """Of the components that are trained on (the encoders' are in the cache keys)."""
-        return self.source.fingerprint("unet")
+    def _identity(self) -> str:
+        """Of what is trained on, and of what it is trained towards. The encoders' are in the cache keys."""
+        parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _trained(self) -> tuple[str, ...]:
+        return ("unet", *(self.text_components if self.recipe.lora.train_text_encoder else ()))
+
+    @property
+    def structure(self) -> str:
+        return json.dumps([self.source.settings(name) for name in self._trained])
 
     def skeleton(self, component: str) -> nn.Module:
         return self.source.skeleton(component)

@@ -13,6 +13,7 @@ from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 
 CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)
+READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 MAX_TOKENS = 1000  # transformers says 1e30 where a tokenizer does not say how long a text may be; CLIP's is 77
 
 
@@ -22,13 +23,33 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     Raises:
         ModelError: tokenizer-unreadable.
     """
-    try:
+    with _Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise _unreadable(folder, str(error)) from error
     if tokenizer.model_max_length > MAX_TOKENS:
         raise _unreadable(folder, "tokenizer_config.json does not say model_max_length")
+    with _Explained(folder):
+        token_ids(tokenizer, "a")
     return tokenizer
+
+
+class _Explained:
+    """What reading a tokenizer raises, as an error with a remedy.
+
+    The tokenizers library raises ``Exception`` itself, and no class below it, for what it does not understand in its
+    file, and PanicException where it did not expect it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and (
+            kind is Exception or kind.__name__ == "PanicException" or issubclass(kind, READING_ERRORS)
+        ):
+            raise _unreadable(self._folder, str(error)) from error
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:

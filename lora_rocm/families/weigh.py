@@ -1,7 +1,6 @@
-"""What ``check`` asks about a base model: ``python -m lora_rocm.families.weigh RECIPE.json``.
+"""Can a recipe's base be trained on, and what memory does it take: ``python -m lora_rocm.families.weigh RECIPE.json``.
 
-Prints one JSON object, or an error event. ``weights``: component -> bytes in memory, from configs alone.
-``tokenizers``: what ``TokenLimit`` holds, for each text encoder. No weights are loaded.
+Prints one JSON object (``Weighed``), or an error event. Configs, headers and tokenizers are read; no weights are.
 """
 
 from __future__ import annotations
@@ -9,23 +8,42 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import family_for
+from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.schema import Recipe
 
 
-def weight_bytes(recipe: Recipe) -> dict[str, int]:
-    """Bytes of each component as it is loaded: what is trained on in the run's precision, encoders in float32.
+@dataclass(frozen=True)
+class Weighed:
+    """What is known of a base before it is loaded.
+
+    num_bytes: of each component as it is loaded: what is trained on in the run's precision, encoders in float32.
+    notices: sentences that a user has to know.
+    files: (path, size, two times of change, inode) of every file that was looked at: as long as these are the same, so
+        is all the rest.
+    tokenizers: the fields of ``TokenLimit``, for each text encoder.
+    """
+
+    num_bytes: dict[str, int]
+    notices: list[str]
+    files: list[list[Any]]
+    tokenizers: list[dict[str, Any]]
+
+
+def weigh(recipe: Recipe) -> Weighed:
+    """Look at the base of a recipe.
 
     Raises:
-        ModelError: the base model is missing, damaged, or of another family.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained on as it is.
         MachineError: no GPU where one is asked for; damaged settings.
     """
     family = family_for(recipe)
@@ -33,27 +51,21 @@ def weight_bytes(recipe: Recipe) -> dict[str, int]:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ))
     text_dtype = dtype if recipe.lora.train_text_encoder else torch.float32
     dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
-    return {
+    files = family.examine()
+    num_bytes = {
         name: sum(parameter.numel() for parameter in family.skeleton(name).parameters())
         * dtypes.get(name, dtype).itemsize
         for name in family.all_components
     }
-
-
-def answer(recipe: Recipe) -> dict[str, object]:
-    """What ``check`` wants to know.
-
-    Raises:
-        ModelError, MachineError: as ``weight_bytes``; a tokenizer is missing or cannot be read.
-    """
-    limits = [asdict(limit) for limit in family_for(recipe).token_limits()]
-    return {"weights": weight_bytes(recipe), "tokenizers": limits}
+    limits = [asdict(limit) for limit in family.token_limits()]
+    return Weighed(num_bytes, list(family.notices), [list(astuple(FileVersion.of(file))) for file in files], limits)
 
 
 def main() -> int:
     """Weigh the recipe in the file that the first argument names."""
     try:
-        found = answer(Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        found: dict[str, object] = asdict(weigh(recipe))
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

@@ -6,8 +6,34 @@ A pipe or a device that lies where a file is expected would be waited for, or re
 from __future__ import annotations
 
 import errno
+import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """What tells one version of a file from another without reading it.
+
+    inode: of the file system; the number of the device besides would change with every mount.
+    """
+
+    path: str
+    num_bytes: int
+    changed_ns: int
+    inode_changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path, found: os.stat_result | None = None) -> FileVersion:
+        """Of a file now, or as it was ``found``.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        found = path.stat() if found is None else found
+        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def check_plain(path: Path, max_bytes: int) -> int:

@@ -24,6 +24,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir, write_json
 from lora_rocm.train import concept, export, preview, state
 from lora_rocm.train.adapter import Adapter
+from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
@@ -54,6 +55,7 @@ class Artifacts:
     guard: Guard
     prepared: Prepared
     data_identity: str
+    base_seals: Seals
     steps_per_epoch: int
     room: Room
     memory: Memory
@@ -103,6 +105,7 @@ class Artifacts:
             "recipe": fingerprint(self.recipe),
             "data": self.data_identity,
             "base": self.family.base_facts()["identity"],
+            "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),
             "ranks": self.world.size,
             "metadata": asdict(self._facts(position)),

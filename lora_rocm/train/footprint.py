@@ -158,11 +158,11 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """Changes with all that a footprint depends on: the base by its identity."""
+    """Changes with all that a footprint depends on: of the base the shapes."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    parts = [software, family.name, family.base_facts()["identity"], lora, bool(recipe.train.ema_decay), kernels]
+    parts = [software, family.name, family.structure, lora, bool(recipe.train.ema_decay), kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 

@@ -26,6 +26,7 @@ from lora_rocm.train import compiling, state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.assemble import first_pass, new_trainer
+from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
@@ -37,6 +38,9 @@ from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
 from lora_rocm.train.start import Data, Start, captures, pins, transfer_of
 
+RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
+DATA_DIFFER = "The training pictures are not those of the checkpoint."
+BASE_DIFFERS = "The base model is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -127,10 +131,11 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         use_loss_scale=start.dtype is torch.float16,
         triton=triton,
     )
-    position = Position()
+    position, seals = Position(), seals_of(transfer.base)
     if checkpoint is not None:
-        position = _restore(start, data, checkpoint, transfer, adapter, optimizer)
-    start.world.require_same("the base model", {"base model": family.base_facts()["identity"]})
+        seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
+        position = _restore(checkpoint, transfer, adapter, optimizer)
+    start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
     if checkpoint is not None and start.world.is_first:
         state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
     position.attempt = max(position.attempt, start.attempt)
@@ -150,6 +155,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         guard=guard,
         prepared=data.prepared,
         data_identity=data.identity(),
+        base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
         room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
         tiles=start.settings.preview_tiling,
@@ -162,6 +168,8 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
 def prepare_data(start: Start, family: ModelFamily) -> Data:
     """Find the pictures and fill the caches."""
     session, recipe = start.session, start.recipe
+    for notice in family.notices:  # the base is refused here, if it is, before pictures are looked at
+        session.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
     find = partial(
@@ -259,32 +267,40 @@ def _load_model(
     return model, adapter, triton
 
 
-def _restore(
-    start: Start,
-    data: Data,
-    checkpoint: state.Checkpoint,
-    transfer: DeviceTransfer,
-    adapter: Adapter,
-    optimizer: GatedAdamW,
-) -> Position:
-    """Take over a checkpoint; everything restored crosses the checked door.
+def _require_same_base_and_data(
+    start: Start, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
+) -> Seals:
+    """Refuse a checkpoint that was made from something else; the seals of the base that the next one carries.
 
     Raises:
-        ResumeError: recipe or data are not those of the checkpoint.
+        ResumeError: recipe, data or base are not those of the checkpoint.
     """
-    facts = checkpoint.facts
-    for key, now, what in (
-        ("recipe", fingerprint(start.recipe), "The recipe differs from the checkpoint's in a key that may not change."),
-        ("data", data.identity(), "The training pictures are not those of the checkpoint."),
-        ("base", adapter.family.base_facts()["identity"], "The base model is not that of the checkpoint."),
-    ):
-        if facts[key] != now and not start.accept_changes:
+    facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
+    compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
+    if before is None:
+        start.session.notice(
+            "The checkpoint is of an earlier version, which named base and pictures in another way: whether they are "
+            "the same was not looked at."
+        )
+    else:
+        compared += [("data", data.identity(), DATA_DIFFER), ("base", family.base_facts()["identity"], BASE_DIFFERS)]
+    found = [(key, what, "") for key, now, what in compared if facts[key] != now]
+    found += [("base", BASE_DIFFERS, f", {name}") for name in broken(before or {}, seals)]
+    for key, what, more in found:
+        if not start.accept_changes:
             raise ResumeError(
                 f"resume-{key}-changed",
                 what,
-                where=str(checkpoint.path),
+                where=f"{checkpoint.path}{more}",
                 fix="Undo the change, start a new run, or go on all the same with --accept-changes.",
             )
+    return seals if found else {**(before or {}), **seals}
+
+
+def _restore(
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedAdamW
+) -> Position:
+    """Take over a checkpoint; everything restored crosses the checked door."""
 
     def sent(part: str) -> dict[str, Tensor]:
         return {

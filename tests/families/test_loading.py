@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.data.proven import plain_door
 from lora_rocm.errors import ModelError
-from lora_rocm.families import loading
+from lora_rocm.families import loading, sdxl_check
+from lora_rocm.families.loading import Source
 from lora_rocm.families.sdxl import LAYOUT, Sdxl
 from tests.tiny_models import (
     tiny_pipeline,
     tiny_recipe,
     write_config_folder,
+    write_hollow_sdxl,
     write_single_file,
     write_tiny_sdxl,
 )
@@ -116,9 +119,9 @@ def test_a_one_file_checkpoint_says_how_it_predicts(tmp_path: Path, pipeline: St
     assert chosen.schedule.alphas_cumprod_T[-1] == 0
 
 
-def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path]) -> None:
+def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        _ = family(single[0]).encoders()[1].fingerprint
+        family(write_hollow_sdxl(tmp_path / "hollow.safetensors")).token_limits()
     assert caught.value.code == "tokenizer-missing"
     assert "model.config" in caught.value.fix
     shutil.rmtree(single[1] / "tokenizer_2")
@@ -176,13 +179,98 @@ def test_weights_of_another_shape_are_an_error_with_a_remedy(tmp_path: Path) -> 
         assert "missing" in caught.value.what
 
 
-def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path, single: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("lost", "each"), [
+    ("model.diffusion_model.middle_block.1.proj_in.weight", 1),
+    ("model.diffusion_model.middle_block.1.", 1),
+    ("model.diffusion_model.label_emb.0.0.weight", 1),
+    ("model.diffusion_model.output_blocks.8.", 1),
+    ("first_stage_model.decoder.mid.", 1),
+    ("conditioner.embedders.0.transformer.text_model.encoder.layers.1.", 1),
+    ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", 3),  # query, key and value
+    ("conditioner.embedders.1.model.text_projection", 1),
+])  # fmt: skip
+def test_a_checkpoint_that_lacks_tensors_is_refused_by_its_header(
+    single: tuple[Path, Path], lost: str, each: int
+) -> None:
+    whole = load_file(single[0])
+    tensors = {name: tensor for name, tensor in whole.items() if not name.startswith(lost)}
+    count = each * (len(whole) - len(tensors))
+    save_file(tensors, single[0])
+    error = refused(single[0], config=str(single[1]))
+    assert error.code == "weights-unfit"
+    said = re.search(r"(\d+) tensors? (?:is|are) missing, for example ", error.what)
+    assert said and int(said.group(1)) >= count  # names behind a hole in the numbers are not found either
+
+
+def test_what_looking_refuses_loading_refuses(single: tuple[Path, Path]) -> None:
+    source = family(single[0], config=str(single[1])).source
     tensors = load_file(single[0])
     del tensors["model.diffusion_model.middle_block.1.proj_in.weight"]
     save_file(tensors, single[0])
-    with pytest.raises(ModelError) as caught:
-        family(single[0], config=str(single[1])).source.load("unet", torch.float32, CPU)
-    assert caught.value.code == "weights-unfit"
+    del source.__dict__["single_header"]
+    with pytest.raises(ModelError, match="1 tensor is missing, for example mid_block.attentions.0.proj_in.weight"):
+        source.load("unet", torch.float32, CPU)
+
+
+def test_a_vae_with_more_channels_is_told_by_its_shapes(tmp_path: Path) -> None:
+    folder = write_tiny_sdxl(tmp_path / "m")
+    other = tiny_pipeline(vae={"latent_channels": 16}).vae.state_dict()
+    save_file(other, folder / "vae" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    error = refused(folder)
+    assert error.code == "weights-unfit"
+    assert "of another shape" in error.what and "not (" in error.what
+
+
+@pytest.mark.parametrize("component", list(LAYOUT.parts))
+def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path], component: str) -> None:
+    """Every tensor of the component comes from tensors under its prefix, and each of these is used."""
+    source = family(single[0], config=str(single[1])).source
+    found, (_, prefix) = source.look(component), source.weights(component)
+    assert found.unread == ()
+    used = set().union(*found.made_of.values())
+    assert found.made_of.keys() == source.load(component, torch.float32, CPU).state_dict().keys()
+    assert all(found.made_of.values())
+    assert used == {name for name in source.single_header.tensors if name.startswith(prefix)}  # type: ignore[union-attr]
+
+
+def test_full_size_is_looked_at_in_a_moment(tmp_path: Path) -> None:
+    source = Source("x", LAYOUT, LAYOUT.configs, None, write_hollow_sdxl(tmp_path / "x.safetensors"))
+    assert sdxl_check.check(source) == ()
+
+
+def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:
+    """Of the VAE's attention, as diffusers 0.18 saved it, and of the text encoder, as transformers 4 did."""
+    folder = write_tiny_sdxl(tmp_path / "m")
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors, renamed = load_file(path), 0
+    for new, old in (("to_q", "query"), ("to_k", "key"), ("to_v", "value"), ("to_out.0", "proj_attn")):
+        for name in [name for name in tensors if f".{new}." in name]:
+            tensors[name.replace(f".{new}.", f".{old}.")] = tensors.pop(name)
+            renamed += 1
+    assert renamed == 16
+    save_file(tensors, path, {"format": "pt"})
+    path = folder / "text_encoder" / "model.safetensors"
+    old = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in load_file(path).items()}
+    old["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    save_file(old, path, {"format": "pt"})
+    source = family(folder).source
+    for component in ("vae", "text_encoder"):
+        assert same_weights(source.load(component, torch.float32, CPU), getattr(pipeline, component))
+
+
+@pytest.mark.parametrize("component", ["unet", "vae", "text_encoder", "text_encoder_2"])
+def test_a_component_is_what_the_libraries_load(tiny_sdxl: Path, component: str) -> None:
+    """Weights, buffers, the mode, and what configs say of how to compute."""
+    part = LAYOUT.parts[component]
+    theirs = part.cls.from_pretrained(str(tiny_sdxl / component), local_files_only=True).eval()
+    ours = family(tiny_sdxl).source.load(component, torch.float32, CPU)
+    buffers = dict(ours.named_buffers())
+    assert buffers.keys() == dict(theirs.named_buffers()).keys()
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in theirs.named_buffers())
+    assert same_weights(ours, theirs)
+    assert not any(module.training for module in ours.modules())
+    attention = "_attn_implementation"
+    assert getattr(ours.config, attention, None) == getattr(theirs.config, attention, None)
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".bin", ".pt", ".pth"])

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from lora_rocm.errors import MachineError
 from lora_rocm.families import weigh
-from lora_rocm.families.weigh import weight_bytes
-from tests.tiny_models import tiny_pipeline, tiny_recipe, write_single_file
+from lora_rocm.families.weigh import weigh as weighed
+from tests.tiny_models import tiny_recipe, write_hollow_sdxl
 
 
 def real_bytes(folder: Path) -> dict[str, int]:
@@ -21,21 +21,21 @@ def real_bytes(folder: Path) -> dict[str, int]:
 
 
 def test_a_folder(tiny_sdxl: Path) -> None:
-    assert weight_bytes(tiny_recipe(tiny_sdxl)) == real_bytes(tiny_sdxl)
+    assert weighed(tiny_recipe(tiny_sdxl)).num_bytes == real_bytes(tiny_sdxl)
 
 
 def test_half_precision_is_for_what_is_trained(tiny_sdxl: Path) -> None:
     real = real_bytes(tiny_sdxl)
-    halved = weight_bytes(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"}))
+    halved = weighed(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"})).num_bytes
     assert halved == real | {"unet": real["unet"] // 2}
     lora = {"train_text_encoder": True}
-    both = weight_bytes(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"}, lora=lora))
+    both = weighed(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"}, lora=lora)).num_bytes
     assert both == {name: size if name == "vae" else size // 2 for name, size in real.items()}
 
 
 def test_a_one_file_checkpoint_by_its_published_config(tmp_path: Path) -> None:
-    file = write_single_file(tiny_pipeline(), tmp_path / "x.safetensors")
-    sizes = weight_bytes(tiny_recipe(file, train={"mixed_precision": "fp16"}))
+    file = write_hollow_sdxl(tmp_path / "x.safetensors")
+    sizes = weighed(tiny_recipe(file, train={"mixed_precision": "fp16"})).num_bytes
     assert sizes["unet"] == 2 * 2_567_463_684
 
 
@@ -53,7 +53,12 @@ def test_as_a_program(
     code = weigh.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     if there:
-        assert (code, found["weights"]) == (0, real_bytes(tiny_sdxl))
+        assert (code, found["num_bytes"], found["notices"]) == (0, real_bytes(tiny_sdxl), [])
+        assert {Path(path).name for path, *_ in found["files"]} >= {
+            "config.json",
+            "tokenizer.json",
+            "model.safetensors",
+        }
         assert [limit["max_tokens"] for limit in found["tokenizers"]] == [77, 77]
     else:
         assert (code, found["type"], found["code"]) == (2, "error", "model-missing")
@@ -62,4 +67,4 @@ def test_as_a_program(
 def test_damaged_settings_are_told(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_ROCM_SETTINGS", "{")
     with pytest.raises(MachineError, match="LORA_ROCM_SETTINGS"):
-        weight_bytes(tiny_recipe(tiny_sdxl))
+        weighed(tiny_recipe(tiny_sdxl))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.families.weightfiles import identity, legacy_model_hash, read_header, read_tensors
+from lora_rocm.errors import AdapterError, ModelError, StorageError
+from lora_rocm.families import weightfiles
+from lora_rocm.families.weightfiles import digest, legacy_model_hash, read_hashed, read_header, read_tensors
 
 TENSORS = {
     "a.float": torch.randn(3, 5),
@@ -81,29 +85,115 @@ def test_the_branch_of_the_error_can_be_chosen(file: Path) -> None:
         read_header(file.parent / "none.safetensors", AdapterError)
 
 
-def test_identity_follows_every_part_of_the_content(tmp_path: Path) -> None:
-    def identity_of(**changes: torch.Tensor) -> str:
+def digest_of(path: Path, prefix: str = "") -> str:
+    return digest([read_header(path)], lambda name: name.startswith(prefix))
+
+
+@given(st.integers(0, 10**9), st.integers(1, 255))
+def test_every_byte_of_every_tensor_counts(tmp_path_factory: pytest.TempPathFactory, place: int, bits: int) -> None:
+    path = tmp_path_factory.mktemp("w") / "w.safetensors"
+    save_file(TENSORS, path)
+    before, begin = digest_of(path), min(entry.begin for entry in read_header(path).tensors.values())
+    content = bytearray(path.read_bytes())
+    content[begin + place % (len(content) - begin)] ^= bits
+    path.write_bytes(content)
+    assert digest_of(path) != before
+
+
+def test_names_formats_and_shapes_count(tmp_path: Path) -> None:
+    def changed(**changes: torch.Tensor) -> str:
         save_file({**TENSORS, **changes}, tmp_path / "x.safetensors")
-        return identity([read_header(tmp_path / "x.safetensors")])
+        return digest_of(tmp_path / "x.safetensors")
 
-    first = identity_of()
-    assert identity_of() == first
-    for place in (0, 100, 199):  # start, middle and end of a large tensor
-        moved = TENSORS["c.large"].clone()
-        moved[place] += 1
-        assert identity_of(**{"c.large": moved}) != first
-    assert identity_of(**{"a.half": TENSORS["a.half"].float()}) != first
-    assert identity_of(**{"a.float": TENSORS["a.float"].reshape(5, 3)}) != first
-    assert identity_of(more=torch.zeros(1)) != first
+    first = changed()
+    assert changed() == first
+    assert changed(**{"a.half": TENSORS["a.half"].view(torch.bfloat16)}) != first
+    assert changed(**{"a.float": TENSORS["a.float"].reshape(5, 3)}) != first
+    assert changed(more=torch.zeros(0)) != first
+    exchanged = {"a.float": TENSORS["c.large"], "c.large": TENSORS["a.float"]}
+    assert changed(**exchanged) != first
 
 
-def test_identity_of_a_part_ignores_the_rest(tmp_path: Path) -> None:
+def test_the_digest_of_a_part_ignores_the_rest(tmp_path: Path) -> None:
     def part(**changes: torch.Tensor) -> str:
         save_file({**TENSORS, **changes}, tmp_path / "x.safetensors")
-        return identity([read_header(tmp_path / "x.safetensors")], lambda name: name.startswith("a."))
+        return digest_of(tmp_path / "x.safetensors", "a.")
 
     assert part() == part(**{"b.int": torch.zeros(4)})
     assert part() != part(**{"a.half": torch.zeros(7).half()})
+
+
+def test_how_tensors_are_spread_over_files_does_not_count(tmp_path: Path, file: Path) -> None:
+    names = list(TENSORS)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: TENSORS[name] for name in part}, tmp_path / f"{number}.safetensors")
+    headers = [read_header(tmp_path / f"{number}.safetensors") for number in range(2)]
+    assert digest(headers) == digest(headers[::-1]) == digest_of(file)
+    with pytest.raises(ModelError, match="another file"):
+        digest([*headers, headers[0]])
+
+
+@pytest.mark.parametrize("run_bytes", [1, 1 << 12, 1 << 30])
+def test_what_is_read_is_what_is_hashed(file: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int) -> None:
+    monkeypatch.setattr(weightfiles, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(weightfiles, "PIECE_BYTES", 1000)
+    header = read_header(file)
+    tensors, sha256 = read_hashed([header], lambda name: True, lambda tensor: tensor)
+    assert sha256 == digest([header])
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+    halves, same = read_hashed([header], lambda name: True, lambda tensor: tensor.half())
+    assert same == sha256 and all(torch.equal(halves[name], TENSORS[name].half()) for name in TENSORS)
+    assert read_hashed([header], lambda name: False, lambda tensor: tensor)[0] == {}
+
+
+def rewritten(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+
+
+def replaced(path: Path) -> None:
+    found = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, Path.unlink])
+@pytest.mark.parametrize("during", [False, True])
+def test_a_file_that_changes_under_the_reader_is_refused(
+    file: Path, change: Callable[[Path], None], during: bool
+) -> None:
+    if during and os.name == "nt" and change is not rewritten:
+        pytest.skip("Windows refuses this while the file is open")
+    header, left = read_header(file), [during]
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if left.pop() if left else False:
+            change(file)
+        return tensor
+
+    if not during:
+        change(file)
+    with pytest.raises((StorageError, ModelError)) as caught:
+        read_hashed([header], lambda name: True, convert)
+    assert caught.value.code in ("weights-changed", "weights-unreadable")
+    assert str(file) in caught.value.where
+
+
+def test_a_file_that_is_only_looked_at_is_read(file: Path) -> None:
+    """Negative control: rights and links are not content."""
+    header = read_header(file)
+    file.chmod(0o640)
+    assert digest([header]) == digest_of(file)
+
+
+def test_a_file_that_ends_early_is_damaged(file: Path) -> None:
+    header = read_header(file)
+    entries = {name: replace(entry, end=entry.end + 10**6) for name, entry in header.tensors.items()}
+    with pytest.raises(ModelError, match="ends inside"):
+        digest([replace(header, tensors=entries)])
 
 
 def test_legacy_hash(tmp_path: Path) -> None:

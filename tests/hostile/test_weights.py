@@ -21,7 +21,7 @@ from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families import sdxl_check
 from lora_rocm.families.base import family_for
 from lora_rocm.families.loading import builtin_folder, resolve
-from lora_rocm.families.weightfiles import identity, indexed, read_header, read_tensors
+from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import SdxlModel
 from lora_rocm.train import lora_file
@@ -69,7 +69,7 @@ def test_headers_that_lie(tmp_path: Path, read: Callable[[Path], None], name: st
     path = tmp_path / "x.safetensors"
     path.write_bytes(attacks.LYING_WEIGHTS[name])
     said = bounded(read, path)
-    assert "damaged" in said or "bytes, not" in said or "metadata" in said
+    assert any(words in said for words in ("damaged", "bytes, not", "metadata", "format that is not read"))
 
 
 def test_a_sound_header_is_read(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_sound_header_is_read(tmp_path: Path) -> None:
         "a": (2, 1),
         "b": (0,),
     }
-    assert identity([read_header(path)])
+    assert digest([read_header(path)])
 
 
 def test_headers_of_millions_of_tensors(tmp_path: Path) -> None:
