@@ -50,6 +50,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),
     (f"{PACKAGE}.run.failure", "exit_code_of"),
+    (f"{PACKAGE}.run.child", "main"),
     (f"{PACKAGE}.data.workers", "_serve"),
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
@@ -58,7 +59,7 @@ PROCESS_EDGES = {
 STANDARD_LIBRARY_ONLY = {
     "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
     "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
-    "host.remember", "host.whole", "host.sources", "host.wheels", "host.printable",
+    "host.remember", "host.whole", "host.sources", "host.wheels", "host.printable", "host.safe_path",
 }  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
