@@ -268,6 +268,40 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
     said.refused(2, "not those of the adapter", "lora section")
 
 
+LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "stacks", "tensorboard")
+"""Files that tell of each start, whatever becomes of it."""
+
+
+@pytest.mark.parametrize("refusal", ["rank", "pictures", "checkpoint"])
+def test_what_the_worker_refuses_leaves_the_run_as_it_was(
+    program: Program, folder: Path, tmp_path: Path, refusal: str
+) -> None:
+    """Also a finished one, and the command that it was made with goes on from it, or says that it is complete."""
+    run_dir = RunDir(Path(shutil.copytree(folder / "runs" / "ok", tmp_path / "run")))
+    options = ["--run-dir", run_dir.path, "--resume", "latest", "--set", FORMATS]
+    longer = ["--set", "train.max_train_steps=3"]
+    if refusal == "rank":
+        refused = ("adapter", ["--set", "lora.rank=4", "--accept-changes", *options])
+    elif refusal == "pictures":
+        refused = ("training pictures", [*longer, *options])
+    else:
+        state = run_dir.checkpoint(1) / "state.json"
+        state.write_bytes(state.read_bytes().replace(b"sha256", b"sha257"))
+        refused = ("damaged", [*longer, "--resume", run_dir.checkpoint(1), "--set", FORMATS])
+    before = {name: content for name, content in snapshot(run_dir.path).items() if not name.startswith(LOGS)}
+    words, arguments = refused
+    caption = folder / "pics" / "p0.txt"
+    text = caption.read_bytes()
+    try:
+        caption.write_bytes(b"another caption" if refusal == "pictures" else text)
+        program("train", "r.yaml", *arguments).refused(2, words)
+    finally:
+        caption.write_bytes(text)
+    after = {name: content for name, content in snapshot(run_dir.path).items() if not name.startswith(LOGS)}
+    assert after.keys() == before.keys() and [name for name in before if after[name] != before[name]] == []
+    assert "This run is complete" in program("train", "r.yaml", *options).out
+
+
 @pytest.mark.parametrize("place", ["nowhere", "pics", "afile", "runs", "runs/ok/checkpoints/step-00000009"])
 def test_a_resume_of_nothing(program: Program, folder: Path, place: str) -> None:
     before = sorted(folder.iterdir())

@@ -26,6 +26,7 @@ from lora_rocm.errors import (
     UserError,
     WorkerHungError,
 )
+from lora_rocm.host.packages import require_packages
 from lora_rocm.host.safe_path import python_command, python_environment
 from lora_rocm.run.console import told_of_closing
 from lora_rocm.run.events import EventReader
@@ -49,7 +50,12 @@ OnEvent = Callable[[Event], None]
 
 
 def heavy_command(module: str, *arguments: str) -> list[str]:
-    """The command of a heavy child, which ``run.child`` begins."""
+    """The command of a heavy child, which ``run.child`` begins.
+
+    Raises:
+        MachineError: a package that it needs is not installed.
+    """
+    require_packages()
     return python_command("-m", CHILD, module, *arguments)
 
 
@@ -73,8 +79,9 @@ class Asked:
     """What the user and the system have asked for.
 
     Attributes:
-        count: how often to stop, by Ctrl-C or SIGTERM.
-        closing: the terminal is gone, or the system shuts down. Both may be said several times, and mean one request.
+        count: how often the user pressed Ctrl-C.
+        closing: SIGTERM, or the terminal is gone. A system says so several times (a shell and the kernel each send
+            SIGHUP; ``timeout`` sends SIGTERM twice) and means one request.
     """
 
     count: int = 0
@@ -346,7 +353,7 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Note Ctrl-C, SIGTERM (Ctrl-Break) and the end of the terminal instead of dying of them. Only the main thread can.
+    """Note Ctrl-C, SIGTERM and the end of the terminal instead of dying of them. Only the main thread can.
 
     A hang-up that is ignored already, as ``nohup`` has it, stays ignored.
     """
@@ -365,7 +372,7 @@ def stop_signals() -> Iterator[Asked]:
     if sys.platform == "win32":
         wanted[signal.SIGBREAK] = count
     else:
-        wanted[signal.SIGTERM] = count
+        wanted[signal.SIGTERM] = close
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             wanted[signal.SIGHUP] = close
     before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
