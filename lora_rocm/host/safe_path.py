@@ -1,6 +1,6 @@
 """Keeps code of the current folder from being run. Only this module makes the command of a Python child.
 
-``python -m`` and ``python -c`` put the current folder first on the path of imports, so a ``torch.py`` that lies beside a
+``python -m`` and ``python -c`` put the current folder first on the path of imports, so a ``torch.py`` beside a
 downloaded recipe would be imported in place of torch. Standard library only.
 """
 
