@@ -132,6 +132,15 @@ def test_a_disk_that_is_really_full(program: Program, folder: Path, new: RunDir,
     assert encoded < set(snapshot(small_disk)) and results(new) == results(RunDir(folder / "runs" / "ok"))
 
 
+def test_a_disk_without_inodes_is_named_as_such(program: Program, folder: Path, new: RunDir, small_disk: Path) -> None:
+    subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=8"), check=True)
+    cache = f"cache.dir={small_disk}"
+    program.train(new.path, FORMATS, cache).refused(3, "The disk is full: ", "MiB are free", "inodes", small_disk)
+    subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=500"), check=True)
+    assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
+    assert results(new) == results(RunDir(folder / "runs" / "ok"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 24, 160, 240, 900, 1000, 1100])
 def test_run_directories_on_small_disks(folder: Path, small_disk: Path, size_kib: int) -> None:
