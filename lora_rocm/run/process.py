@@ -373,7 +373,7 @@ def stop_signals() -> Iterator[Asked]:
         wanted[signal.SIGBREAK] = count
     else:
         wanted[signal.SIGTERM] = close
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             wanted[signal.SIGHUP] = close
     before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
     try:
