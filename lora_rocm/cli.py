@@ -86,16 +86,20 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")
 LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
 
 
-def explained(command: Callable[..., int | None]) -> Callable[..., None]:
+def explained(command: Callable[..., int | None], *, outlives_output: bool = False) -> Callable[..., None]:
     """Run a handler: its return value is the exit code, errors are sentences, never tracebacks."""
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
         from lora_rocm.run.failure import exit_code_of
 
-        raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs)))
+        raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs), outlives_output=outlives_output))
 
     return run
+
+
+explained_for_files = functools.partial(explained, outlives_output=True)
+"""Of a command whose results are files: it goes on when its terminal is closed, or the disk of its log is full."""
 
 
 @app.callback(invoke_without_command=True)
@@ -109,7 +113,7 @@ def top(
 
 
 @app.command(cls=Command)
-@explained
+@explained_for_files
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -169,7 +173,7 @@ def plan(
 
 
 @app.command(cls=Command)
-@explained
+@explained_for_files
 def demo() -> int:
     """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
     from lora_rocm.run import launch
@@ -178,7 +182,7 @@ def demo() -> int:
 
 
 @app.command(cls=Command)
-@explained
+@explained_for_files
 def sample(
     source: LoraPath,
     prompt: Annotated[str, typer.Option(help="What to draw.")],
@@ -217,7 +221,7 @@ def sample(
 
 
 @app.command(cls=Command)
-@explained
+@explained_for_files
 def export(
     run: RunPath,
     form: Annotated[Format, typer.Option("--format", help="Which form to write.")],
@@ -405,9 +409,14 @@ def cache_prune(
 
 def main() -> None:
     """Entry point of ``lora-rocm``. Odd letters in names never stop a message from being shown."""
+    from lora_rocm.host.safe_path import forbid_programs_here
+    from lora_rocm.run.output import outlive
+
+    forbid_programs_here()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="replace")
+    sys.stderr = outlive(sys.stderr)  # an exit code is not lost because nobody reads the words
     app(prog_name="lora-rocm")

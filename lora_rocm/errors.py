@@ -25,7 +25,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 
@@ -162,11 +164,21 @@ class StoppedError(LoraRocmError):
     exit_code = 130
 
 
+MIN_FREE_BYTES = 1 << 20
+"""With less than this a disk counts as full, whether it could hold an empty file or not."""
+
+
 def storage_error(error: OSError, path: object) -> StorageError:
     """Translate an operating-system error on ``path`` into a sentence with a remedy."""
-    import errno
-
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if (free_bytes := _useless_bytes(str(path))) is not None:
+            return StorageError(
+                "disk-full",
+                f"The disk is full: {free_bytes / 2**20:,.0f} MiB are free, but no more files can be made on it (its "
+                "inodes are spent).",
+                where=str(path),
+                fix="Delete files on it, whatever their size, then run the same command again.",
+            )
         return StorageError(
             "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."
         )
@@ -197,3 +209,18 @@ def storage_error(error: OSError, path: object) -> StorageError:
         where=str(path),
         fix="Check the disk and the path, then run the same command again.",
     )
+
+
+def _useless_bytes(path: str) -> int | None:
+    """Bytes that are free on a disk that takes not even an empty file; None where it takes one, or has no bytes."""
+    import shutil
+    import tempfile
+
+    folder = next((place for place in Path(path).absolute().parents if place.is_dir()), None)
+    try:
+        if not path or folder is None or (free_bytes := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
+            return None
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return free_bytes if error.errno in (errno.ENOSPC, errno.EDQUOT) else None

@@ -38,6 +38,7 @@ from lora_rocm.host.archs import has_kernels  # noqa: E402
 from lora_rocm.host.facts import HostFacts, load_facts  # noqa: E402
 from lora_rocm.host.printable import printable  # noqa: E402
 from lora_rocm.host.probe import probe  # noqa: E402
+from lora_rocm.host.safe_path import forbid_programs_here  # noqa: E402
 from lora_rocm.host.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
 from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
@@ -273,6 +274,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Install, or say what would be installed."""
     options = parse(arguments)
+    forbid_programs_here()
     try:
         facts = load_facts(options.facts) if options.facts is not None else probe()
         if options.dry_run:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError
 from lora_rocm.host.facts import Torch
+from lora_rocm.host.safe_path import python_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINT = ".venv/torch-constraint.txt"
@@ -68,7 +69,12 @@ def venv_command(clear: bool = False) -> list[str]:
 def call(command: list[str], hush: bool = False) -> bool:
     """Run a command in the repository's folder, its output where ours goes; True when it ended well."""
     # PIP_USER=0: a "user = true" in somebody's pip configuration would refuse every install into a venv.
-    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUTF8": "1"}
+    environ = {
+        **python_environment(os.environ),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_USER": "0",
+        "PYTHONUTF8": "1",
+    }
     quiet = subprocess.DEVNULL if hush else None
     return subprocess.run(command, env=environ, cwd=ROOT, stderr=quiet).returncode == 0
 
@@ -76,7 +82,8 @@ def call(command: list[str], hush: bool = False) -> bool:
 def ask(command: list[str], timeout_s: float) -> tuple[int | None, str, str]:
     """Run a command; exit code (None: it took too long), output and errors."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=timeout_s)
+        environ = python_environment(os.environ)
+        done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         return None, (error.stdout or b"").decode("utf-8", "replace"), ""
     except OSError as error:

@@ -162,7 +162,7 @@ def run_worker(
     run_dir.stop.unlink(missing_ok=True)
     log = io.StringIO()
     with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
-        code = worker.main([str(word) for word in command[3:]])
+        code = worker.main([str(word) for word in command[command.index(worker.__name__) + 1 :]])
     Closable.close_all()
     with run_dir.worker_log.open("a", encoding="utf-8") as file:
         file.write(log.getvalue())

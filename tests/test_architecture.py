@@ -50,6 +50,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),
     (f"{PACKAGE}.run.failure", "exit_code_of"),
+    (f"{PACKAGE}.run.child", "main"),
     (f"{PACKAGE}.data.workers", "_serve"),
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
@@ -58,7 +59,7 @@ PROCESS_EDGES = {
 STANDARD_LIBRARY_ONLY = {
     "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
     "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
-    "host.remember", "host.whole", "host.sources", "host.wheels", "host.printable",
+    "host.remember", "host.whole", "host.sources", "host.wheels", "host.printable", "host.safe_path",
 }  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
@@ -273,6 +274,26 @@ def _is_text_io(call: ast.Call) -> bool:
     return False
 
 
+def python_child_faults(module: Module) -> Iterator[str]:
+    """The command of a Python child that ``host.safe_path`` has not made: it would import from the current folder.
+
+    The installer starts Pythons that may know no ``-P``, all through two functions that set PYTHONSAFEPATH.
+    """
+    if module.name in (f"{PACKAGE}.host.safe_path", "scripts/venv_state.py", "scripts/install.py"):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.List | ast.Tuple) and node.elts:
+            words = [ast.unparse(element) for element in node.elts]
+            if re.fullmatch(r"(str\()?(sys\.executable|[\w.]+\.python)\)?", words[0]):
+                yield f"{module.name}:{node.lineno} makes a command of its own: {ast.unparse(node)}"
+            elif words[0] not in ("'sh'",) and not {"'-m'", "'-c'", "'-I'"}.isdisjoint(words):
+                yield f"{module.name}:{node.lineno} makes a command of its own: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and re.fullmatch(
+            r"os\.(system|popen|exec\w+|spawn\w+)", ast.unparse(node.func)
+        ):
+            yield f"{module.name}:{node.lineno} starts a process by {ast.unparse(node.func)}"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -282,6 +303,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (broad_except_faults, True),
     (unfinished_faults, True),
     (encoding_faults, True),
+    (python_child_faults, False),
 ]
 
 
@@ -327,6 +349,10 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(encoding_faults, "errors", "path.write_text('a')"),
         bad(encoding_faults, "errors", "tempfile.NamedTemporaryFile('w')"),
         bad(encoding_faults, "errors", "subprocess.run(['a'], text=True)"),
+        bad(python_child_faults, "run.process", "subprocess.Popen([sys.executable, '-m', 'x'])"),
+        bad(python_child_faults, "run.process", "command = [str(look.sources.python), script]"),
+        bad(python_child_faults, "train.loop", "f('python3', *['-c', code])"),
+        bad(python_child_faults, "train.loop", "os.execv(python, words)"),
     ],
 )
 def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], planted: Module) -> None:
@@ -346,6 +372,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (standard_library_faults, "host.probe", "import ctypes\nfrom lora_rocm.host.facts import Gpu"),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
+        (python_child_faults, "run.process", "Popen(python_command('-m', module))\nwhere = f'{sys.executable} -m'"),
     ],
 )
 def test_stays_silent_on_good_code(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> None:

@@ -132,6 +132,15 @@ def test_a_disk_that_is_really_full(program: Program, folder: Path, new: RunDir,
     assert encoded < set(snapshot(small_disk)) and results(new) == results(RunDir(folder / "runs" / "ok"))
 
 
+def test_a_disk_without_inodes_is_named_as_such(program: Program, folder: Path, new: RunDir, small_disk: Path) -> None:
+    subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=8"), check=True)
+    cache = f"cache.dir={small_disk}"
+    program.train(new.path, FORMATS, cache).refused(3, "The disk is full: ", "MiB are free", "inodes", small_disk)
+    subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=500"), check=True)
+    assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
+    assert results(new) == results(RunDir(folder / "runs" / "ok"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 24, 160, 240, 900, 1000, 1100])
 def test_run_directories_on_small_disks(folder: Path, small_disk: Path, size_kib: int) -> None:
@@ -266,6 +275,40 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
     other_rank = ["--accept-changes", "--set", "lora.rank=4", "--set", "train.max_train_steps=5"]
     said = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", *other_rank)
     said.refused(2, "not those of the adapter", "lora section")
+
+
+LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "stacks", "tensorboard")
+"""Files that tell of each start, whatever becomes of it."""
+
+
+@pytest.mark.parametrize("refusal", ["rank", "pictures", "checkpoint"])
+def test_what_the_worker_refuses_leaves_the_run_as_it_was(
+    program: Program, folder: Path, tmp_path: Path, refusal: str
+) -> None:
+    """Also a finished one, and the command that it was made with goes on from it, or says that it is complete."""
+    run_dir = RunDir(Path(shutil.copytree(folder / "runs" / "ok", tmp_path / "run")))
+    options = ["--run-dir", run_dir.path, "--resume", "latest", "--set", FORMATS]
+    longer = ["--set", "train.max_train_steps=3"]
+    if refusal == "rank":
+        refused = ("adapter", ["--set", "lora.rank=4", "--accept-changes", *options])
+    elif refusal == "pictures":
+        refused = ("training pictures", [*longer, *options])
+    else:
+        state = run_dir.checkpoint(1) / "state.json"
+        state.write_bytes(state.read_bytes().replace(b"sha256", b"sha257"))
+        refused = ("damaged", [*longer, "--resume", run_dir.checkpoint(1), "--set", FORMATS])
+    before = {name: content for name, content in snapshot(run_dir.path).items() if not name.startswith(LOGS)}
+    words, arguments = refused
+    caption = folder / "pics" / "p0.txt"
+    text = caption.read_bytes()
+    try:
+        caption.write_bytes(b"another caption" if refusal == "pictures" else text)
+        program("train", "r.yaml", *arguments).refused(2, words)
+    finally:
+        caption.write_bytes(text)
+    after = {name: content for name, content in snapshot(run_dir.path).items() if not name.startswith(LOGS)}
+    assert after.keys() == before.keys() and [name for name in before if after[name] != before[name]] == []
+    assert "This run is complete" in program("train", "r.yaml", *options).out
 
 
 @pytest.mark.parametrize("place", ["nowhere", "pics", "afile", "runs", "runs/ok/checkpoints/step-00000009"])

@@ -8,6 +8,7 @@ import threading
 import torch
 
 from lora_rocm.errors import LoraRocmError, MachineError, storage_error
+from lora_rocm.host.packages import unusable
 
 NO_DEVICE_MEMORY = (
     "HIP out of memory",
@@ -80,6 +81,8 @@ def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmEr
         return error
     if isinstance(error, OSError):
         return storage_error(error, error.filename or place)
+    if isinstance(error, ImportError):
+        return unusable(error)
     return machine_error(error) or otherwise
 
 

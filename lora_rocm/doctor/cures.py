@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host import wheels
 from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.packages import installer
 from lora_rocm.host.quirks import Situation
 
 REPORT = "lora-rocm doctor --report machine.md"
@@ -132,14 +133,14 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
         return ()
     index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
-    installer = r"scripts\windows\install.bat" if windows else "make install"
+    install = installer(windows)
     if situation.facts.torch is not None:  # the installer replaces one that is there only when it is told to
-        installer += " --repair" if windows else " ARGS=--repair"
+        install += " --repair" if windows else " ARGS=--repair"
     # Not --force-reinstall: an index of torch need not host what torch depends on.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
     commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
     known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
-    return (installer, "Or, without a checkout of the sources:", *commands, *known)
+    return (install, "Or, without a checkout of the sources:", *commands, *known)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:

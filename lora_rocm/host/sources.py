@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from lora_rocm.host.appdir import app_dir
 from lora_rocm.host.facts import NUMBERS, System, Unread
 from lora_rocm.host.remember import recalled, remember
+from lora_rocm.host.safe_path import without_current_folder
 
 READ_BYTES = 1 << 16
 KILL_WAIT_S = 2.0
@@ -57,7 +58,8 @@ def run_tool(command: Sequence[str], timeout_s: float) -> str:
     Raises:
         OSError: it cannot be started, failed, or did not end (``TimeoutError``).
     """
-    env = {name: value for name, value in os.environ.items() if name not in HIDING} | {"LC_ALL": "C"}
+    seen = {name: value for name, value in os.environ.items() if name not in HIDING}
+    env = without_current_folder(seen) | {"LC_ALL": "C"}
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NO_WINDOW}

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_rocm.host.facts import Torch
+from lora_rocm.host.safe_path import python_command
 from lora_rocm.host.sources import Look
 
 LIBRARIES = re.compile(
@@ -141,7 +142,7 @@ def _ask(look: Look, folder: Path, torch: Torch) -> tuple[str, ...]:
     except OSError:
         about = f"{folder} {torch.version}"
     boot, look.boot = look.boot, ""  # a wheel stays what it is when the machine is started anew
-    said = look.ask("torch", [look.sources.python, "-c", ASK], ASK_TIMEOUT_S, about)
+    said = look.ask("torch", python_command("-c", ASK, python=look.sources.python), ASK_TIMEOUT_S, about)
     look.boot = boot
     found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)
     if said is not None and found is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.host.safe_path import python_environment
 from lora_rocm.run.events import EventReader
 from lora_rocm.run.exits import died, tail_bytes
 from lora_rocm.run.process import (
@@ -24,6 +24,7 @@ from lora_rocm.run.process import (
     Event,
     OnEvent,
     error_from_event,
+    heavy_command,
     kill_tree,
     own_group,
 )
@@ -38,7 +39,7 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
         LoraRocmError: the error event that it wrote.
         WorkerDiedError: it failed without one.
     """
-    code, log = follow_tool([sys.executable, "-m", module, *arguments], env, on_event)
+    code, log = follow_tool(heavy_command(module, *arguments), env, on_event)
     if code:
         raise died(f"The process {module}", code, log)
     return 0
@@ -62,7 +63,12 @@ def follow_tool(
         late = False
         with log.open("wb") as errors, output.open("wb") as events:
             tool = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=events, stderr=errors, env=dict(env), **own_group()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=events,
+                stderr=errors,
+                env=python_environment(env),
+                **own_group(),
             )
             assert tool.stdin is not None
             try:
@@ -101,7 +107,10 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
         WorkerDiedError: it failed without a word of its own.
     """
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, capture_output=True, env=dict(env)
+        heavy_command(module, *arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=python_environment(env),
     )
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":

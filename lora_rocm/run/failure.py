@@ -7,15 +7,23 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, storage_error
 from lora_rocm.host.printable import legible
+from lora_rocm.run.output import outliving_stdout
 
 
-def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run a command to its exit code; what goes wrong is told on standard error."""
+def exit_code_of(command: Callable[[], int | None], *, outlives_output: bool = False) -> int:
+    """Run a command to its exit code; what goes wrong is told on standard error.
+
+    Args:
+        command: returns its exit code.
+        outlives_output: it goes on when standard output cannot be written; what it makes lies elsewhere.
+    """
     try:
-        return command() or 0
+        with outliving_stdout() if outlives_output else nullcontext():
+            return command() or 0
     except LoraRocmError as error:
         _tell(str(error))
         return error.exit_code

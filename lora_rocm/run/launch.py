@@ -15,6 +15,7 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageE
 from lora_rocm.host import kept
 from lora_rocm.host.environ import EnvPlan, environment_json, plan
 from lora_rocm.host.here import situation_here
+from lora_rocm.host.packages import require_packages
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.ranks import rank_of
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
@@ -51,6 +52,7 @@ def train(
     chosen = prepare.choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(images=not begun)  # the worker asks for them, where there is something left to train
+    require_packages()
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
@@ -59,16 +61,19 @@ def train(
     situation = together.with_gpus(situation_here(loaded.recipe), here, everywhere)
     if not me.is_first:
         return together.train_rank(me, loaded, chosen, situation, _say, accept_changes=accept_changes)
+    if not prepare.holds_run(chosen.run_dir):  # a GPU that cannot train is refused before anything is made
+        situation = selftest.ensure(situation, loaded.recipe, _say)
     run = chosen.run_dir.create()
     with lock.locked(run):
         lock.end_leftover(run, _say)
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
-            if not run.report.exists():  # the parent was killed between the worker's end and its report
-                write_report(run)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
+            if not run.report.exists():  # the parent was killed between the worker's end and its report
+                _report(run)
             return 0
         again = resume_command(recipe_path, overrides, run)
         again += f" --gpus {gpus}" if gpus else ""
+        again += " --accept-changes" if accept_changes else ""
         return _train_in(
             run,
             loaded,
@@ -139,19 +144,28 @@ def _train_in(
             if isinstance(error, MachineError) and again not in error.fix:
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
+        finally:
+            prepare.withdraw(run)
     return _tell_end(run, code, stopped, again)
 
 
 def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> int:
-    report = write_report(run)
     if stopped is not None:
         _say(stopped.what)
     if code == StoppedError.exit_code:
         _say(f"Stopped. Go on with:\n  {again}")
     elif code == 0:
         _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
-    _say(f"Report: {report}")
+    _report(run)
     return code
+
+
+def _report(run: RunDir) -> None:
+    """Write the report and say where it is. Whether that works changes nothing of how the run has ended."""
+    try:
+        _say(f"Report: {write_report(run)}")
+    except StorageError as error:
+        _say(f"The report could not be written; later: lora-rocm report {quoted([str(run.path)])}\n{error}")
 
 
 def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
@@ -183,6 +197,11 @@ def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> s
     for override in overrides:
         words += ["--set", override]
     words += ["--run-dir", str(run.path), "--resume", "latest"]
+    return quoted(words)
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command line for the shell of this system."""
     return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 

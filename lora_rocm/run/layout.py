@@ -28,7 +28,7 @@ SUPERVISOR = "supervisor"
 """Name of the parent among the writers of events."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 """By these a folder is known to be the directory of a run that has begun."""
-PARENTS_FILES = ("recipe.yaml", "environment.json", "report.html")
+PARENTS_FILES = ("recipe.yaml", "recipe.asked.yaml", "environment.json", "report.html")
 """Written by the light parent of rank 0; other files of a run by its worker, but for the recipes of other ranks."""
 RECIPES_OF_RANKS = "recipe.rank"
 
@@ -42,6 +42,11 @@ class RunDir:
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
+
+    @property
+    def recipe_asked(self) -> Path:
+        """What a start on a run that has begun asks for; it becomes ``recipe`` when nothing of it was refused."""
+        return self.path / "recipe.asked.yaml"
 
     @property
     def environment(self) -> Path:

@@ -1,7 +1,11 @@
-"""Which run directory, and whether what is asked fits what is in it. Only ``settle`` and ``settle_rank`` write."""
+"""Which run directory, and whether what is asked fits what is in it.
+
+Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal leaves the recipe and the result of a run as they are.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -9,11 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.errors import RecipeError, ResumeError
+from lora_rocm.errors import RecipeError, ResumeError, storage_error
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, write_atomic
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, rename, write_atomic
 
 LATEST = "latest"
 MAX_RESULT_BYTES = 1 << 24
@@ -95,7 +99,9 @@ def holds_run(run_dir: RunDir) -> bool:
 
 
 def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
-    """Make the directory ready for the worker (the caller holds its lock): recipe.yaml is the recipe to train.
+    """Make the directory ready for the worker (the caller holds its lock).
+
+    The recipe to train is ``recipe_asked`` where the worker could refuse it for what is there, else recipe.yaml.
 
     Returns False where there is nothing to do: the run is complete and the recipe asks for no more.
 
@@ -111,15 +117,44 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
             fix="Go on with it by --resume latest, or give another --run-dir.",
         )
     run_dir.discard_unfinished(of_parent=True)
+    withdraw(run_dir)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
         old = _old_recipe(run_dir)
         _refuse_differences(run_dir, old, recipe, accept_changes)
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
             return False
-    run_dir.result.unlink(missing_ok=True)  # it says "complete", which from here on is not so
+        write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
+        return True
+    run_dir.result.unlink(missing_ok=True)
     write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
+
+
+def recipe_to_train(run_dir: RunDir) -> Path:
+    """The recipe that the worker of rank 0, and those that its parent starts beside it, train."""
+    return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
+
+
+def accept(run_dir: RunDir) -> None:
+    """Make what was asked for the recipe of the run: the worker has looked at everything and refused nothing.
+
+    Raises:
+        StorageError: it cannot be renamed.
+    """
+    try:
+        run_dir.result.unlink(missing_ok=True)  # first: it says "complete", and would say it of the new recipe
+        if run_dir.recipe_asked.exists():
+            rename(run_dir.recipe_asked, run_dir.recipe)
+            fsync_folder(run_dir.path)
+    except OSError as error:
+        raise storage_error(error, run_dir.recipe) from error
+
+
+def withdraw(run_dir: RunDir) -> None:
+    """Take back what was asked for and not accepted."""
+    with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+        run_dir.recipe_asked.unlink(missing_ok=True)
 
 
 def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:

@@ -26,8 +26,11 @@ from lora_rocm.errors import (
     UserError,
     WorkerHungError,
 )
+from lora_rocm.host.packages import require_packages
+from lora_rocm.host.safe_path import python_command, python_environment
+from lora_rocm.run.console import told_of_closing
 from lora_rocm.run.events import EventReader
-from lora_rocm.run.exits import died, size_of, tail_bytes
+from lora_rocm.run.exits import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.run.job import Job
 from lora_rocm.run.layout import RunDir
 
@@ -37,13 +40,23 @@ KILL_POLL_S = 0.02
 LAST_WORDS_S = 1.0
 """Where one of several workers has failed: so long the others may say what they have met."""
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
-WORKER = "lora_rocm.train.worker"
+WORKER, CHILD = "lora_rocm.train.worker", "lora_rocm.run.child"
 BRANCHES: dict[int, type[LoraRocmError]] = {
     branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
 }
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
+
+
+def heavy_command(module: str, *arguments: str) -> list[str]:
+    """The command of a heavy child, which ``run.child`` begins.
+
+    Raises:
+        MachineError: a package that it needs is not installed.
+    """
+    require_packages()
+    return python_command("-m", CHILD, module, *arguments)
 
 
 def worker_command(
@@ -54,7 +67,7 @@ def worker_command(
     stacks_after_s: Mapping[str, float] | None = None,
 ) -> list[str]:
     """The training child. Without ``checkpoint`` it goes on from the newest valid one."""
-    command = [sys.executable, "-m", WORKER, str(run_dir.path)]
+    command = heavy_command(WORKER, str(run_dir.path))
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []
@@ -63,9 +76,21 @@ def worker_command(
 
 @dataclass
 class Asked:
-    """How often the user asked to stop."""
+    """What the user and the system have asked for.
+
+    Attributes:
+        count: how often the user pressed Ctrl-C.
+        closing: SIGTERM, or the terminal is gone. A system says so several times (a shell and the kernel each send
+            SIGHUP; ``timeout`` sends SIGTERM twice) and means one request.
+    """
 
     count: int = 0
+    closing: bool = False
+
+    @property
+    def level(self) -> int:
+        """0: nothing; 1: finish the step, save and leave; 2 and more: leave at once."""
+        return max(self.count, int(self.closing))
 
 
 class Worker:
@@ -94,7 +119,12 @@ class Worker:
         self._killed = False
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=python_environment(env),
+                **own_group(),
             )
         self.pid = self._child.pid
         self._job = Job.of(self.pid)
@@ -197,8 +227,8 @@ def follow(
         number += 1
         for worker in workers:
             worker.hand_on(partial(on_event, worker.rank))
-        if asked.count > seen:
-            seen = asked.count
+        if asked.level > seen:
+            seen = asked.level
             first = seen == 1
             say(STOPPING if first else "Ending it now.")
             for worker in workers:
@@ -266,6 +296,8 @@ def _verdict(
         raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot say so either
     log = run_dir.worker_log if log is None else log
+    if told := EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), ("error",)).poll():
+        raise error_from_event(told[-1])  # of ``run.child``: the worker's own code was never reached
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {log}"
     raise died("The training process", returncode, tail_bytes(log, log_start), fix)
 
@@ -321,29 +353,43 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Count Ctrl-C and SIGTERM (Ctrl-Break on Windows) instead of dying of them. Only the main thread can."""
+    """Note Ctrl-C, SIGTERM and the end of the terminal instead of dying of them. Only the main thread can.
+
+    A hang-up that is ignored already, as ``nohup`` has it, stays ignored.
+    """
     asked = Asked()
 
     def count(signum: int, frame: FrameType | None) -> None:
         asked.count += 1
 
+    def close(signum: int = 0, frame: FrameType | None = None) -> None:
+        asked.closing = True
+
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
+    wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: count}
     if sys.platform == "win32":
-        wanted = [signal.SIGINT, signal.SIGBREAK]
+        wanted[signal.SIGBREAK] = count
     else:
-        wanted = [signal.SIGINT, signal.SIGTERM]
-    before = {signum: signal.signal(signum, count) for signum in wanted}
+        wanted[signal.SIGTERM] = close
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted[signal.SIGHUP] = close
+    before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
     try:
-        yield asked
+        with told_of_closing(close):
+            yield asked
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 def own_group() -> dict[str, Any]:
-    """Popen arguments that keep Ctrl-C from reaching the child: the parent decides what it means."""
+    """Popen arguments that keep Ctrl-C and the end of the terminal from the child: the parent decides what they mean.
+
+    On Windows a console that is closed ends all that are attached to it, whatever their group: so the child has one of
+    its own, without a window.
+    """
     if sys.platform == "win32":
-        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
     return {"start_new_session": True}

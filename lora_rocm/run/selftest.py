@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.children import follow_tool
 from lora_rocm.run.exits import describe_exit, died
 from lora_rocm.run.layout import write_json
-from lora_rocm.run.process import Event
+from lora_rocm.run.process import Event, heavy_command
 
 MODULE = "lora_rocm.device.selftest"
 FAST_GROUPS = ("gemm", "attention", "training")
@@ -38,7 +37,7 @@ Command = Callable[[Sequence[str]], list[str]]
 
 def child_command(arguments: Sequence[str]) -> list[str]:
     """The child that tests."""
-    return [sys.executable, "-m", MODULE, "--watch-parent", *arguments]
+    return heavy_command(MODULE, "--watch-parent", *arguments)
 
 
 def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:

@@ -183,7 +183,7 @@ class Supervisor:
             raise StoppedError("stopped", f"Stopped before one more start. {last_checkpoint_text(self.run_dir)}")
 
     def _stops(self, asked: Asked) -> bool:
-        return asked.count > 0 or self.run_dir.stop.exists()
+        return asked.level > 0 or self.run_dir.stop.exists()
 
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
         """One start of the workers: their exit code; or how it failed, and what the first of them had done."""

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.host.safe_path import python_command
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.recipe.schema import LoraSection, OptimSection
 from lora_rocm.train.flat import FlatWeights
@@ -363,7 +363,7 @@ def _matching(pattern: str, paths: Sequence[str]) -> list[str]:
     """
     re.compile(pattern)
     done = subprocess.run(
-        [sys.executable, "-I", "-c", MATCHER],
+        python_command("-I", "-c", MATCHER),
         input=json.dumps([pattern, list(paths)]).encode("ascii"),
         capture_output=True,
         timeout=MATCHING_S,

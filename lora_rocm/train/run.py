@@ -22,6 +22,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.run.prepare import accept
 from lora_rocm.train import compiling, state
 from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
@@ -136,8 +137,10 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
         position = _restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
-    if checkpoint is not None and start.world.is_first:
-        state.discard_newer(session.run_dir, position.updates)  # only now that nothing can be refused any more
+    if start.world.is_first:  # only now that nothing can be refused any more
+        accept(session.run_dir)
+        if checkpoint is not None:
+            state.discard_newer(session.run_dir, position.updates)
     position.attempt = max(position.attempt, start.attempt)
     capture = capture_on_gpu if captures(start) else None
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)

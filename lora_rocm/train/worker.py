@@ -31,6 +31,9 @@ from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
+from lora_rocm.run.output import outliving_stdout
+from lora_rocm.run.prepare import recipe_to_train
+from lora_rocm.run.process import stop_signals
 from lora_rocm.train.session import Session
 
 if TYPE_CHECKING:
@@ -60,9 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
         me = rank_of(os.environ)
         if options.recipe is None:
             run_dir.require()
-        with filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S):
+        lock = filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S)
+        # A signal to all of a job reaches the parent too: it decides, and asks this process by the file "stop".
+        with stop_signals(), outliving_stdout(), lock:
             session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after, rank=me.rank)
-            recipe = load_recipe(options.recipe or run_dir.recipe).recipe
+            recipe = load_recipe(options.recipe or recipe_to_train(run_dir)).recipe
             return _train(session, recipe, options, me)
     except filelock.Timeout:
         print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log

@@ -3,6 +3,9 @@ rem The other files here end in this one: without "call", which would read perce
 rem LR_FILE is the file that was started, LR_DO what for, LR_ARGS its arguments as they were written.
 set "LR_WINDOW="
 set "LR_CODE_PAGE="
+rem cmd looks for programs in the current folder first: a py.exe there, beside a downloaded recipe, is not Python.
+set "LR_SEARCH=%NoDefaultCurrentDirectoryInExePath%"
+set "NoDefaultCurrentDirectoryInExePath=1"
 for %%r in ("%~dp0..\..") do set "LR_ROOT=%%~fr"
 set "LR_PROGRAM=%LR_ROOT%\.venv\Scripts\lora-rocm.exe"
 
@@ -14,9 +17,15 @@ set "LR_LINE=%CMDCMDLINE:"=?%"
 set "LR_LINE=%LR_LINE:*/c ??=%"
 set "LR_DROP=%LR_LINE:*.bat? =%"
 if /i not "%LR_LINE%"=="%LR_FILE%? %LR_DROP%" goto python
+rem Options were not dropped: they stand behind the quotes of a path, or behind one without. A path may have " --" in it.
+if "%LR_DROP:~0,1%"=="?" goto quoted
+if not "%LR_DROP: --=%"=="%LR_DROP%" goto python
+goto dropped
+:quoted
+if not "%LR_DROP:? --=%"=="%LR_DROP%" goto python
+:dropped
 set "LR_DROP=%LR_DROP:?=%"
 if not defined LR_DROP goto window
-if not "%LR_DROP: --=%"=="%LR_DROP%" goto python
 if not "%LR_DROP:~1,2%"==":\" if not "%LR_DROP:~0,2%"=="\\" goto python
 set LR_ARGS="%LR_DROP%"
 :window
@@ -27,7 +36,7 @@ for /f "tokens=2 delims=:." %%c in ('chcp') do set "LR_CODE_PAGE=%%c"
 chcp 65001 >nul
 if not defined PYTHONUTF8 set "PYTHONUTF8=1"
 rem Each is tried for real: "py" may know no Python 3, and "python" may be the door to the Microsoft Store.
-set LR_NEW_ENOUGH=-c "import sys; sys.exit(sys.version_info < (3, 11))"
+set LR_NEW_ENOUGH=-I -c "import sys; sys.exit(sys.version_info < (3, 11))"
 set "LR_PYTHON=py -3"
 %LR_PYTHON% %LR_NEW_ENOUGH% >nul 2>nul
 if %ERRORLEVEL% equ 0 goto folder
@@ -94,6 +103,7 @@ set "VIRTUAL_ENV=%LR_ROOT%\.venv"
 set "PATH=%LR_ROOT%\.venv\Scripts;%PATH%"
 rem The prompt itself kept the window open. The @ keeps cmd from taking off the quotes around a program's path.
 set "LR_WINDOW="
+set "NoDefaultCurrentDirectoryInExePath=%LR_SEARCH%"
 if defined LR_ARGS "%ComSpec%" /d /c @%LR_ARGS%
 if not defined LR_ARGS "%ComSpec%" /k
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError
+from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError, storage_error
 from lora_rocm.run import launch, supervise
 from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
@@ -78,6 +80,25 @@ def test_a_complete_run_needs_no_images(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("mode", ["done", "stop-while-caching"])
+def test_a_report_that_cannot_be_written_is_said_and_changes_no_exit_code(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    def too_large(path: Path, content: bytes, root: Path) -> None:
+        raise storage_error(OSError(errno.EFBIG, os.strerror(errno.EFBIG)), path)
+
+    use(fake, mode)
+    fake.setattr("lora_rocm.run.report.write_atomic", too_large)
+    assert launch.train("my recipe.yaml", run_dir=Path("a run")) == {"done": 0, "stop-while-caching": 130}[mode]
+    output = capsys.readouterr().out
+    assert ("Done. The LoRA: " if mode == "done" else "Stopped. Go on with") in output
+    again = f"later: lora-rocm report '{tmp_path / 'a run'}'"
+    assert f"The report could not be written; {again}" in output and "File too large" in output
+    (tmp_path / "a run" / "result.json").write_text('{"updates": 3}', encoding="utf-8")
+    assert launch.train("my recipe.yaml", run_dir=Path("a run"), resume="latest") == 0
+    assert "This run is complete" in capsys.readouterr().out
+
+
 def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(fake, "traceback")
     with pytest.raises(WorkerDiedError):
@@ -139,6 +160,17 @@ def test_bad_input_makes_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ResumeError):
         launch.train("my recipe.yaml", resume="nowhere")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_gpu_that_cannot_train_makes_no_directory(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unusable(situation: object, recipe: object, say: object) -> None:
+        raise MachineError("gpu-unusable", "Training on this GPU would give wrong results.")
+
+    fake.setattr(launch.selftest, "ensure", unusable)
+    for options in ({}, {"run_dir": Path("run")}, {"resume": "latest"}):
+        with pytest.raises(MachineError, match="wrong results"):
+            launch.train("my recipe.yaml", **options)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["my recipe.yaml"]
 
 
 def test_demo_is_the_shipped_recipe(fake: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import ResumeError
+from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.run import layout, prepare
 from lora_rocm.run.layout import RunDir, write_json
@@ -38,6 +38,10 @@ def trained(run_dir: RunDir) -> RunDir:
 
 def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
     return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded.recipe, accept_changes)
+
+
+def snapshot(run_dir: RunDir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run_dir.path.iterdir() if path.is_file()}
 
 
 def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +125,37 @@ def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Pa
     assert "max_train_steps" not in caught.value.what and "--accept-changes" in caught.value.fix
     assert run_dir.recipe.read_bytes() == before
     assert again(changed("train.max_train_steps=50"), run_dir)
+    prepare.accept(run_dir)
     assert load_recipe(run_dir.recipe).recipe.train.max_train_steps == 50
     assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
-    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4
+    assert load_recipe(prepare.recipe_to_train(run_dir)).recipe.lora.rank == 4
+    prepare.accept(run_dir)
+    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and prepare.recipe_to_train(run_dir) == run_dir.recipe
+
+
+def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tmp_path: Path) -> None:
+    """As where the worker refuses, or is killed before it has looked at everything."""
+    run_dir = trained(made(loaded, tmp_path / "run"))
+    write_json(run_dir.result, {"updates": 40})
+    before = snapshot(run_dir)
+    assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
+    assert {**before, "recipe.asked.yaml": run_dir.recipe_asked.read_bytes()} == snapshot(run_dir)
+    assert not again(loaded, run_dir), "the run is complete, as it was"
+    assert snapshot(run_dir) == before and prepare.recipe_to_train(run_dir) == run_dir.recipe
+
+
+def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
+    loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = trained(made(loaded, tmp_path / "run"))
+    write_json(run_dir.result, {"updates": 40})
+    longer = changed("train.max_train_steps=60")
+    assert again(longer, run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
+        with pytest.raises(StorageError):
+            prepare.accept(run_dir)
+    assert again(longer, run_dir) and again(loaded, run_dir)
 
 
 def test_a_complete_run_has_nothing_to_do(loaded: LoadedRecipe, tmp_path: Path) -> None:
@@ -133,7 +165,8 @@ def test_a_complete_run_has_nothing_to_do(loaded: LoadedRecipe, tmp_path: Path) 
     assert not again(changed("sample.seed=3"), run_dir)
     assert run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
-    assert not run_dir.result.exists()  # not complete any more: a kill from here on must not look like the end
+    prepare.accept(run_dir)
+    assert not run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
 
 
@@ -159,7 +192,9 @@ def test_a_pipe_in_the_place_of_the_result_is_no_result_and_is_not_waited_for(
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
     os.mkfifo(run_dir.result)
-    assert again(loaded, run_dir) and not run_dir.result.exists()
+    assert again(loaded, run_dir)
+    prepare.accept(run_dir)
+    assert not run_dir.result.exists()
 
 
 def test_a_result_is_not_read_beyond_what_it_can_be(

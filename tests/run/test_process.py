@@ -255,9 +255,10 @@ def test_error_from_event_keeps_the_branch() -> None:
 
 
 def test_worker_command(run_dir: RunDir) -> None:
-    assert worker_command(run_dir)[1:] == ["-m", "lora_rocm.train.worker", str(run_dir.path)]
-    assert worker_command(run_dir, Path("x"), True)[4:] == ["--checkpoint", "x", "--accept-changes"]
-    assert worker_command(run_dir, None, False, 2, {"step": 9.5})[4:] == [
+    own = ["-P", "-m", "lora_rocm.run.child", "lora_rocm.train.worker", str(run_dir.path)]
+    assert worker_command(run_dir)[1:] == own
+    assert worker_command(run_dir, Path("x"), True)[6:] == ["--checkpoint", "x", "--accept-changes"]
+    assert worker_command(run_dir, None, False, 2, {"step": 9.5})[6:] == [
         "--attempt",
         "2",
         "--stacks-after",

@@ -324,7 +324,9 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
 
 def test_the_child_is_told_to_leave_with_its_parent() -> None:
     assert child_command(["--only", "gemm"])[1:] == [
+        "-P",
         "-m",
+        "lora_rocm.run.child",
         "lora_rocm.device.selftest",
         "--watch-parent",
         "--only",

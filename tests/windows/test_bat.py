@@ -14,7 +14,7 @@ import pytest
 from tests.windows import conftest
 from tests.windows.stage import Stage, windows_path
 
-CHECK = 'py -3 -c "import sys; sys.exit(sys.version_info < (3, 11))"'
+CHECK = 'py -3 -I -c "import sys; sys.exit(sys.version_info < (3, 11))"'
 ENV = {"lora-rocm": 'rem why\nset "HSA_X=11.5.1"\nset "CACHE=C:\\a & b (c)\\d!"\n'}
 
 STEPS = {
@@ -172,6 +172,15 @@ def test_what_follows_an_ampersand_would_run(stage: Stage) -> None:
     assert "recognize" in stage.double_click("train.bat", "Z:\\Tom&Jerry\\x^y.yaml").said
 
 
+@pytest.mark.parametrize("name", ["my --pics", "--pics", "a -- b --c"])
+def test_a_dropped_folder_whose_name_has_dashes_in_it(stage: Stage, name: str) -> None:
+    folder = stage.root.parent / f"of mine {name}"
+    folder.mkdir()
+    outcome = stage.double_click("train.bat", f'"{windows_path(folder)}"')
+    assert outcome.calls[-1].arguments == ["train", "sdxl.yaml", "--set", f"data.path='{windows_path(folder)}'"]
+    assert "Press any key" in outcome.said
+
+
 def test_train_without_a_recipe_says_what_to_drop(stage: Stage) -> None:
     outcome = stage.double_click("train.bat")
     assert outcome.code == 2 and "Drop a recipe" in outcome.said and "Press any key" in outcome.said
@@ -197,6 +206,7 @@ NOT_THE_EXPLORER = {
     "another file that was double-clicked": 'cmd.exe /c ""Z:\\other.bat" "',
     "a program that starts it": 'cmd.exe /c ""{bat}""',
     "PowerShell with options": 'cmd.exe /c ""{bat}" {path} --set lora.rank=2"',
+    "PowerShell with quotes and options": 'cmd.exe /c ""{bat}" "Z:\\my x.yaml" --set lora.rank=2"',
     "PowerShell with a relative path": 'cmd.exe /c ""{bat}" my.yaml"',
     "a pipe": 'cmd.exe /S /D /c" {bat} {path}"',
 }
@@ -236,6 +246,15 @@ def test_text_is_utf8_and_the_users_variables_survive(stage: Stage) -> None:
     found = stage.prompt("doctor.bat", **mine).calls[-1].environment
     assert found["PYTHONUTF8"] == "1" and {name: found[name] for name in mine} == mine
     assert stage.prompt("doctor.bat", PYTHONUTF8="0").calls[-1].environment["PYTHONUTF8"] == "0"
+
+
+def test_programs_in_the_current_folder_are_not_looked_for(stage: Stage) -> None:
+    """By ``cmd``, for which Wine 8 has no ear, and by whatever is started; a prompt of the user's is as it was."""
+    name = "NoDefaultCurrentDirectoryInExePath"
+    assert all(call.environment[name] == "1" for call in stage.prompt("train.bat", "x.yaml").calls)
+    command = stage.prompt("shell.bat", "py x", says=ENV).calls[-1]
+    assert command.program == "py" and name not in command.environment
+    assert stage.prompt("shell.bat", "py x", says=ENV, **{name: "0"}).calls[-1].environment[name] == "0"
 
 
 def test_the_code_page_is_put_back(stage: Stage) -> None:

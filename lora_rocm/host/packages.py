@@ -1,0 +1,50 @@
+"""The packages that the heavy half imports: which are missing, and what to say of one that cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from lora_rocm.errors import MachineError
+
+HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "datasets")
+
+
+def require_packages() -> None:
+    """Look, without importing any of them, whether the packages of the heavy half are installed.
+
+    Raises:
+        MachineError: one is not.
+    """
+    for name in HEAVY:
+        if find_spec(name) is None:
+            raise unusable(ModuleNotFoundError(name=name))
+
+
+def unusable(error: BaseException) -> MachineError:
+    """The error to show where a package could not be imported.
+
+    Args:
+        error: what the import raised.
+    """
+    install = installer(sys.platform == "win32")
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return MachineError(
+            "package-missing",
+            f"The package {package} is not installed; training, previews and measurements need it.",
+            where=f"{sys.executable} (module {error.name})",
+            fix=f"{install}; lora-rocm doctor says which torch this machine needs.",
+        )
+    said = next(iter(str(error).splitlines()), "")
+    return MachineError(
+        "package-broken",
+        f"A package that training needs cannot be imported: {type(error).__name__}: {said}",
+        where=sys.executable,
+        fix=f"{install} {'' if sys.platform == 'win32' else 'ARGS='}--repair; lora-rocm doctor says more.",
+    )
+
+
+def installer(windows: bool) -> str:
+    """The command that installs everything, in the folder of the repository."""
+    return r"scripts\windows\install.bat" if windows else "make install"

@@ -1,0 +1,71 @@
+"""The training child as a process: signals, and what it writes to its log."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.run.layout import RunDir
+from lora_rocm.train import session, worker
+from tests.run.fake_run import RECIPE
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(session.Session, "_watch_parent", lambda self: None)
+    found = RunDir(tmp_path / "run").create()
+    found.recipe.write_text(RECIPE, encoding="utf-8")
+    return found
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_a_signal_to_all_processes_of_a_job_is_answered_by_the_parent(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers and log-outs send it to each of them; the parent then asks the worker to save and leave."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def train(*details: object) -> int:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(signum)
+        return 0
+
+    monkeypatch.setattr(worker, "_train", train)
+    assert worker.main([str(run_dir.path)]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Full(io.RawIOBase):
+    """A file on a disk that is full, until there is room again."""
+
+    has_room = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+
+def test_a_log_that_takes_nothing_does_not_end_it(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*details: object) -> int:
+        print("a library says something", flush=True)  # noqa: T201
+        return 0
+
+    monkeypatch.setattr(worker, "_train", train)
+    full = Full()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(full), encoding="utf-8"))
+        assert worker.main([str(run_dir.path)]) == 0
+        with pytest.raises(OSError):  # negative control
+            train()
+        full.has_room = True
