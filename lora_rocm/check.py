@@ -174,7 +174,7 @@ class _Weighing:
 
     def result(self) -> dict[str, int]:
         """Bytes by component; waits for the child."""
-        from lora_rocm.run.layout import write_json
+        from lora_rocm.host.files import write_json
 
         if self._thread.ident is None:
             return self._found or {}

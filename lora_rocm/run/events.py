@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.host.files import make_folder, open_in_place
 from lora_rocm.host.printable import legible
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
@@ -129,9 +130,8 @@ class EventWriter:
     def __init__(self, path: Path, session: int = 0) -> None:
         self.path, self.session = path, session
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _is_there(path)
-            self._file = path.open("ab")
+            make_folder(path.parent)
+            self._file = open_in_place(path, "ab")
             if self._file.tell() and not _ends_with_newline(path):
                 self._file.write(b"\n")
         except OSError as error:

@@ -125,15 +125,15 @@ def test_what_answers_one_thing_is_kept_in_one_write(
     start: Situation, monkeypatch: pytest.MonkeyPatch, calls: list[list[str]], left: tuple[str, ...]
 ) -> None:
     """A kill comes after the first write: two changes of one answer are there; of two answers one is."""
-    whole, writes = kept.write_whole, list[Path]()
+    whole, writes = kept.write_atomic, list[Path]()
 
-    def write(path: Path, text: str) -> None:
+    def write(path: Path, content: bytes, **how: bool) -> None:
         if writes:
             raise Killed
         writes.append(path)
-        whole(path, text)
+        whole(path, content, **how)
 
-    monkeypatch.setattr(kept, "write_whole", write)
+    monkeypatch.setattr(kept, "write_atomic", write)
     run = replace(start, changes=(MACHINE, OF_SIZE))
     with suppress(Killed):
         for changes in calls:

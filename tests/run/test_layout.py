@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import StorageError
-from lora_rocm.run.layout import RunDir, write_atomic, write_json
+from lora_rocm.host.files import write_atomic, write_json
+from lora_rocm.run.layout import RunDir
 
 
 def test_checkpoints_and_samples_are_listed_in_order(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ResumeError
+from lora_rocm.host.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.run import layout, prepare
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
 
 
