@@ -49,7 +49,7 @@ def refuse_link(path: Path) -> None:
     """Refuse a link in place of a file or folder that is written where it lies.
 
     Raises:
-        StorageError: "link-in-run".
+        StorageError: "link-refused".
     """
     if not is_link(path):
         return
@@ -57,7 +57,7 @@ def refuse_link(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         target = f" -> {os.readlink(path)}"
     raise StorageError(
-        "link-in-run",
+        "link-refused",
         "A link lies where lora-rocm keeps a file or a folder of its own: nothing is written or deleted through it.",
         where=f"{path}{target}",
         fix="Remove the link, or put what it leads to in its place.",

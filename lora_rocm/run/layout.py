@@ -48,6 +48,7 @@ BEGUN = re.compile(
     rf"{IN_PLACE}|environment\.json|recipe\.rank\d+\.yaml|\.recipe\..+\.tmp|\.environment\..+\.tmp|\.probe\.tmp"
 )
 """What a run may have before its recipe; nobody else's files have these names."""
+OF_RUN = re.compile(rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{OF_WORKER.pattern}|{FOLDERS}")
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
 """What a system puts into any folder, in lower case."""
 
@@ -197,10 +198,16 @@ class RunDir:
         return self
 
     def holds_run(self) -> bool:
-        """Whether a run was started in this directory. A ``recipe.yaml`` alone may be one that the user wrote."""
+        """Whether a run was started in this directory.
+
+        A ``recipe.yaml`` among other files, and nothing else of a run, is one that the user wrote.
+        """
         if self.events().exists() or any((path / STATE_FILE).exists() for _, path in self.list_checkpoints()):
             return True
-        return self.recipe.exists() and any(BEGUN.fullmatch(path.name) for path in self.path.iterdir())
+        if not self.recipe.exists():
+            return False
+        names = os.listdir(self.path)
+        return any(map(BEGUN.fullmatch, names)) or not [name for name in names if not _is_ours(name)]
 
     def require_own(self) -> None:
         """Refuse a folder that is somebody else's, and links in place of what a run writes where it lies.
@@ -304,6 +311,11 @@ class RunDir:
                 yield self.asked, OF_ASKED
         if is_folder(self.peft_dir):
             yield from ((folder, OF_PEFT) for folder in sorted(self.peft_dir.iterdir()) if is_folder(folder))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a run has something of this name, or a system puts it into any folder."""
+    return bool(OF_RUN.fullmatch(name)) or name.lower() in OF_SYSTEM
 
 
 def _discard(path: Path) -> None:

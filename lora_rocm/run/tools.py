@@ -33,12 +33,12 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
     """
     source = _existing(source)
     _check_options(options, config if base is None else None)
-    if output is None and not source.is_dir():
-        output = Path("samples")
+    if output is None:
+        output = RunDir(source).asked if source.is_dir() else Path("samples")
     job = {
         **options,
         "source": str(source),
-        "output": str(output.absolute()) if output else None,
+        "output": str(output.absolute()),
         "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
         "config": str(config.absolute()) if config else None,
     }

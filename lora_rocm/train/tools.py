@@ -70,11 +70,11 @@ def sample(job: Job) -> None:
             pictures = family.preview(model, requests, encoded.__getitem__)
     else:
         pictures = family.preview(model, requests, encoded.__getitem__)
-    paths, folder = [], Path(job["output"] or RunDir(source).asked)
-    run_dir = None if job["output"] else source  # in a folder that the user names, links are the user's
+    paths, folder = [], Path(job["output"])
+    root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
     for request, picture in zip(requests, pictures, strict=True):
         path = _free_name(folder, f"seed{request.seed}")
-        write_atomic(path, png(picture), run_dir)
+        write_atomic(path, png(picture), root)
         paths.append(str(path))
     emit("preview", updates=None, pictures=paths)
 

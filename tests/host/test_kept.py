@@ -233,7 +233,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, m
     monkeypatch.setattr(os, "fsync", full)
     keep(start, ["hipblaslt-off"], "hang", said.append)
     assert file_of(start).read_bytes() == before and os.listdir(file_of(start).parent) == [file_of(start).name]
-    assert "No space left" in said[0]
+    assert "The disk is full" in said[0]
 
 
 def test_without_somebody_to_tell_it_goes_to_standard_error(
