@@ -313,7 +313,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "check", "def f():\n    from lora_rocm.data.cache import LatentCache"),
         bad(standard_library_faults, "host.probe", "import psutil"),
         bad(standard_library_faults, "host.wheels", "from lora_rocm.recipe.schema import Recipe"),
-        bad(size_faults, "errors", "x = 1\n" * 401),
+        bad(size_faults, "errors", "x = 1\n" * 601),
         bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * 60),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
         bad(broad_except_faults, "train.worker", "def run():\n    try:\n        f()\n    except:\n        raise"),

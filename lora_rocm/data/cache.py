@@ -306,7 +306,7 @@ class HashMemory:
     def _append(self, line: bytes) -> None:
         try:
             make_folder(self.path.parent)
-            with open_in_place(self.path, "a+b") as file:
+            with open_in_place(self.path) as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # torn by a crash

@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from lora_rocm.errors import StorageError, storage_error
 
@@ -145,8 +145,10 @@ def write_through(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def open_in_place(path: Path, mode: Literal["ab", "a+b", "wb"], buffering: int = -1) -> IO[bytes]:
+def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[bytes]:
     """Open a file that is written where it lies (a log, a heartbeat), but never what a link leads to.
+
+    What is written is appended; ``anew``: the file begins empty.
 
     Raises:
         StorageError: a link, a folder, a pipe or a device lies there, or it cannot be opened.
@@ -160,7 +162,9 @@ def open_in_place(path: Path, mode: Literal["ab", "a+b", "wb"], buffering: int =
             fix="Take it away, or use another folder.",
         )
     try:
-        return open(path, mode, buffering, opener=_open_no_follow)
+        if anew:
+            return open(path, "wb", buffering, opener=_open_no_follow)
+        return open(path, "a+b", buffering, opener=_open_no_follow)
     except OSError as error:
         raise storage_error(error, path) from error
 

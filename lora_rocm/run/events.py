@@ -131,7 +131,7 @@ class EventWriter:
         self.path, self.session = path, session
         try:
             make_folder(path.parent)
-            self._file = open_in_place(path, "ab")
+            self._file = open_in_place(path)
             if self._file.tell() and not _ends_with_newline(path):
                 self._file.write(b"\n")
         except OSError as error:

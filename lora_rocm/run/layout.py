@@ -267,7 +267,7 @@ class RunDir:
         Raises:
             StorageError: it cannot be made.
         """
-        open_in_place(self.stop, "ab").close()
+        open_in_place(self.stop).close()
 
     def discard_unfinished(self, *, of_parent: bool) -> None:
         """Remove what a killed writer left under temporary names: the parent's files, or those of the worker.

@@ -94,7 +94,7 @@ class Worker:
         self._log_start = size_of(self._log)
         self._last: dict[str, Event] = {}
         self._killed = False
-        with open_in_place(self._log, "ab") as log:
+        with open_in_place(self._log) as log:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=dict(env), **own_group()
             )

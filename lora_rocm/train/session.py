@@ -121,7 +121,7 @@ class Stacks:
 
     def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
         self._after_s, self._armed_at, self._doing = after_s, float("-inf"), ""
-        self._file = open_in_place(path, "wb")
+        self._file = open_in_place(path, anew=True)
 
     def put_off(self, doing: str) -> None:
         """There was progress: begin to wait anew, and forget stacks that were written in the meantime."""
