@@ -15,9 +15,9 @@ from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir
+from lora_rocm.run.results import MAX_RESULT_BYTES
 
 LATEST = "latest"
-MAX_RESULT_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
