@@ -206,7 +206,7 @@ class _Weighing:
     def result(self) -> BaseFacts:
         """Wait for the child and return the facts."""
         from lora_rocm.data.caption_length import keep_limits
-        from lora_rocm.run.layout import write_json
+        from lora_rocm.host.files import write_json
 
         if self._thread.ident is None:
             assert self._found is not None

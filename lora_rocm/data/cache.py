@@ -33,7 +33,7 @@ from lora_rocm.data.entries import (
 )
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, storage_error
-from lora_rocm.run.layout import write_atomic
+from lora_rocm.host.files import make_folder, open_in_place, write_atomic
 
 if TYPE_CHECKING:
     from lora_rocm.data.buckets import Geometry
@@ -138,7 +138,7 @@ class LatentCache:
         """
         names = self._names(kind, key)
         if not names or not _holds(names[-1], content):
-            write_atomic(self._path(kind, key, len(names)), content)
+            write_atomic(self._path(kind, key, len(names)), content, read_back=False)
             entries, written_bytes = self.written.get(kind, (0, 0))
             self.written[kind] = (entries + 1, written_bytes + len(content))
 
@@ -314,8 +314,8 @@ class HashMemory:
 
     def _append(self, line: bytes) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
+            make_folder(self.path.parent)
+            with open_in_place(self.path) as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # torn by a crash

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.host.plain import read_plain
-from lora_rocm.run.layout import write_atomic
+from lora_rocm.host.files import write_atomic
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

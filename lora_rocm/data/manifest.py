@@ -34,7 +34,7 @@ from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
 from lora_rocm.data.upkeep import MANIFESTS
 from lora_rocm.errors import DataError, Problem, StorageError
-from lora_rocm.run.layout import write_atomic
+from lora_rocm.host.files import write_atomic
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
@@ -141,7 +141,7 @@ class Shelf:
         text = json.dumps(header).encode("utf-8")
         content = b"".join([len(text).to_bytes(8, "little"), text, *map(memoryview, columns.values())])
         with contextlib.suppress(StorageError):
-            write_atomic(self.path, content + hashlib.sha256(content).digest())
+            write_atomic(self.path, content + hashlib.sha256(content).digest(), read_back=False)
 
     def listing(self) -> str | None:
         """A hash of name, size and times of change of every file in the sources; None where nobody can tell."""

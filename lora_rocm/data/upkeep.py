@@ -22,6 +22,7 @@ import psutil
 from lora_rocm.data import entries
 from lora_rocm.data.entries import CacheEntryBad, check_bytes, check_place, read_entry
 from lora_rocm.errors import MachineError, UserError, storage_error
+from lora_rocm.host.files import is_folder, is_link
 from lora_rocm.host.printable import printable
 from lora_rocm.run.wording import size_text
 
@@ -205,7 +206,7 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
 
 def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
     """What large datasets came to (``data/manifest.py``): without one the next start takes longer, no more."""
-    if not _is_folder(folder):
+    if not is_folder(folder):
         return
     for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
         _prune_temporary(pruning, path, int(pid[1]), now)
@@ -235,7 +236,7 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
     """The files of each entry, in the order of their repairs, looked at one after the other."""
     _check_folder(folder)
     for kind in KINDS:
-        if (folder / kind).is_symlink():
+        if is_link(folder / kind):
             say(f"{_shown(folder / kind)} is a link and is not followed: give its target's folder with --dir")
     for place in _places(folder):
         named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
@@ -250,12 +251,8 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
 def _places(folder: Path) -> Iterator[Path]:
     """The folders that hold entries, without following links."""
     for kind in KINDS:
-        if not (folder / kind).is_symlink():
-            yield from (path for path, _ in _matching(folder / kind, re.compile("[0-9a-f]{2}")) if _is_folder(path))
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+        if not is_link(folder / kind):
+            yield from (path for path, _ in _matching(folder / kind, re.compile("[0-9a-f]{2}")) if is_folder(path))
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:

@@ -14,10 +14,10 @@ from lora_rocm.doctor.finding import Finding
 from lora_rocm.doctor.private import private_of, texts_in
 from lora_rocm.doctor.text import finding_lines, machine_text, report_text
 from lora_rocm.host.environ import environment_json, plan
+from lora_rocm.host.files import followed, write_atomic
 from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.show import described
-from lora_rocm.run.layout import write_atomic
 
 HEAD = """\
 # lora-rocm doctor report
@@ -33,7 +33,7 @@ def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str
         StorageError: it cannot be written there.
     """
     text = report(without_private(situation), live=live, tested_on=tested_on)
-    write_atomic(path, printable(text, keep="\n").encode("utf-8"))
+    write_atomic(followed(path), printable(text, keep="\n").encode("utf-8"))
 
 
 def without_private(situation: Situation) -> Situation:

@@ -16,15 +16,15 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from lora_rocm.errors import storage_error
+from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.host.changes import BY_ID, Size, known
 from lora_rocm.host.facts import HostFacts
+from lora_rocm.host.files import write_atomic
 from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import Selection
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Stack
-from lora_rocm.host.whole import write_whole
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -156,10 +156,10 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
     if old.damaged:
         say(f"What was remembered about this machine cannot be read, and is begun anew: {path}")
     try:
-        write_whole(path, json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1))
-    except OSError as error:
-        reason = error.strerror or error
-        say(f"The next run will have to learn this again, for it cannot be remembered ({reason}): {path}")
+        text = json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1)
+        write_atomic(path, text.encode("utf-8"), read_back=False)
+    except StorageError as error:
+        say(f"The next run will have to learn this again, for it cannot be remembered: {path}\n  {error.what}")
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:

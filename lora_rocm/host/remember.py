@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.host.whole import write_whole
+from lora_rocm.errors import StorageError
+from lora_rocm.host.files import write_atomic
 
 FORMAT = 1
 MEMORY_FILE = "remembered.json"
@@ -27,8 +28,8 @@ def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
     if folder is None:
         return
     text = json.dumps({"format": FORMAT, "tools": {**_entries(folder), tool: entry}})
-    with contextlib.suppress(OSError):
-        write_whole(folder / MEMORY_FILE, text)
+    with contextlib.suppress(StorageError):
+        write_atomic(folder / MEMORY_FILE, text.encode("utf-8"), read_back=False)
 
 
 def _entries(folder: Path | None) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.host.environ import plan
+from lora_rocm.host.files import followed, write_json
 from lora_rocm.host.here import plan_here, situation_here
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import bench_tables
 from lora_rocm.run.children import run_tool
-from lora_rocm.run.layout import write_json
 from lora_rocm.run.wording import size_text
 
 MODULE = "lora_rocm.device.bench"
@@ -202,7 +202,7 @@ def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> 
         say("", "Not measured (-):", *(f"  {problem}" for problem in missing))
     if json_path is not None:
         head = {"bench": what, "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        write_json(json_path, {**head, "machine": found.machine, **more, "rows": found.rows})
+        write_json(followed(json_path), {**head, "machine": found.machine, **more, "rows": found.rows})
         say("", f"Wrote {json_path}")
     return 0
 

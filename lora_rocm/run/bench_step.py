@@ -13,13 +13,13 @@ from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import WorkerDiedError
+from lora_rocm.host.files import followed, make_folder, write_json
 from lora_rocm.host.here import plan_here
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import bench_tables
 from lora_rocm.run.bench import fields_of, how_it_died, machine_text, say
 from lora_rocm.run.children import run_tool
-from lora_rocm.run.layout import make_folder, write_json
 
 MODULE = "lora_rocm.train.bench_step"
 OURS = "lora-rocm"
@@ -74,7 +74,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
         head = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         about = {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
         found_here = {"machine": found.machine, **about, "rows": found.rows, "price": price, "unlike": unlike}
-        write_json(json_path, {**head, **found_here})
+        write_json(followed(json_path), {**head, **found_here})
         say("", f"Wrote {json_path}")
     return 0
 

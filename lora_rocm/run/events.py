@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.host.files import make_folder, open_in_place
 from lora_rocm.host.printable import legible
 
 WHOLE, NUMBER, TEXT, TRUTH, TEXTS = "whole number", "number", "text", "truth", "texts"
@@ -199,9 +200,8 @@ class EventWriter:
     def __init__(self, path: Path, session: int = 0) -> None:
         self.path, self.session = path, session
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _is_there(path)
-            self._file = path.open("ab")
+            make_folder(path.parent)
+            self._file = open_in_place(path)
             if self._file.tell() and not _ends_with_newline(path):
                 self._file.write(b"\n")
         except OSError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import storage_error
+from lora_rocm.host.files import open_in_place
 from lora_rocm.host.plain import read_plain
 
 WIDTH_BYTES = 256
@@ -34,10 +35,7 @@ class HeartbeatWriter:
 
     def __init__(self, path: Path) -> None:
         self.path, self._count = path, 0
-        try:
-            self._file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise storage_error(error, path) from error
+        self._file = open_in_place(path, anew=True, buffering=0)
 
     def beat(self, activity: str) -> None:
         """One sign of progress.

@@ -14,15 +14,16 @@ from pathlib import Path
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.host import kept
 from lora_rocm.host.environ import EnvPlan, environment_json, plan
+from lora_rocm.host.files import write_json
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.packages import require_packages
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.ranks import rank_of
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
-from lora_rocm.run import lock, prepare, process, selftest, supervise, together
+from lora_rocm.run import lock, prepare, process, selftest, supervise, together, tools
 from lora_rocm.run.events import read_events
 from lora_rocm.run.judge import attempt_of
-from lora_rocm.run.layout import SUPERVISOR, RunDir, write_json
+from lora_rocm.run.layout import SUPERVISOR, RunDir
 from lora_rocm.run.progress import make_progress
 from lora_rocm.run.report import write_report
 from lora_rocm.run.slow import spill_bytes
@@ -67,8 +68,9 @@ def train(
     with lock.locked(run):
         lock.end_leftover(run, _say)
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
+            made_again = tools.make_again(run, loaded.recipe, _say)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
-            if not run.report.exists():  # the parent was killed between the worker's end and its report
+            if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
                 _report(run)
             return 0
         again = resume_command(recipe_path, overrides, run)

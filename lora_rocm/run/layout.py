@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
-import secrets
-import shutil
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.errors import ResumeError, storage_error
+from lora_rocm.host.files import is_folder, open_in_place, refuse_link, remove, write_atomic
 
-RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
@@ -28,9 +24,33 @@ SUPERVISOR = "supervisor"
 """Name of the parent among the writers of events."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 """By these a folder is known to be the directory of a run that has begun."""
-PARENTS_FILES = ("recipe.yaml", "recipe.asked.yaml", "environment.json", "report.html")
-"""Written by the light parent of rank 0; other files of a run by its worker, but for the recipes of other ranks."""
-RECIPES_OF_RANKS = "recipe.rank"
+PROBE = ".probe.tmp"
+STATE_FILE = "state.json"
+"""Of a checkpoint folder: position, what the run is, checksums."""
+
+FOLDERS = r"checkpoints|samples|tensorboard|peft"
+IN_PLACE = (
+    r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
+    r"heartbeat\.rank\d+\.json|stacks\.rank\d+\.txt"
+)
+"""Of the files that are written where they lie."""
+OF_PARENT = re.compile(r"recipe(\.asked)?\.yaml|environment\.json|report\.html|stacks-\d+\.txt|\.probe\.tmp")
+"""Written whole by the light parent of rank 0; the others by its worker, but for the recipes of other ranks."""
+OF_WORKER = re.compile(r"result\.json|lora\.safetensors|pytorch_lora_weights\.safetensors")
+OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
+OF_SAMPLES = re.compile(r"before-after\.png")
+OF_PREVIEWS = re.compile(r"\d+\.png|requests\.json")
+OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
+OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
+TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp")
+"""What a file is called while it is written (``files.write_atomic``), and a checkpoint folder (``train.state``)."""
+BEGUN = re.compile(
+    rf"{IN_PLACE}|recipe\.asked\.yaml|environment\.json|recipe\.rank\d+\.yaml|\.recipe\..+\.tmp|\.environment\..+\.tmp|\.probe\.tmp"
+)
+"""What a run may have before its recipe; nobody else's files have these names."""
+OF_RUN = re.compile(rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{OF_WORKER.pattern}|{FOLDERS}")
+OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
+"""What a system puts into any folder, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class RunDir:
 
     def recipe_of(self, rank: int) -> Path:
         """The recipe that rank was started with, where it was not started by the parent of rank 0 (``torchrun``)."""
-        return self.path / f"{RECIPES_OF_RANKS}{rank}.yaml" if rank else self.recipe
+        return self.path / f"recipe.rank{rank}.yaml" if rank else self.recipe
 
     def lock_of(self, rank: int) -> Path:
         """Held by the worker of that rank."""
@@ -95,6 +115,11 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def asked(self) -> Path:
+        """The pictures of ``lora-rocm sample``."""
+        return self.samples / "asked"
+
+    @property
     def before_after(self) -> Path:
         return self.samples / "before-after.png"
 
@@ -113,6 +138,10 @@ class RunDir:
     @property
     def peft_dir(self) -> Path:
         return self.path / "peft"
+
+    def export_of(self, form: str) -> Path:
+        """Where the LoRA is kept in each form: a file, or for peft a folder with a folder for each component."""
+        return {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}[form]
 
     @property
     def result(self) -> Path:
@@ -173,14 +202,58 @@ class RunDir:
             raise storage_error(error, self.path) from error
         return self
 
-    def require(self) -> None:
-        """Look whether the run is still where it was: a drive may have gone, and folders must not be made in its place.
+    def holds_run(self) -> bool:
+        """Whether a run was started in this directory.
+
+        A ``recipe.yaml`` among other files, and nothing else of a run, is one that the user wrote.
+        """
+        if self.events().exists() or any((path / STATE_FILE).exists() for _, path in self.list_checkpoints()):
+            return True
+        if not self.recipe.exists():
+            return False
+        names = os.listdir(self.path)
+        return any(map(BEGUN.fullmatch, names)) or not [name for name in names if not _is_ours(name)]
+
+    def require_own(self) -> None:
+        """Refuse a folder that is somebody else's, and links in place of what a run writes where it lies.
+
+        Files that are written whole are no matter: a link there is replaced. The directory itself may be a link.
 
         Raises:
-            StorageError: it is not.
+            ResumeError: it is no run, and not empty.
+            StorageError: a link lies there, or the folder cannot be read.
+        """
+        try:
+            names = sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+        others = [name for name in names if not (BEGUN.fullmatch(name) or name.lower() in OF_SYSTEM)]
+        if others and not self.holds_run():
+            raise ResumeError(
+                "run-dir-foreign",
+                f"This folder holds other things ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and no "
+                "run: a run wants a folder of its own.",
+                where=str(self.path),
+                fix=f"Give a folder that is new or empty, for example --run-dir {self.path / 'new-run'}.",
+            )
+        for name in names:
+            if re.fullmatch(rf"{IN_PLACE}|{FOLDERS}", name):
+                refuse_link(self.path / name)
+
+    def require(self) -> None:
+        """Look whether the run is still where it was, and its folders are its own.
+
+        A drive may have gone, and folders must not be made in its place.
+
+        Raises:
+            StorageError: it is not, or a folder in it is a link.
         """
         if not self.recipe.exists():
             raise storage_error(OSError(errno.ENOENT, os.strerror(errno.ENOENT)), self.path)
+        for folder in (self.checkpoints, self.samples, self.tensorboard, self.peft_dir):
+            refuse_link(folder)
 
     def probe(self) -> None:
         """Write a little and take it away again.
@@ -189,9 +262,17 @@ class RunDir:
             StorageError: that is not possible: the disk is full, read-only, gone.
         """
         self.require()
-        probe = self.path / ".probe.tmp"
+        probe = self.path / PROBE
         write_atomic(probe, bytes(PROBE_BYTES), self.path)
         probe.unlink(missing_ok=True)
+
+    def ask_to_stop(self) -> None:
+        """Make the file ``stop``.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        open_in_place(self.stop).close()
 
     def discard_unfinished(self, *, of_parent: bool) -> None:
         """Remove what a killed writer left under temporary names: the parent's files, or those of the worker.
@@ -199,90 +280,49 @@ class RunDir:
         Each removes its own only, and only while it holds its lock: the other may be writing at this very moment.
         So may other ranks their recipes, which are theirs to remove (``discard_unfinished_recipe``).
         """
-        for path in sorted(self.path.rglob(".*.tmp"), reverse=True):
-            here, name = path.parent == self.path, path.name[1:]
-            if here and name.startswith(RECIPES_OF_RANKS):
-                continue
-            if (here and name.startswith(PARENTS_FILES)) == of_parent:
+        for path, parents in self._unfinished():
+            if parents == of_parent:
                 _discard(path)
 
     def discard_unfinished_recipe(self, rank: int) -> None:
         """Remove what that rank itself, killed, left of its recipe."""
         for path in self.path.glob(f".{self.recipe_of(rank).name}.*.tmp"):
-            _discard(path)
+            if TEMPORARY.fullmatch(path.name):
+                _discard(path)
+
+    def _unfinished(self) -> Iterator[tuple[Path, bool]]:
+        """(path, is it the parent's) of what a killed writer left.
+
+        Only under the names of a run, and in the folders of a run that are no links: in any other folder may be another
+        run, or files of the user.
+        """
+        for folder, names in self._places():
+            for path in sorted(folder.iterdir()):
+                found = TEMPORARY.fullmatch(path.name)
+                name = found["name"] if found else ""
+                parents = folder == self.path and bool(OF_PARENT.fullmatch(name) or path.name == PROBE)
+                if parents or names.fullmatch(name):
+                    yield path, parents
+
+    def _places(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
+        """The folders in which the worker writes whole files, and the names of these."""
+        yield self.path, OF_WORKER
+        if is_folder(self.checkpoints):
+            yield self.checkpoints, OF_CHECKPOINTS
+        if is_folder(self.samples):
+            yield self.samples, OF_SAMPLES
+            yield from ((folder, OF_PREVIEWS) for _, folder in self.list_samples() if is_folder(folder))
+            if is_folder(self.asked):
+                yield self.asked, OF_ASKED
+        if is_folder(self.peft_dir):
+            yield from ((folder, OF_PEFT) for folder in sorted(self.peft_dir.iterdir()) if is_folder(folder))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a run has something of this name, or a system puts it into any folder."""
+    return bool(OF_RUN.fullmatch(name)) or name.lower() in OF_SYSTEM
 
 
 def _discard(path: Path) -> None:
     with contextlib.suppress(OSError):  # it does no harm; the next start tries again
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def make_folder(folder: Path, root: Path | None = None) -> None:
-    """Make a folder, and those above it only below ``root``: where a drive is gone, nothing takes its place.
-
-    Raises:
-        OSError: no permission, disk full, ``root`` is gone.
-    """
-    if root is None or not folder.is_relative_to(root):  # a link may lead elsewhere
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    for place in [folder, *folder.parents][: len(folder.relative_to(root).parts)][::-1]:
-        place.mkdir(exist_ok=True)
-
-
-def write_atomic(path: Path, content: bytes, root: Path | None = None) -> None:
-    """Write a whole file or nothing: temporary name, fsync, rename (also onto an existing file that nobody has open).
-
-    Args:
-        path: the file; its folder is made (``make_folder``).
-        content: all of it.
-        root: what has to be there already.
-
-    Raises:
-        StorageError: disk full, no permission, or a device or pipe lies there, which a rename would replace by a file.
-    """
-    place, path = path, path.resolve() if path.is_symlink() else path
-    if not path.name or (path.exists() and not path.is_file() and not path.is_dir()):
-        fix = "Give the name of a file."
-        raise StorageError("no-file", "There can be no file with that name.", where=f"{str(place)!r}", fix=fix)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")  # containers share pids
-    try:
-        make_folder(path.parent, root)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        rename(temporary, path)
-        fsync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise storage_error(error, path) from error
-
-
-def rename(source: Path, target: Path) -> None:
-    """Rename, over an existing file too. On Windows somebody (a virus scanner) may hold either for a moment."""
-    for attempt in range(RENAME_ATTEMPTS):
-        try:
-            os.replace(source, target)
-            return
-        except PermissionError:
-            if attempt == RENAME_ATTEMPTS - 1 or os.name != "nt":
-                raise
-            time.sleep(RENAME_PAUSE_S)
-
-
-def write_json(path: Path, value: Any, root: Path | None = None) -> None:
-    """``write_atomic`` of sorted, indented JSON."""
-    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8"), root)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a power cut. Windows cannot open folders and needs no call."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        remove(path)

@@ -12,6 +12,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lora_rocm.errors import ResumeError, storage_error
+from lora_rocm.host.files import is_link, refuse_link
 from lora_rocm.run.events import read_events
 from lora_rocm.run.heartbeat import read_heartbeat
 from lora_rocm.run.layout import RunDir
@@ -29,6 +30,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         ResumeError: another one holds it.
         StorageError: the lock file cannot be made.
     """
+    refuse_link(run_dir.parent_lock)
     lock = FileLock(run_dir.parent_lock)
     try:
         lock.acquire(timeout=LOCK_WAIT_S)
@@ -56,6 +58,8 @@ def is_running(run_dir: RunDir) -> bool:
 
 
 def _is_held(path: Path) -> bool:
+    if is_link(path):  # whatever it leads to is nobody's lock
+        return False
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)

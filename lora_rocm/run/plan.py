@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.host.environ import plan as environment_plan
+from lora_rocm.host.files import write_json
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.memory import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
 from lora_rocm.host.printable import legible
@@ -22,7 +23,6 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.children import run_for_json
-from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import (
     CONTEXT_BYTES,
     MODES,

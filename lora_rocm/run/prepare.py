@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, storage_error
+from lora_rocm.host.files import fsync_folder, rename, write_atomic
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, rename, write_atomic
+from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir
+from lora_rocm.run.results import MAX_RESULT_BYTES
 
 LATEST = "latest"
-MAX_RESULT_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,15 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         resume: None, "latest", a run directory, or a checkpoint folder in one.
 
     Raises:
-        ResumeError: --resume points at nothing that can be resumed, or the two options disagree.
+        ResumeError: --resume points at nothing that can be resumed, the two options disagree, or the directory holds
+            something else.
+        StorageError: a link lies in it where the run writes.
     """
     if resume is None:
-        return Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False)
+        return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
     if resume == LATEST:
         found = run_dir.absolute() if run_dir else newest_run(Path(loaded.recipe.output.dir), loaded.name)
-        return Chosen(RunDir(found or _new_directory(loaded)), resume=True)
+        return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
     path = Path(resume).absolute()
     checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
     found = path.parent.parent if checkpoint else path
@@ -65,7 +68,13 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
             where=f"--run-dir {run_dir} --resume {resume}",
             fix="Leave --run-dir out.",
         )
-    return Chosen(RunDir(found), resume=True, checkpoint=checkpoint)
+    return _own(Chosen(RunDir(found), resume=True, checkpoint=checkpoint))
+
+
+def _own(chosen: Chosen) -> Chosen:
+    """See ``RunDir.require_own``."""
+    chosen.run_dir.require_own()
+    return chosen
 
 
 def _new_directory(loaded: LoadedRecipe) -> Path:
@@ -95,7 +104,7 @@ def newest_run(folder: Path, name: str) -> Path | None:
 
 def holds_run(run_dir: RunDir) -> bool:
     """Whether a run was started in this directory."""
-    return run_dir.recipe.exists() or run_dir.events().exists() or bool(run_dir.list_checkpoints())
+    return run_dir.holds_run()
 
 
 def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:

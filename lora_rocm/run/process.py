@@ -23,9 +23,11 @@ from lora_rocm.errors import (
     LoraRocmError,
     MachineError,
     StoppedError,
+    StorageError,
     UserError,
     WorkerHungError,
 )
+from lora_rocm.host.files import open_in_place
 from lora_rocm.host.packages import require_packages
 from lora_rocm.host.safe_path import python_command, python_environment
 from lora_rocm.run.console import told_of_closing
@@ -117,7 +119,7 @@ class Worker:
         self._log_start = size_of(self._log)
         self._last: dict[str, Event] = {}
         self._killed = False
-        with self._log.open("ab") as log:
+        with open_in_place(self._log) as log:
             self._child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -168,8 +170,8 @@ class Worker:
                 raise unkillable(self.pid)
             return
         try:
-            self.run_dir.stop.touch()
-        except OSError:  # it saves and leaves too when it believes that this process has ended
+            self.run_dir.ask_to_stop()
+        except StorageError:  # it saves and leaves too when it believes that this process has ended
             assert self._child.stdin is not None
             self._child.stdin.close()
 

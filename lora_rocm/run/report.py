@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError
+from lora_rocm.host.files import write_atomic
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.run.layout import RunDir
 from lora_rocm.run.page import header, page, paragraph, picture, picture_table, preformatted, section, table
 from lora_rocm.run.plot import Point, Series, line_plot
 from lora_rocm.run.slow import spilled

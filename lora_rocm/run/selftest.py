@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError, StorageError, storage_error
 from lora_rocm.host.environ import plan
+from lora_rocm.host.files import write_json
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.rules_verdict import REMEDIES, Remedy
 from lora_rocm.host.stack import stack_of
@@ -17,7 +18,6 @@ from lora_rocm.host.verdict import Result, Verdict, path_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.children import follow_tool
 from lora_rocm.run.exits import describe_exit, died
-from lora_rocm.run.layout import write_json
 from lora_rocm.run.process import Event, heavy_command
 
 MODULE = "lora_rocm.device.selftest"

@@ -7,7 +7,6 @@ now?). Here is what has to be done for it.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,11 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_rocm.errors import StoppedError
+from lora_rocm.errors import StoppedError, StorageError
 from lora_rocm.host import kept
 from lora_rocm.host.changes import BY_ID
 from lora_rocm.host.environ import environment_json, plan
+from lora_rocm.host.files import write_atomic, write_json
 from lora_rocm.host.kernel_log import Moment, lines_since
+from lora_rocm.host.plain import read_plain
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter, read_events
@@ -43,7 +44,7 @@ from lora_rocm.run.judge import (
     relieved,
     seen_of,
 )
-from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir, write_json
+from lora_rocm.run.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
 from lora_rocm.run.process import (
     POLL_S,
     Asked,
@@ -60,6 +61,7 @@ from lora_rocm.run.trouble import trouble_of
 from lora_rocm.run.watch import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
+MAX_STACKS_BYTES = 1 << 24
 UNKILLABLE = "worker-unkillable"
 KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
@@ -264,8 +266,9 @@ class Supervisor:
         while state.left_at is None and not size_of(stacks) and time.monotonic() < deadline:
             time.sleep(STACKS_POLL_S)
         if size_of(stacks):
-            with suppress(OSError):  # evidence that cannot be kept does not keep the run from going on
-                shutil.copyfile(stacks, self.run_dir.stacks_kept(self._session))
+            with suppress(OSError, StorageError):  # evidence that cannot be kept does not keep the run from going on
+                content = read_plain(stacks, MAX_STACKS_BYTES)
+                write_atomic(self.run_dir.stacks_kept(self._session), content, self.run_dir.path)
 
     def _failure(self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment) -> Failure:
         """How a start ended. Where it had a last word, that counts, and not that it hung on its way out."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import MachineError, UserError
+from lora_rocm.host.files import write_json
 from lora_rocm.host.here import plan_here
-from lora_rocm.recipe.schema import LATENT_PX
+from lora_rocm.recipe.schema import LATENT_PX, Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
+from lora_rocm.run import results
 from lora_rocm.run.children import run_tool
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import RunDir
 from lora_rocm.run.prepare import holds_run
 from lora_rocm.run.status import open_run
 from lora_rocm.run.wording import number_text
@@ -32,7 +35,7 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
     source = _existing(source)
     _check_options(options, config if base is None else None)
     if output is None:
-        output = source / "samples" / "asked" if source.is_dir() else Path("samples")
+        output = RunDir(source).asked if source.is_dir() else Path("samples")
     job = {
         **options,
         "source": str(source),
@@ -66,13 +69,37 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -
     Raises:
         LoraRocmError: what the child met.
     """
+    return _export(open_run(source), form, output=output, dtype=dtype)
+
+
+def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
+    """Write the files of a finished run again that are gone or damaged; False where all hold what was written.
+
+    Raises:
+        StorageError: the last checkpoint is gone or damaged too.
+        LoraRocmError: what the child met.
+    """
+    for fault in results.wrong_checkpoint_loras(run_dir):
+        say(f"{fault} Do not use it.")
+    wrong = results.wrong_exports(run_dir, recipe.output.formats)
+    for form, what in wrong.items():
+        say(f"{what} It is made again from the last checkpoint.")
+        _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))
+    return bool(wrong)
+
+
+def _export(run_dir: RunDir, form: str, *, output: Path | None, dtype: str | None, updates: int | None = None) -> int:
     job = {
-        "source": str(open_run(source).path),
+        "source": str(run_dir.path),
         "format": form,
         "output": str(output.absolute()) if output else None,
         "dtype": dtype,
+        "updates": updates,
     }
-    return _run("export", job)
+    code = _run("export", job)
+    if output is None:
+        results.record_export(run_dir, form)
+    return code
 
 
 def _existing(source: Path) -> Path:

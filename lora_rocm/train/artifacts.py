@@ -17,11 +17,13 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.device.world import World
-from lora_rocm.errors import DataError, MachineError, StateError
+from lora_rocm.errors import DataError, ExportError, MachineError, StateError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.host.files import write_json
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import RunDir
+from lora_rocm.run.results import FileDigest
 from lora_rocm.train import concept, export, preview, state
 from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.base_seal import Seals
@@ -62,6 +64,7 @@ class Artifacts:
     drawn_at: int | None = None  # updates of the newest previews that this start has drawn
     tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
     world: World = field(default_factory=World)
+    _written: list[FileDigest] = field(default_factory=list, init=False)  # LoRA files of this start, newest last
 
     @property
     def run_dir(self) -> RunDir:
@@ -90,7 +93,7 @@ class Artifacts:
         self.room.require_checkpoint(updates)
         lora = self.run_dir.checkpoint_lora(updates)
         with self._shown_weights():
-            self._write("kohya", lora, position)
+            self._written += self._write("kohya", lora, position)
         parts = {
             "adapter": self.adapter.state(),
             "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
@@ -154,7 +157,8 @@ class Artifacts:
         with self._shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
         self.guard.check_state(position.updates)  # again: nothing has changed while it was read
-        result: dict[str, Any] = {"updates": position.updates, "exports": exports}
+        loras = self._checkpoint_loras()
+        result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
         if self.recipe.sample.prompts:
             if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights
                 self.preview(position.updates)
@@ -202,9 +206,8 @@ class Artifacts:
             return full
 
     def _export(self, form: str, position: Position) -> dict[str, Any]:
-        targets = {"kohya": self.run_dir.lora, "diffusers": self.run_dir.diffusers_lora, "peft": self.run_dir.peft_dir}
-        path = targets[form]
-        self._write(form, path, position)
+        path = self.run_dir.export_of(form)
+        written = self._write(form, path, position)
         found = export.verify(form, path, self.family, self.model, self.adapter)
         told = {
             "format": form,
@@ -212,8 +215,29 @@ class Artifacts:
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
         }
+        changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
+        if changed:
+            raise ExportError(
+                "export-changed",
+                "An exported file does not hold any more what was written a moment ago.",
+                where=str(self.run_dir.path / changed[0]),
+                fix="Check the disk, then run the same command again: the file is made again from the last checkpoint.",
+            )
         self.session.emit("export", **told)
-        return told
+        return {**told, "files": [digest.to_json() for digest in written]}
+
+    def _checkpoint_loras(self) -> list[dict[str, Any]]:
+        """Digests of the LoRA files beside the checkpoints: what was meant, for those that this start has written."""
+        found = []
+        for path in sorted(self.run_dir.checkpoints.glob("lora-step*.safetensors")):
+            self.session.beat("export")
+            name = self._name(path)
+            there = FileDigest.of_file(self.run_dir, name)
+            meant = next((digest for digest in reversed(self._written) if digest.path == name), there)
+            if there != meant:
+                self.session.notice(f"{name} is not what was written: it was damaged or changed. Do not use it.")
+            found += [meant.to_json()] if meant is not None else []
+        return found
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """Are the pictures nearer to the training pictures than before? See train/concept.py. Empty without these."""
@@ -228,9 +252,9 @@ class Artifacts:
         self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
         return {"concept": asdict(found)}
 
-    def _write(self, form: str, path: Path, position: Position) -> None:
+    def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)
-        export.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
+        return export.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
 
     def _facts(self, position: Position) -> Facts:
         """What the metadata of a file says of the run so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.host.files import json_bytes, write_atomic
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import write_atomic, write_json
+from lora_rocm.run.results import FileDigest
 from lora_rocm.train.adapter import PEFT_NAME, Adapter, trained_scale
 from lora_rocm.train.facts import Facts, modelspec, ss_fields
 from lora_rocm.train.lora_file import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
@@ -39,7 +40,7 @@ def write(
     recipe: Recipe,
     facts: Facts,
     root: Path | None = None,
-) -> None:
+) -> tuple[FileDigest, ...]:
     """Write one format, whole or not at all; the same adapter gives the same bytes.
 
     Args:
@@ -49,17 +50,24 @@ def write(
         adapter: its present weights are written (inside ``adapter.using`` the average).
         recipe: gives the number format and most of the metadata.
         facts: what happened in the run.
-        root: the folder that has to be there already (``run.layout.make_folder``).
+        root: the run directory, where the files are for one (``host.files.make_folder``).
+
+    Returns:
+        What each file was meant to hold, by its path below ``root``.
 
     Raises:
-        StorageError: disk full, no permission.
+        StorageError: disk full, no permission, what was written reads back otherwise.
     """
-    writers: dict[str, Callable[..., None]] = {
-        "kohya": _write_kohya,
-        "diffusers": _write_diffusers,
-        "peft": _write_peft,
+    contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
+        "kohya": _kohya,
+        "diffusers": _diffusers,
+        "peft": _peft,
     }
-    writers[form](path, family, adapter, recipe, facts, root)
+    written = []
+    for file, content in contents[form](path, family, adapter, recipe, facts):
+        write_atomic(file, content, root)
+        written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), content))
+    return tuple(written)
 
 
 def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,16 +111,16 @@ def peft_config(adapter: Adapter, component: str) -> dict[str, Any]:
     }
 
 
-def _write_kohya(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
-) -> None:
+def _kohya(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
     tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype])
-    write_atomic(path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts)), root)
+    yield path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts))
 
 
-def _write_diffusers(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
-) -> None:
+def _diffusers(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
     tensors, configs = {}, {}
     for component in adapter.components:
         level = "text_model." if component in family.text_components else ""  # diffusers drops it where it is no more
@@ -123,20 +131,20 @@ def _write_diffusers(
         configs |= {f"{component}.{key}": value for key, value in peft_config(adapter, component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata |= {"format": "pt", DIFFUSERS_METADATA: json.dumps(configs, indent=2, sort_keys=True)}
-    write_atomic(path, serialise(tensors, metadata), root)
+    yield path, serialise(tensors, metadata)
 
 
-def _write_peft(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, root: Path | None
-) -> None:
+def _peft(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
     base = facts.base_name or recipe.model.name_or_path
     for component in adapter.components:
         level = _text_level(adapter, component)
         part = _peft_tensors(adapter, component, DTYPES[recipe.output.dtype])
         tensors = {f"{PEFT_PREFIX}{level}{name}": tensor for name, tensor in part.items()}
-        write_atomic(path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"}), root)
+        yield path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"})
         config = {**peft_config(adapter, component), "base_model_name_or_path": base}
-        write_json(path / component / PEFT_CONFIG, config, root)
+        yield path / component / PEFT_CONFIG, json_bytes(config)
 
 
 def _text_level(adapter: Adapter, component: str) -> str:

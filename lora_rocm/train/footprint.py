@@ -35,10 +35,10 @@ from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import write_json
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes

@@ -12,6 +12,7 @@ import torch
 
 from lora_rocm.data.batches import Batch, split
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.host.files import refuse_link
 from lora_rocm.train.loop import Trainer, seed_for
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class TensorBoard:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        refuse_link(folder)
         self._folder, self._say = folder, say
         self._writer: SummaryWriter | None = None
         with self._given_up():

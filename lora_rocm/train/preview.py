@@ -12,9 +12,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
+from lora_rocm.host.files import is_folder, remove, write_atomic, write_json
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir, write_atomic, write_json
+from lora_rocm.run.layout import OF_PREVIEWS, RunDir
 
 MARGIN_PX = 6
 LABEL_PX = 16
@@ -56,8 +57,9 @@ def draw(
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     pictures = family.preview(model, requests, text, in_tiles)
-    for old in sorted(folder.glob("*"), reverse=True):
-        old.unlink()
+    for old in sorted(folder.iterdir(), reverse=True) if is_folder(folder) else ():
+        if OF_PREVIEWS.fullmatch(old.name):
+            remove(old)
     paths = _paths(folder, requests)
     for path, picture in zip(paths, pictures, strict=True):
         write_atomic(path, png(picture), run_dir.path)

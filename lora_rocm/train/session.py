@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import MachineError, StoppedError, storage_error
+from lora_rocm.errors import MachineError, StoppedError
+from lora_rocm.host.files import open_in_place
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
 from lora_rocm.run.layout import RunDir
@@ -120,10 +121,7 @@ class Stacks:
 
     def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
         self._after_s, self._armed_at, self._doing = after_s, float("-inf"), ""
-        try:
-            self._file = path.open("wb")
-        except OSError as error:
-            raise storage_error(error, path) from error
+        self._file = open_in_place(path, anew=True)
 
     def put_off(self, doing: str) -> None:
         """There was progress: begin to wait anew, and forget stacks that were written in the meantime."""

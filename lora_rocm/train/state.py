@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.families.weightfiles import read_header
+from lora_rocm.host.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.host.plain import check_plain, read_plain
-from lora_rocm.run.layout import CHECKPOINT_NAME, RunDir, fsync_folder, make_folder, rename
+from lora_rocm.run.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
 from lora_rocm.train.loop import Position
 
-STATE_FILE = "state.json"
 FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
 """Of each part; a checkpoint has no others."""
 MAX_STATE_BYTES = 1 << 30  # the tags of captions are in it: 40,000 a folder, each of any length
@@ -104,18 +104,17 @@ def save(
     final = run_dir.checkpoint(position.updates)
     if read(final) is not None:
         return final
-    temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.tmp"
+    temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        _remove(temporary)
         make_folder(temporary, run_dir.path)
         checksums = {}
         for part, tensors in parts.items():
             if tensors:
                 content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
                 checksums[FILE_OF[part]] = hashlib.sha256(content).hexdigest()
-                _write(temporary / FILE_OF[part], content)
+                write_through(temporary / FILE_OF[part], content)
         state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
-        _write(temporary / STATE_FILE, _sealed(state))
+        write_through(temporary / STATE_FILE, _sealed(state))
         if read(temporary) is None:
             raise OSError(0, "what was written did not read back the same")
         fsync_folder(temporary)
@@ -123,7 +122,8 @@ def save(
         rename(temporary, final)
         fsync_folder(run_dir.checkpoints)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(temporary)
         raise storage_error(error, final) from error
     return final
 
@@ -205,7 +205,8 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
             run_dir.checkpoint_lora(found).unlink(missing_ok=True)
     for found, folder in run_dir.list_samples():
         if found > updates:
-            shutil.rmtree(folder, ignore_errors=True)  # Windows: somebody looks at one; it is drawn over
+            with contextlib.suppress(OSError):  # Windows: somebody looks at one; it is drawn over
+                remove(folder)
 
 
 def _sealed(state: Mapping[str, Any]) -> bytes:
@@ -218,18 +219,14 @@ def _sealed_bytes(state: Mapping[str, Any]) -> bytes:
     return json.dumps(state, indent=1, sort_keys=True).encode("utf-8")
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _remove(path: Path) -> None:
-    """Delete a folder, its ``state.json`` first: a half-deleted checkpoint must not look whole."""
-    if path.is_dir():
+    """Delete a folder, its ``state.json`` first: a half-deleted checkpoint must not look whole.
+
+    Of a checkpoint that lies elsewhere (the user moved it to another disk) only the link to it.
+    """
+    if is_folder(path):
         (path / STATE_FILE).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    remove(path)
 
 
 def restore_threads(checkpoint: Checkpoint) -> bool:

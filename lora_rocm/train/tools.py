@@ -19,13 +19,14 @@ from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import AdapterError, MachineError
+from lora_rocm.errors import AdapterError, MachineError, StorageError
 from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
+from lora_rocm.host.files import followed, write_atomic
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
-from lora_rocm.run.layout import RunDir, write_atomic
+from lora_rocm.run.layout import RunDir
 from lora_rocm.train import export, state
 from lora_rocm.train.adapter import attach_file, inject
 from lora_rocm.train.facts import Facts
@@ -65,10 +66,11 @@ def sample(job: Job) -> None:
         for number in range(job["num"])
     ]
     pictures = family.preview(model, requests, encoded.__getitem__)
-    paths = []
+    paths, folder = [], Path(job["output"])
+    root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
     for request, picture in zip(requests, pictures, strict=True):
-        path = _free_name(Path(job["output"]), f"seed{request.seed}")
-        write_atomic(path, png(picture))
+        path = _free_name(folder, f"seed{request.seed}")
+        write_atomic(path, png(picture), root)
         paths.append(str(path))
     emit("drawn", pictures=paths)
 
@@ -86,19 +88,16 @@ def export_run(job: Job) -> None:
     recipe = load_recipe(run_dir.recipe).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
-    checkpoint, _ = state.latest_valid(run_dir)
-    if checkpoint is None:
-        raise AdapterError(
-            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
-        )
+    checkpoint = _checkpoint_of(run_dir, job["updates"])
     family = family_for(recipe)
     device, settings = _start(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed)
     adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
-    path = Path(job["output"] or default_output(run_dir, job["format"]))
-    export.write(job["format"], path, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+    path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
+    facts = Facts(**checkpoint.facts["metadata"])
+    export.write(job["format"], path, family, adapter, recipe, facts, None if job["output"] else run_dir.path)
     found = export.verify(job["format"], path, family, model, adapter)
     emit(
         "export",
@@ -109,9 +108,30 @@ def export_run(job: Job) -> None:
     )
 
 
-def default_output(run_dir: RunDir, form: str) -> Path:
-    """Where a run keeps each form."""
-    return {"kohya": run_dir.lora, "diffusers": run_dir.diffusers_lora, "peft": run_dir.peft_dir}[form]
+def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
+    """The newest valid checkpoint, or the one after so many updates.
+
+    Raises:
+        AdapterError: there is none yet.
+        StorageError: that one is gone or damaged.
+    """
+    if updates is not None:
+        found = state.read(run_dir.checkpoint(updates))
+        if found is None:
+            raise StorageError(
+                "result-lost",
+                "A file of this finished run is gone or damaged, and so is its last checkpoint, from which it would be "
+                "made again.",
+                where=str(run_dir.checkpoint(updates)),
+                fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
+            )
+        return found
+    newest, _ = state.latest_valid(run_dir)
+    if newest is None:
+        raise AdapterError(
+            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
+        )
+    return newest
 
 
 def _lora_of(run_dir: RunDir) -> Path:
@@ -169,7 +189,7 @@ def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
 def _free_name(folder: Path, stem: str) -> Path:
     """A name that is not taken."""
     path, number = folder / f"{stem}.png", 2
-    while path.exists():
+    while os.path.lexists(path):
         path, number = folder / f"{stem}-{number}.png", number + 1
     return path
 

@@ -25,6 +25,7 @@ from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.world import World, join
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.host.files import refuse_link
 from lora_rocm.host.ranks import Rank, rank_of
 from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
@@ -63,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         me = rank_of(os.environ)
         if options.recipe is None:
             run_dir.require()
+        refuse_link(run_dir.lock_of(me.rank))
         lock = filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S)
         # A signal to all of a job reaches the parent too: it decides, and asks this process by the file "stop".
         with stop_signals(), outliving_stdout(), lock:

@@ -35,11 +35,11 @@ def forget_the_position(patch: pytest.MonkeyPatch) -> None:
 def write_in_place(patch: pytest.MonkeyPatch) -> None:
     """Files written under their own names, as is usual and wrong."""
 
-    def write(path: Path, content: bytes) -> None:
+    def write(path: Path, content: bytes, root: Path | None = None, *, read_back: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
-    for module in ("data.cache", "train.export", "train.preview", "run.layout"):
+    for module in ("data.cache", "train.export", "train.preview", "host.files", "run.prepare"):
         patch.setattr(f"lora_rocm.{module}.write_atomic", write)
 
 

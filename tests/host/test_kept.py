@@ -191,15 +191,15 @@ def test_what_answers_one_thing_is_kept_in_one_write(
     start: Situation, monkeypatch: pytest.MonkeyPatch, calls: list[list[str]], left: tuple[str, ...]
 ) -> None:
     """A kill comes after the first write: two changes of one answer are there; of two answers one is."""
-    whole, writes = kept.write_whole, list[Path]()
+    whole, writes = kept.write_atomic, list[Path]()
 
-    def write(path: Path, text: str) -> None:
+    def write(path: Path, content: bytes, **how: bool) -> None:
         if writes:
             raise Killed
         writes.append(path)
-        whole(path, text)
+        whole(path, content, **how)
 
-    monkeypatch.setattr(kept, "write_whole", write)
+    monkeypatch.setattr(kept, "write_atomic", write)
     run = replace(start, changes=(MACHINE, OF_SIZE))
     with suppress(Killed):
         for changes in calls:
@@ -299,7 +299,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, m
     monkeypatch.setattr(os, "fsync", full)
     keep(start, ["hipblaslt-off"], "hang", said.append)
     assert file_of(start).read_bytes() == before and os.listdir(file_of(start).parent) == [file_of(start).name]
-    assert "No space left" in said[0]
+    assert "The disk is full" in said[0]
 
 
 def test_without_somebody_to_tell_it_goes_to_standard_error(

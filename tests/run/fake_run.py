@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lora_rocm.host.files import write_json
 from lora_rocm.run.events import EventWriter, event_line, event_of
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import RunDir
 
 RECIPE = """\
 model: {name_or_path: "builtin:tiny-sdxl"}

@@ -59,6 +59,7 @@ def test_a_complete_run_starts_no_worker(
 ) -> None:
     launch.train("my recipe.yaml", run_dir=Path("run"))
     (tmp_path / "run" / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    (tmp_path / "run" / "lora.safetensors").touch()
     use(fake, "killed")
     assert launch.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
     assert "This run is complete" in capsys.readouterr().out
@@ -131,6 +132,7 @@ def test_a_worker_of_before_is_waited_for_before_its_files_are_read(fake: pytest
 
     def finishes(run_dir: RunDir, say: object) -> None:
         result.write_text('{"updates": 40}', encoding="utf-8")
+        run_dir.lora.touch()
 
     fake.setattr(launch.lock, "end_leftover", finishes)
     use(fake, "killed")

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ResumeError, StorageError
+from lora_rocm.host import files
+from lora_rocm.host.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.run import layout, prepare
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run import prepare
+from lora_rocm.run.layout import RunDir
 from tests.run.fake_run import RECIPE
 
 
@@ -98,9 +100,8 @@ def test_a_taken_directory_needs_resume(loaded: LoadedRecipe, tmp_path: Path) ->
     assert again(loaded, run_dir)
 
 
-def test_an_empty_or_foreign_directory_is_taken(loaded: LoadedRecipe, tmp_path: Path) -> None:
+def test_an_empty_directory_is_taken(loaded: LoadedRecipe, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "note.txt").touch()
     made(loaded, tmp_path / "run")
 
 
@@ -238,9 +239,9 @@ def test_rank_0_leaves_alone_what_another_rank_is_writing(
 ) -> None:
     """Rank 0 makes the directory ready between the two halves of what rank 1 does: its file is written, not renamed."""
     run_dir = RunDir(tmp_path / "run").create()
-    killed = run_dir.path / f".{run_dir.recipe_of(1).name}.77.ab.tmp"
+    killed = run_dir.path / f".{run_dir.recipe_of(1).name}.77.0123abcd.tmp"
     killed.write_bytes(b"half")
-    chosen, rename, written = prepare.choose(loaded, run_dir.path, "latest"), layout.rename, list[Path]()
+    chosen, rename, written = prepare.choose(loaded, run_dir.path, "latest"), files.rename, list[Path]()
 
     def meanwhile(source: Path, target: Path) -> None:
         if not written:
@@ -248,7 +249,7 @@ def test_rank_0_leaves_alone_what_another_rank_is_writing(
             assert prepare.settle(chosen, loaded.recipe, accept_changes=False)
         rename(source, target)
 
-    monkeypatch.setattr(layout, "rename", meanwhile)
+    monkeypatch.setattr(files, "rename", meanwhile)
     assert prepare.settle_rank(chosen, loaded.recipe, 1)
     assert written == [run_dir.recipe_of(1)] and run_dir.recipe.exists()
     assert load_recipe(run_dir.recipe_of(1)).recipe == loaded.recipe and not killed.exists()

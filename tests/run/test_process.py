@@ -26,6 +26,7 @@ from lora_rocm.errors import (
 from lora_rocm.run.exits import describe_exit
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.process import (
+    Worker,
     error_from_event,
     kill_tree,
     own_group,
@@ -107,6 +108,18 @@ def test_the_traceback_stays_in_the_log(run_dir: RunDir) -> None:
     text = str(caught.value)
     assert "exit code 1" in text and "some words" in text and "ValueError: nobody caught me" in text
     assert "Traceback" not in text and "older" not in text and str(run_dir.worker_log) in text
+
+
+def test_a_log_that_is_a_link_is_not_written(run_dir: RunDir, tmp_path: Path) -> None:
+    """Nor is the file that asks to stop."""
+    for name in (run_dir.worker_log, run_dir.stop):
+        name.symlink_to(tmp_path / f"elsewhere {name.name}")
+    with pytest.raises(StorageError, match="A link lies") as caught:
+        Worker(run_dir, {}, ["never started"])
+    assert str(run_dir.worker_log) in caught.value.where
+    with pytest.raises(StorageError, match="A link lies"):
+        run_dir.ask_to_stop()
+    assert not list(tmp_path.glob("elsewhere*"))
 
 
 def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lora_rocm.host.files import write_json
 from lora_rocm.run import report, trouble
 from lora_rocm.run.events import EventWriter
-from lora_rocm.run.layout import RunDir, write_json
+from lora_rocm.run.layout import RunDir
 from lora_rocm.run.report import write_report
 from tests.host.situations import facts_of
 from tests.run.fake_run import (

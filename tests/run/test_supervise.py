@@ -249,7 +249,7 @@ def test_a_failure_that_cannot_be_recorded_is_told_in_words(run: Run) -> None:
     run.events = Filling()
     with pytest.raises(StorageError) as caught:
         run("killed")
-    assert (caught.value.code, caught.value.exit_code) == ("no-file", 3)
+    assert (caught.value.code, caught.value.exit_code) == ("link-refused", 3)
 
 
 @pytest.mark.parametrize(("mode", "code"), [("internal", "internal"), ("error", "disk-full")])

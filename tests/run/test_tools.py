@@ -97,7 +97,8 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     assert tools.export(Path("run"), "peft", output=None, dtype="bf16") == 0
     source = str(tmp_path / "run")
-    assert jobs == [{"tool": "export", "source": source, "format": "peft", "output": None, "dtype": "bf16"}]
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None}
+    assert jobs == [{"tool": "export", **asked}]
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lora_rocm.host.files import write_atomic, write_json
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir, write_atomic, write_json
+from lora_rocm.run.layout import RunDir
 from lora_rocm.train import preview
 
 

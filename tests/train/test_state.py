@@ -286,7 +286,7 @@ def test_a_full_disk_loses_nothing_older(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "_write", full)
+        patch.setattr(state, "write_through", full)
         with pytest.raises(StorageError, match="disk is full"):
             write(run_dir, 2)
     checkpoint, _ = state.latest_valid(run_dir)

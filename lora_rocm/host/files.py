@@ -1,0 +1,266 @@
+"""The one module that writes, renames and removes files. Standard library only.
+
+- A file is written whole or not at all: temporary name, flush to the disk, rename, read back and compared.
+- A link in place of a file is replaced or refused, never written through.
+- Below a ``root`` (a run directory, which may come from somebody else: an archive keeps links) no folder that is a
+  link is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from lora_rocm.errors import StorageError, storage_error
+
+RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
+WRITE_ATTEMPTS = 3
+"""So often a file is written whose bytes do not read back as they were meant."""
+PIECE_BYTES = 1 << 20
+NAME_SURROGATE = 0x20000000
+"""The bit of a Windows reparse tag that says: this stands for another path (a symbolic link, a junction)."""
+
+
+def is_link(path: Path) -> bool:
+    """Whether a name stands for another path: a symbolic link, or a junction of Windows. False if nothing is there.
+
+    ``Path.is_symlink`` takes a junction for a folder, and ``Path.is_junction`` is new in Python 3.12.
+    """
+    try:
+        found = os.lstat(path)
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISLNK(found.st_mode) or bool(getattr(found, "st_reparse_tag", 0) & NAME_SURROGATE)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder itself lies here, and no link to one."""
+    return path.is_dir() and not is_link(path)
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a link in place of a file or folder that is written where it lies.
+
+    Raises:
+        StorageError: "link-refused".
+    """
+    if not is_link(path):
+        return
+    target = ""
+    with contextlib.suppress(OSError, ValueError):
+        target = f" -> {os.readlink(path)}"
+    raise StorageError(
+        "link-refused",
+        "A link lies where lora-rocm keeps a file or a folder of its own: nothing is written or deleted through it.",
+        where=f"{path}{target}",
+        fix="Remove the link, or put what it leads to in its place.",
+    )
+
+
+def followed(path: Path) -> Path:
+    """The file that the user means by a path: where it is a link, what that leads to."""
+    return path.resolve() if is_link(path) else path
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Make a folder. With ``root``, which contains it: only what is below ``root`` is made, and no link is entered.
+
+    Where a drive is gone, nothing takes its place.
+
+    Raises:
+        OSError: no permission, disk full, ``root`` is gone.
+        StorageError: a folder below ``root`` is a link.
+    """
+    if root is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    for place in [folder, *folder.parents][: len(folder.relative_to(root).parts)][::-1]:
+        refuse_link(place)
+        place.mkdir(exist_ok=True)
+
+
+def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_back: bool = True) -> None:
+    """Write a whole file or nothing: temporary name, fsync, rename, read back.
+
+    Args:
+        path: the file; its folder is made (``make_folder``). A file or a link that lies there is replaced.
+        content: all of it.
+        root: what has to be there already; no folder below it may be a link.
+        read_back: compare what the file then holds with ``content``, and write it again where it differs. False is for
+            files that are checked whenever they are read.
+
+    Raises:
+        StorageError: disk full, no permission, a link in the way, it reads back otherwise each time (then there is no
+            file), or a device or pipe lies there, which a rename would replace by a file.
+    """
+    mode = _mode_of(path)
+    if not path.name or (mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))):
+        fix = "Give the name of a file."
+        raise StorageError("no-file", "There can be no file with that name.", where=f"{str(path)!r}", fix=fix)
+    try:
+        for _ in range(WRITE_ATTEMPTS):
+            make_folder(path.parent, root)
+            _replace(path, content)
+            if not read_back or holds(path, content):
+                return
+    except OSError as error:
+        raise storage_error(error, path) from error
+    with contextlib.suppress(OSError):
+        path.unlink()  # a file that looks right and is not is worse than none
+    raise StorageError(
+        "written-differs",
+        f"What was written to the disk read back as something else, {WRITE_ATTEMPTS} times in a row: the file was "
+        "removed.",
+        where=str(path),
+        fix="Check the disk and the memory of the machine, or use another disk; then run the same command again.",
+    )
+
+
+def write_json(path: Path, value: Any, root: Path | None = None) -> None:
+    """``write_atomic`` of ``json_bytes``."""
+    write_atomic(path, json_bytes(value), root)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Sorted, indented JSON: the same bytes for the same value."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def write_through(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, and flush it to the disk.
+
+    Raises:
+        OSError: it is there, or cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[bytes]:
+    """Open a file that is written where it lies (a log, a heartbeat), but never what a link leads to.
+
+    What is written is appended; ``anew``: the file begins empty.
+
+    Raises:
+        StorageError: a link, a folder, a pipe or a device lies there, or it cannot be opened.
+    """
+    refuse_link(path)
+    if _mode_of(path) and not stat.S_ISREG(_mode_of(path)):
+        raise StorageError(
+            "no-file",
+            "A plain file is kept here, and there is a folder, a pipe or a device.",
+            where=str(path),
+            fix="Take it away, or use another folder.",
+        )
+    try:
+        if anew:
+            return open(path, "wb", buffering, opener=_open_no_follow)
+        return open(path, "a+b", buffering, opener=_open_no_follow)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def holds(path: Path, content: bytes) -> bool:
+    """Whether a file that was flushed has exactly these bytes on the disk; False where it cannot be read."""
+    wanted, position = memoryview(content), 0
+    drop = getattr(os, "posix_fadvise", None)  # else Linux gives what it has in memory
+    try:
+        with _opened(path) as file:
+            if drop is not None:
+                with contextlib.suppress(OSError):  # no such advice on this file system
+                    drop(file.fileno(), 0, 0, getattr(os, "POSIX_FADV_DONTNEED", 0))
+            while piece := file.read(PIECE_BYTES):
+                if piece != wanted[position : position + len(piece)]:
+                    return False
+                position += len(piece)
+    except OSError:
+        return False
+    return position == len(wanted)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, over an existing file too. On Windows somebody (a virus scanner) may hold either for a moment.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for attempt in range(RENAME_ATTEMPTS):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if attempt == RENAME_ATTEMPTS - 1 or os.name != "nt":
+                raise
+            time.sleep(RENAME_PAUSE_S)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link, but never what the link leads to.
+
+    Raises:
+        OSError: it cannot be removed. Nothing there is no error.
+    """
+    if is_folder(path):
+        shutil.rmtree(path)  # removes links in it as links
+    else:
+        path.unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut. Windows cannot open folders and needs no call.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")  # containers share pids
+    try:
+        write_through(temporary, content)
+        rename(temporary, path)
+        fsync_folder(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _mode_of(path: Path) -> int:
+    """What lies at a path itself (``os.lstat``); 0 where there is nothing."""
+    try:
+        return os.lstat(path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file to be read; on Windows somebody (a virus scanner) may hold it for a moment after it was written."""
+    for attempt in range(RENAME_ATTEMPTS):
+        try:
+            return path.open("rb")
+        except PermissionError:
+            if attempt == RENAME_ATTEMPTS - 1 or os.name != "nt":
+                raise
+            time.sleep(RENAME_PAUSE_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _open_no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
