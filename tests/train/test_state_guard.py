@@ -207,14 +207,29 @@ def test_what_changes_while_an_update_is_left_out_is_seen_after_it(verdict: Tens
         optimizer.state_guard.reset()
 
 
-def test_an_update_waits_for_nothing_and_uses_what_it_is_told() -> None:
-    """The gate's own tests leave the guard out: it never decides by itself."""
+def test_an_update_by_itself_does_what_it_is_told() -> None:
+    """Who makes one asks the guard before, as the loop does: of several ranks all have to do the same."""
     optimizer = make(scale=False)
     set_gradients(optimizer, 0)
     flip(optimizer.weights.masters, 1)
     before = everything(optimizer)
     optimizer.step(0, FREE)
     assert not torch.equal(before["live.a"], everything(optimizer)["live.a"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_guard_waits_for_no_gpu(captured: bool) -> None:
+    guard = make(GPU, torch.bfloat16).state_guard
+    guard.use_graphs(capture_on_gpu if captured else None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        guard.check()
+        guard.renew()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            guard.failure(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", DEVICES)
