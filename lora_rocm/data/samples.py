@@ -155,7 +155,7 @@ class Cropped:
         if not self._data.enable_bucket:
             fix = "Set data.enable_bucket: true to keep more."
         elif 2 * self._num_flat < len(self._names):
-            fix = "They are small for their bucket: take larger ones, or set data.upscale: true."
+            fix = f"Lower data.bucket_step (it is {self._data.bucket_step}) to keep more."
         lose = counted(self._names, "picture loses", "pictures lose")
         return [f"{lose} more than {MAX_LOST_SHARE:.0%} of the area to the crop: {some(self._names)}. {fix}"]
 

@@ -96,6 +96,14 @@ def test_captions_that_the_encoders_cut_off_are_said(runs: Runs) -> None:
     assert notice.startswith("1 caption is") and "word" in notice and len(notice) < 200
 
 
+def test_crops_that_cut_off_much_are_said(runs: Runs) -> None:
+    (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
+    assert notice.startswith("1 picture loses more than 25% of the area to the crop: 3.png (144x64: 26%).")
+    runs.make.picture(runs.root / "data" / "wide.png", 320, 64, seed=98)
+    (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
+    assert notice.startswith("2 pictures lose") and "wide.png" in notice
+
+
 def test_another_encoder(runs: Runs) -> None:
     runs()
     runs.vae = "fake-vae-2"

@@ -295,4 +295,4 @@ def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace)
     for name in ("wide", "tall"):
         (tmp_path / f"{name}.png").unlink()
     make.picture(tmp_path / "small.png", 31, 17, caption="x")
-    assert "data.upscale: true" in said()[0]
+    assert "Lower data.bucket_step (it is 16)" in said()[0] and said(bucket_step=8) == []
