@@ -208,6 +208,25 @@ def inject(family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int
     Raises:
         AdapterError: targets that match nothing, or a file that does not fit.
     """
+    adapter = _with_layers(family, model, lora)
+    _initialise(adapter, seed)
+    if lora.init_from is not None:
+        path = Path(lora.init_from).expanduser()
+        adapter.start_from(read_lora(family, model.components, path), path)
+    return adapter
+
+
+def inject_hollow(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
+    """The same layers in a model on the meta device, without numbers: whatever their rank, they take no memory.
+
+    Raises:
+        AdapterError: targets that match nothing.
+    """
+    with torch.device("meta"):
+        return _with_layers(family, model, lora)
+
+
+def _with_layers(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
     for component, pattern in _targets(family, model, lora).items():
         _inject(
             model.components[component],
@@ -220,12 +239,7 @@ def inject(family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int
                 target_modules=pattern,
             ),
         )
-    adapter = Adapter(family, model)
-    _initialise(adapter, seed)
-    if lora.init_from is not None:
-        path = Path(lora.init_from).expanduser()
-        adapter.start_from(read_lora(family, model.components, path), path)
-    return adapter
+    return Adapter(family, model)
 
 
 def attach_file(family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0) -> Adapter:
