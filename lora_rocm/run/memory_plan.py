@@ -96,6 +96,7 @@ class Footprint:
         work: of that pass.
         recomputed_bytes: the most that activations of one sample take where all blocks are recomputed, some together,
             and none is offloaded. None: as their own figures say.
+        narrow_layers: adapted layers whose inputs or outputs are fewer than the rank.
     """
 
     height: int
@@ -108,6 +109,7 @@ class Footprint:
     moments: tuple[Moment, ...]
     work: Work
     recomputed_bytes: int | None = None
+    narrow_layers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

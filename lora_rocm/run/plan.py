@@ -21,7 +21,7 @@ from lora_rocm.host.printable import legible
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import MAX_RANK, Recipe
 from lora_rocm.run.children import run_for_json
 from lora_rocm.run.memory_plan import (
     CONTEXT_BYTES,
@@ -42,7 +42,6 @@ AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
 COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot follow weights that move
 ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what grows with the rank
 SMALLEST_RESOLUTION = 256
-LARGEST_RANK = 4096
 MAX_SIDES = 32  # that are tried: each is as long as a choice takes
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
@@ -201,7 +200,7 @@ def _milder_first(recipe: Recipe, fits: Callable[[int, int], bool]) -> Iterator[
     step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
     sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
     sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
-    ranks = [rank for rank in (LARGEST_RANK >> power for power in range(13)) if rank < own_rank]
+    ranks = [rank for rank in (MAX_RANK >> power for power in range(13)) if rank < own_rank]
     yield own_side, own_rank
     yield from ((side, own_rank) for side in sides)
     yield from ((own_side, rank) for rank in ranks)
@@ -298,6 +297,11 @@ def _lines(
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
+    if footprint.narrow_layers:
+        yield (
+            f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
+            "say as much there"
+        )
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     blocks = f"{'recomputed':>11}{'offloaded':>11}"

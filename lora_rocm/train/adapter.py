@@ -203,19 +203,7 @@ def inject(
     Raises:
         AdapterError: targets that match nothing, or a file that does not fit.
     """
-    for component, pattern in _targets(family, model, lora).items():
-        _inject(
-            model.components[component],
-            LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
-                lora_dropout=lora.dropout,
-                use_rslora=lora.use_rslora,
-                use_dora=lora.use_dora,
-                target_modules=pattern,
-            ),
-        )
-    adapter = Adapter(family, model)
+    adapter = _with_layers(family, model, lora)
     _initialise(adapter, seed)
     if lora.init_from is not None:
         path = Path(lora.init_from).expanduser()
@@ -228,6 +216,32 @@ def inject(
             ranks = " and ".join(map(str, lower))
             say(f"{path.name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
     return adapter
+
+
+def inject_hollow(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
+    """The same layers in a model on the meta device, without numbers: whatever their rank, they take no memory.
+
+    Raises:
+        AdapterError: targets that match nothing.
+    """
+    with torch.device("meta"):
+        return _with_layers(family, model, lora)
+
+
+def _with_layers(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
+    for component, pattern in _targets(family, model, lora).items():
+        _inject(
+            model.components[component],
+            LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+                lora_dropout=lora.dropout,
+                use_rslora=lora.use_rslora,
+                use_dora=lora.use_dora,
+                target_modules=pattern,
+            ),
+        )
+    return Adapter(family, model)
 
 
 def attach_file(

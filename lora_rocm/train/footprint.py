@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -40,7 +41,7 @@ from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
-from lora_rocm.train.adapter import inject
+from lora_rocm.train.adapter import PEFT_NAME, inject_hollow
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
 
 META = torch.device("meta")
@@ -190,7 +191,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.lora.train_text_encoder or name not in family.text_components]
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
-    adapter = inject(family, model, recipe.lora.model_copy(update={"init_from": None}), recipe.train.seed)
+    adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
     for component in model.components.values():
         component.to(META).train()
@@ -243,7 +244,14 @@ def count(
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
+        narrow_layers=_narrow_layers(model, recipe.lora.rank),
     )
+
+
+def _narrow_layers(model: LoadedModel, rank: int) -> int:
+    layers = (layer for root in model.components.values() for layer in root.modules() if isinstance(layer, LoraLayer))
+    sides = ((layer.lora_A[PEFT_NAME].weight[0].numel(), len(layer.lora_B[PEFT_NAME].weight)) for layer in layers)
+    return sum(min(inputs, outputs) < rank for inputs, outputs in sides)
 
 
 def _recomputed(

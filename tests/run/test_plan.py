@@ -71,6 +71,14 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answer
 
 
+def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsys: Any) -> None:
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "fewer inputs or outputs" not in capsys.readouterr().out
+    child["footprint"]["narrow_layers"] = 7
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "7 adapted layers have fewer inputs or outputs than lora.rank" in capsys.readouterr().out
+
+
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
     rates = {"flops": 1e14, "moved_bytes": 1e12, "bus_bytes": 1e10, "launch_s": 4e-6, "known": True}
     return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes

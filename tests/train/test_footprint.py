@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms, ModelFamily, family_for
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import MAX_RANK, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.adapter import inject
@@ -219,6 +222,41 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
     assert buffer + landing == ledger.peak_bytes
     weights.drop_gradients()
     assert held() == always - landing
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that was made in main memory."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.device.type == "cpu"]
+        self.num_bytes = max([self.num_bytes, *(each.nbytes for each in made)])
+        return out
+
+
+@pytest.mark.parametrize("lora", [{}, {"targets": "attention-mlp-conv"}, {"use_dora": True}])
+def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[str, Any]) -> None:
+    largest = []
+    for rank in (1, MAX_RANK):
+        with Largest() as seen:
+            its = recipe(Path("x"), rank=rank, **lora)
+            model = hollow_model(family_for(its), its, torch.bfloat16)
+        largest.append(seen.num_bytes)
+    (side,) = {layer.lora_A["default"].weight.shape[0] for layer in model.components["unet"].modules()
+               if isinstance(layer, LoraLayer)}  # fmt: skip
+    assert side == MAX_RANK and largest[0] == largest[1] < 2**20
+    with Largest() as control:
+        torch.zeros(2**20)
+    assert control.num_bytes == 2**22
+
+
+def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprint, Real]) -> None:
+    its = recipe(Path("x"), rank=MAX_RANK)
+    family = family_for(its)
+    found = count(family, hollow_model(family, its, torch.float32), its, SIDE_PX, SIDE_PX)
+    assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
 
 
 def test_the_largest_bucket() -> None:
