@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -252,24 +254,58 @@ def test_a_plain_lora_starts_a_dora_with_the_same_effect(folder: Path, tmp_path:
     torch.testing.assert_close(unet_output(other.components["unet"]), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [4, 6])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_file_of_lower_ranks_starts_with_its_effect_and_room_to_learn(
-    folder: Path, tmp_path: Path, use_dora: bool
+    folder: Path, tmp_path: Path, use_dora: bool, rank: int
 ) -> None:
-    """kohya's conv_dim beside network_dim: ranks 2 and 4 in one file, filled up to the recipe's 6."""
-    said: list[str] = []
+    """kohya's conv_dim beside network_dim: ranks 2 and 4 in one file, filled up to the recipe's."""
     family, model, adapter = trained(folder, lora={**FEW, "use_dora": use_dora})
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     lower_one_rank(adapter, path)
     expected = unet_output(model.components["unet"])
-    recipe = tiny_recipe(folder, lora={"rank": 6, "targets": FEW_TARGETS, "use_dora": use_dora, "init_from": str(path)})
-    other = family.load(torch.float32, CPU)
-    started = inject(family, other, recipe.lora, 3, said.append)
+    _, other, started = injected(folder, rank=rank, use_dora=use_dora, init_from=str(path))
     torch.testing.assert_close(unet_output(other.components["unet"]), expected, rtol=1e-4, atol=1e-5)
     entries = started.entries()
-    assert {entry.rank for entry in entries.values()} == {6}
+    assert {entry.rank for entry in entries.values()} == {rank}
     assert all(entry.down[:2].any() and entry.down[-2:].any() for entry in entries.values())
-    assert len(said) == 1 and "rank 2 and 4" in said[0] and "lora.rank" in said[0]
+
+
+def test_ranks_that_are_filled_up_are_said(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    family, _, adapter = trained(folder, lora=FEW)
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+
+    def start(rank: int) -> str:
+        lora = tiny_recipe(folder, lora={**FEW, "rank": rank, "init_from": str(path)}).lora
+        inject(family, family.load(torch.float32, CPU), lora, 3, said.append)
+        return said.pop() if said else ""
+
+    assert start(4) == "" and "rank 4" in start(6)
+    lower_one_rank(adapter, path)
+    assert "rank 2:" in start(4) and "rank 2 and 4:" in start(6) and said == []
+
+
+@pytest.mark.parametrize(("source", "target", "words"), [
+    ({"rank": 8}, {}, ("rank 8", "rank 4")),
+    ({"use_dora": True}, {}, ("DoRA",)),
+    ({"targets": "attention-mlp"}, {"targets": "attention"}, ("lora.targets",)),
+    ({"targets": (FEW_TARGETS, r"time_embedding\.linear_1")}, {"targets": "attention"}, ("lora.targets",)),
+    ({"train_text_encoder": True}, {}, ("text encoders",)),
+])  # fmt: skip
+def test_a_start_that_does_not_fit_does_after_what_is_advised(
+    folder: Path, tmp_path: Path, source: dict[str, Any], target: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    family, _, adapter = trained(folder, lora={**FEW, **source})
+    path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
+    with pytest.raises(AdapterError) as caught:
+        injected(folder, init_from=str(path), **target)
+    assert all(word in str(caught.value) for word in words)
+    advised = re.fullmatch(r"Set lora\.(\w+) to (.*)\.", caught.value.fix)
+    assert advised is not None, caught.value.fix
+    value = YAML(typ="safe").load(advised[2])
+    started = injected(folder, init_from=str(path), **{**target, advised[1]: value})[2]
+    assert adapter.modules.keys() <= started.modules.keys()
 
 
 def lower_one_rank(adapter: Adapter, path: Path) -> str:

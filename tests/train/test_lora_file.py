@@ -263,6 +263,33 @@ def test_a_config_that_asks_for_more_than_a_lora(
     assert error.code == "lora-kind" and (str(next(iter(config))) in error.what or "LoRA" in error.what)
 
 
+@pytest.mark.parametrize("ending", [
+    "w_norm", "b_norm", "diff", "diff_b", "set_weight", "reshape_weight", "a1.weight", "on_input", "weight", "bias",
+    "hada_w1_a", "lokr_w1", "oft_blocks", "lora_mid.weight", "lora_up.bias", "lora_down.weight", "gate",
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["lora_unet_middle_block_0_in_layers_0", "unet.mid_block.resnets.0.norm1"])
+def test_a_file_with_more_than_a_lora_is_refused(
+    live: tuple[Any, Any, Any], tmp_path: Path, key: str, ending: str
+) -> None:
+    module = "lora_unet_middle_block_1_proj_in" if key.startswith("lora_") else NAME
+    tensors = {f"{module}.lora_{side}.weight": torch.ones(shape) for side, shape in zip(
+        ("down", "up") if key.startswith("lora_") else "AB", SIDES.values(), strict=True)}  # fmt: skip
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert len(read_lora(live[0], live[1].components, tmp_path / "x.safetensors")) == 1, "the control"
+    save_file(tensors | {f"{key}.{ending}": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
+    error = refused(tmp_path / "x.safetensors", live)
+    assert error.code in ("lora-parts", "lora-incomplete") and key in error.what and error.fix
+
+
+def test_embeddings_that_are_bundled_are_named(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    said: list[str] = []
+    tensors = {f"lora_unet_middle_block_1_proj_in.lora_{side}.weight": torch.ones(shape) for side, shape in zip(
+        ("down", "up"), SIDES.values(), strict=True)}  # fmt: skip
+    save_file(tensors | {"bundle_emb.zibu.clip_l": torch.zeros(1)}, tmp_path / "x.safetensors")
+    assert len(read_lora(live[0], live[1].components, tmp_path / "x.safetensors", said.append)) == 1
+    assert len(said) == 1 and "bundle_emb.zibu.clip_l" in said[0]
+
+
 def test_alphas_beside_the_factors_of_the_diffusers_form(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
     """ComfyUI takes them in any form; read as if there were none, the effect would be four times as strong."""
     tensors = {f"{NAME}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
