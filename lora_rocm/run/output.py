@@ -17,10 +17,11 @@ class Outlasting(io.RawIOBase):
 
     Args:
         file: the unbuffered file below a text stream.
+        stream: that stream. It is kept, because it closes the file when nobody has it any more.
     """
 
-    def __init__(self, file: io.RawIOBase) -> None:
-        self._file = file
+    def __init__(self, file: io.RawIOBase, stream: TextIO) -> None:
+        self._file, self._stream = file, stream
 
     def write(self, data: ReadableBuffer, /) -> int:
         """Write as much as the file takes; all of it counts as written where it takes nothing."""
@@ -48,7 +49,7 @@ def outlive(stream: TextIO) -> TextIO:
         return stream
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(Outlasting(file)), encoding=stream.encoding, errors="replace", line_buffering=True
+        io.BufferedWriter(Outlasting(file, stream)), encoding=stream.encoding, errors="replace", line_buffering=True
     )
 
 
