@@ -10,8 +10,8 @@ from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_rocm.host.plain import read_plain
 from lora_rocm.host.files import write_atomic
+from lora_rocm.host.plain import read_plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

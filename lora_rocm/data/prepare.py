@@ -29,7 +29,7 @@ from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import Problem
 
 if TYPE_CHECKING:
-    from lora_rocm.families.base import ModelFamily, Tensors
+    from lora_rocm.families.base import Encoder, ModelFamily, Tensors
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # of a folder that the metadata counts: the most frequent, where there are twice as many
@@ -98,8 +98,7 @@ def prepare(
         StorageError: the cache cannot be written; what is in it stays.
         MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
     """
-    encoders = {encoder.kind: encoder for encoder in family.encoders()}  # finds the base model: before the long work
-    both = (encoders["image"], encoders["text"])
+    both = _image_and_text(family)  # finds the base model: before the long work
     caches = Caches(cache, *both, device, emit, say, repaired, tiles, tiles_needed, open_door, look)
     if facts is not None:
         caches.fill_texts(("", *_prompts(recipe)))
@@ -124,6 +123,11 @@ def prepare(
         text_lookup=caches.text_lookup,
         repair=caches.repair,
     )
+
+
+def _image_and_text(family: ModelFamily) -> tuple[Encoder, Encoder]:
+    encoders = {encoder.kind: encoder for encoder in family.encoders()}
+    return encoders["image"], encoders["text"]
 
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
