@@ -3,6 +3,7 @@
 usage: python benchmarks/startup.py encode ROOT [--pictures 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
        python benchmarks/startup.py manifest ROOT [--pictures 1000000] [--json FILE]
        python benchmarks/startup.py first-step ROOT [--recipe recipes/demo.yaml] [--set KEY=VALUE]... [--json FILE]
+       python benchmarks/startup.py compare ROOT OTHER_CHECKOUT [--turns 3] [--toy] [--json FILE]
 
 ``encode`` makes photographs (JPEG, noise over a gradient; each with bytes of its own) under ROOT, fills a cache with
 them through ``data.prepare``, and compares with the floor: the encoder alone, as often, on pixels that are ready. The
@@ -13,6 +14,10 @@ where the threads that decode and the encoder share the processors.
 that looks at everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
 
 ``first-step`` trains two steps, twice: the second start finds a warm cache.
+
+``compare`` writes a random SDXL of full size to the disk (7 GB under ROOT; ``--toy``: takes the built-in one), and has
+this checkout and another one start on it in turns: the seconds from the command to the first step, with warm caches and
+with everything that a start may remember.
 """
 
 from __future__ import annotations
@@ -23,17 +28,20 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from full_size_sdxl import make_model, make_pictures
 from PIL import Image
 from torch import Tensor
 
@@ -243,22 +251,52 @@ def most_resident_mib() -> float:
 
 def first_step(options: argparse.Namespace) -> dict[str, Any]:
     """Two runs of two steps, one after the other; seconds since the command, by what had happened."""
-    command = [sys.executable, "-m", "lora_rocm", "train", str(options.recipe)]
-    keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={options.root / 'cache'}", *options.set]
+    where = (options.root.resolve(), options.recipe.resolve(), options.set, Path.cwd(), os.environ)
+    return {name: _start(*where, name) for name in ("first", "warm")}
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from the command to the first step, of two checkouts in turns."""
+    root = options.root.resolve()
+    model, side_px = ("builtin:tiny-sdxl", 128) if options.toy else (str(root / "model"), 1024)
+    make_pictures(root / "pictures", side_px)
+    if not options.toy and not (root / "model" / "unet").is_dir():
+        make_model(root / "model")
+    keys = [f"model.name_or_path={model}", f"data.path={root / 'pictures'}", f"data.resolution={side_px}"]
+    keys += ["lora.targets=attention", "sample.prompts=[]", "sample.control_prompts=[]"]
+    checkouts = {"this": Path(__file__).resolve().parents[1], "other": options.other.resolve()}
+    found: dict[str, list[float]] = {name: [] for name in checkouts}
+    for turn in range(options.turns + 1):  # the first fills the caches
+        for name, checkout in checkouts.items():
+            place = root / f"started by {name}"
+            path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH", ""))))
+            times = _start(
+                place, checkout / "recipes" / "demo.yaml", keys, checkout, {**os.environ, "PYTHONPATH": path}
+            )
+            sys.stderr.write(f"turn {turn}, {name}: {times}\n")
+            if turn:
+                found[name].append(times["step"])
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    return {"to the first step s": found, "medians s": medians, "ratio": round(medians["this"] / medians["other"], 3)}
+
+
+def _start(
+    root: Path, recipe: Path, keys: Sequence[str], folder: Path, env: Mapping[str, str], name: str = ""
+) -> dict[str, float]:
+    """Train two steps by the code in ``folder``; seconds since the command, by what had happened."""
+    keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={root / 'cache'}", *keys]
+    run_dir = RunDir(root / f"run {name}".strip())
+    shutil.rmtree(run_dir.path, ignore_errors=True)
+    command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir.path)]
+    began = time.time()
     settings = [part for key in keys for part in ("--set", key)]
-    told = {}
-    for name in ("first", "warm"):
-        run_dir = RunDir(options.root / f"run {name}")
-        shutil.rmtree(run_dir.path, ignore_errors=True)
-        began = time.time()
-        subprocess.run([*command, *settings, "--run-dir", str(run_dir.path)], check=True, stdout=subprocess.DEVNULL)
-        times = {"parent is ready": run_dir.environment.stat().st_mtime}
-        for event in read_events(run_dir.events()):
-            what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
-            times.setdefault(what, event["time"])
-        wanted = ("parent is ready", "start", "phase cache begin", "phase cache end", "phase load end", "step", "end")
-        told[name] = {what: round(times[what] - began, 2) for what in wanted}
-    return told
+    subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL, cwd=folder, env=env)
+    times = {"parent is ready": run_dir.environment.stat().st_mtime}
+    for event in read_events(run_dir.events()):
+        what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
+        times.setdefault(what, event["time"])
+    wanted = ("parent is ready", "start", "phase cache begin", "phase cache end", "phase load end", "step", "end")
+    return {what: round(times[what] - began, 2) for what in wanted}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,10 +318,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_first.add_argument("root", type=Path)
     of_first.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"))
     of_first.add_argument("--set", action="append", default=[])
-    for command in (of_encode, of_manifest, of_first):
+    of_compare = commands.add_parser("compare")
+    of_compare.add_argument("root", type=Path)
+    of_compare.add_argument("other", type=Path)
+    of_compare.add_argument("--turns", type=int, default=3)
+    of_compare.add_argument("--toy", action="store_true")
+    for command in (of_encode, of_manifest, of_first, of_compare):
         command.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    figures = {"encode": encode, "manifest": manifest, "first-step": first_step}[options.command](options)
+    commands_by_name = {"encode": encode, "manifest": manifest, "first-step": first_step, "compare": compare}
+    figures = commands_by_name[options.command](options)
     text = json.dumps(figures, indent=1)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")
