@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -193,7 +193,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
     assert module == weigh.__name__
     try:
-        return dict(weigh.weight_bytes(Recipe.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))))
+        return asdict(weigh.weigh(Recipe.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))))
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code
