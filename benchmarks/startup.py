@@ -1,9 +1,10 @@
-"""What a start costs: encoding, a manifest of a million pictures, and the way to the first step on a warm cache.
+"""What a start costs: encoding, a manifest of a million pictures, the way to the first step, a base's identity.
 
 usage: python benchmarks/startup.py encode ROOT [--pictures 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
        python benchmarks/startup.py manifest ROOT [--pictures 1000000] [--json FILE]
        python benchmarks/startup.py first-step ROOT [--recipe recipes/demo.yaml] [--set KEY=VALUE]... [--json FILE]
-       python benchmarks/startup.py compare ROOT OTHER_CHECKOUT [--turns 3] [--toy] [--json FILE]
+       python benchmarks/startup.py side-by-side ROOT OLD NEW [--base full|tiny] [--rounds 5] [--set KEY=VALUE]...
+       python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
 
 ``encode`` makes photographs (JPEG, noise over a gradient; each with bytes of its own) under ROOT, fills a cache with
 them through ``data.prepare``, and compares with the floor: the encoder alone, as often, on pixels that are ready. The
@@ -15,9 +16,11 @@ that looks at everything, and one after it. Captions are empty, so there is one 
 
 ``first-step`` trains two steps, twice: the second start finds a warm cache.
 
-``compare`` writes a random SDXL of full size to the disk (7 GB under ROOT; ``--toy``: takes the built-in one), and has
-this checkout and another one start on it in turns: the seconds from the command to the first step, with warm caches and
-with everything that a start may remember.
+``side-by-side`` writes an SDXL base of random numbers to disk (a diffusers folder, float16; full: 6.9 GB) and a few
+pictures, and starts two checkouts in turns. Each has caches of its own, which one start before has filled, so that
+caches are warm and digests remembered. Told are seconds from the command to the events of a start, and their ratio.
+
+``identity`` writes a file of random numbers and reads it with and without hashing, from a warm page cache.
 """
 
 from __future__ import annotations
@@ -34,22 +37,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from full_size_sdxl import make_model, make_pictures
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.buckets import fit
-from lora_rocm.data.cache import FileState, LatentCache, image_key, remembered_line
+from lora_rocm.data.cache import FileState, HashMemory, LatentCache, image_key, remembered_line
 from lora_rocm.data.prepare import prepare
 from lora_rocm.families.base import TensorSpec, family_for
+from lora_rocm.families.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
+from lora_rocm.families.random_weights import PREFIX, RandomSource, random_source
+from lora_rocm.families.sdxl import LAYOUT
+from lora_rocm.families.weightfiles import digest, read_hashed, read_header, read_tensors
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
@@ -57,6 +64,9 @@ from lora_rocm.run.layout import RunDir
 CPU = torch.device("cpu")
 SOME_KEY = "0" * 40
 TINY = "builtin:tiny-sdxl"
+STRUCTURES = {"full": "stabilityai/stable-diffusion-xl-base-1.0", "tiny": TINY}
+START_LIMIT_S = 900.0
+MARKS = ("start", "phase cache end", "phase load end", "step")
 
 
 class Wait:
@@ -90,8 +100,8 @@ class Family:
     def encoders(self) -> list[Any]:
         return self._encoders
 
-    def token_limits(self) -> list[Any]:
-        return []
+    def truncated(self) -> Callable[[str], str]:
+        return lambda caption: ""
 
 
 def fake_family(encode_s: float) -> Family:
@@ -251,52 +261,130 @@ def most_resident_mib() -> float:
 
 def first_step(options: argparse.Namespace) -> dict[str, Any]:
     """Two runs of two steps, one after the other; seconds since the command, by what had happened."""
-    where = (options.root.resolve(), options.recipe.resolve(), options.set, Path.cwd(), os.environ)
-    return {name: _start(*where, name) for name in ("first", "warm")}
-
-
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the command to the first step, of two checkouts in turns."""
-    root = options.root.resolve()
-    model, side_px = ("builtin:tiny-sdxl", 128) if options.toy else (str(root / "model"), 1024)
-    make_pictures(root / "pictures", side_px)
-    if not options.toy and not (root / "model" / "unet").is_dir():
-        make_model(root / "model")
-    keys = [f"model.name_or_path={model}", f"data.path={root / 'pictures'}", f"data.resolution={side_px}"]
-    keys += ["lora.targets=attention", "sample.prompts=[]", "sample.control_prompts=[]"]
-    checkouts = {"this": Path(__file__).resolve().parents[1], "other": options.other.resolve()}
-    found: dict[str, list[float]] = {name: [] for name in checkouts}
-    for turn in range(options.turns + 1):  # the first fills the caches
-        for name, checkout in checkouts.items():
-            place = root / f"started by {name}"
-            path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH", ""))))
-            times = _start(
-                place, checkout / "recipes" / "demo.yaml", keys, checkout, {**os.environ, "PYTHONPATH": path}
-            )
-            sys.stderr.write(f"turn {turn}, {name}: {times}\n")
-            if turn:
-                found[name].append(times["step"])
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    return {"to the first step s": found, "medians s": medians, "ratio": round(medians["this"] / medians["other"], 3)}
-
-
-def _start(
-    root: Path, recipe: Path, keys: Sequence[str], folder: Path, env: Mapping[str, str], name: str = ""
-) -> dict[str, float]:
-    """Train two steps by the code in ``folder``; seconds since the command, by what had happened."""
-    keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={root / 'cache'}", *keys]
-    run_dir = RunDir(root / f"run {name}".strip())
-    shutil.rmtree(run_dir.path, ignore_errors=True)
-    command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir.path)]
-    began = time.time()
+    command = [sys.executable, "-m", "lora_rocm", "train", str(options.recipe)]
+    keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={options.root / 'cache'}", *options.set]
     settings = [part for key in keys for part in ("--set", key)]
-    subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL, cwd=folder, env=env)
-    times = {"parent is ready": run_dir.environment.stat().st_mtime}
-    for event in read_events(run_dir.events()):
-        what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
-        times.setdefault(what, event["time"])
-    wanted = ("parent is ready", "start", "phase cache begin", "phase cache end", "phase load end", "step", "end")
-    return {what: round(times[what] - began, 2) for what in wanted}
+    told = {}
+    for name in ("first", "warm"):
+        run_dir = RunDir(options.root / f"run {name}")
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        began = time.time()
+        subprocess.run([*command, *settings, "--run-dir", str(run_dir.path)], check=True, stdout=subprocess.DEVNULL)
+        times = {"parent is ready": run_dir.environment.stat().st_mtime}
+        for event in read_events(run_dir.events()):
+            what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
+            times.setdefault(what, event["time"])
+        wanted = ("parent is ready", "start", "phase cache begin", "phase cache end", "phase load end", "step", "end")
+        told[name] = {what: round(times[what] - began, 2) for what in wanted}
+    return told
+
+
+def write_base(folder: Path, structure: str) -> None:
+    """A diffusers folder of random numbers in float16, written once; its tokenizers are the tiny model's."""
+    if (folder / "model_index.json").exists():
+        return
+    source: RandomSource = random_source(f"{PREFIX}{STRUCTURES[structure]}", LAYOUT)
+    tiny = builtin_folder(TINY)
+    for name in LAYOUT.parts:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(source.config_path(name), folder / name / "config.json")
+        state = source.load(name, torch.float16, CPU).state_dict()
+        stem = "model" if name.startswith("text") else "diffusion_pytorch_model"
+        save_file(state, folder / name / f"{stem}.safetensors", {"format": "pt"})
+    for name in LAYOUT.tokenizers:
+        shutil.copytree(tiny / name, folder / name, dirs_exist_ok=True)
+    (folder / "scheduler").mkdir(exist_ok=True)
+    shutil.copy(source.config_path("scheduler"), folder / "scheduler" / "scheduler_config.json")
+    shutil.copy(tiny / "model_index.json", folder / "model_index.json")  # last: the base is whole
+
+
+def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
+    """Two checkouts in turns, each with caches of its own."""
+    root = options.root.absolute()
+    write_base(root / options.base, options.base)
+    make_photographs(root / "pictures", 4, 1024 if options.base == "full" else 128)
+    recipe = root / "recipe.yaml"
+    sections = {
+        "model": {"name_or_path": str(root / options.base)},
+        "data": {"path": str(root / "pictures"), "resolution": 1024 if options.base == "full" else 128},
+        "train": {"max_train_steps": 1000},
+    }
+    recipe.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
+    checkouts = {"old": options.old.absolute(), "new": options.new.absolute()}
+    found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
+    for number in range(options.rounds + 1):
+        for name, checkout in checkouts.items():
+            seconds = one_start(
+                checkout, recipe, root / f"run {name}", [f"cache.dir={root / f'cache {name}'}", *options.set]
+            )
+            if number:  # the first fills caches and remembers
+                found[name].append(seconds)
+    medians = {
+        name: {mark: round(statistics.median(each[mark] for each in starts), 2) for mark in MARKS}
+        for name, starts in found.items()
+    }
+    ratio = medians["new"]["step"] / medians["old"]["step"]
+    return {
+        "base": options.base,
+        "rounds": options.rounds,
+        "median s": medians,
+        "new / old": round(ratio, 4),
+        "all s": found,
+    }
+
+
+def one_start(checkout: Path, recipe: Path, run_dir: Path, settings: Sequence[str]) -> dict[str, float]:
+    """Seconds from the command to what it told, up to its first step; then it is asked to stop."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run = RunDir(run_dir)
+    command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir)]
+    command += [part for key in settings for part in ("--set", key)]
+    began = time.time()
+    child = subprocess.Popen(
+        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, stdout=subprocess.DEVNULL
+    )
+    times: dict[str, float] = {}
+    while "step" not in times:
+        if child.poll() is not None or time.time() - began > START_LIMIT_S:
+            child.kill()
+            raise SystemExit(f"{checkout} made no step: see {run_dir}")
+        time.sleep(0.05)
+        for event in read_events(run.events()) if run.events().exists() else ():
+            what = f"{event['type']} {event.get('phase', '')} {event.get('state', '')}".strip()
+            times.setdefault(what, round(event["time"] - began, 3))
+    run.stop.touch()
+    child.wait()
+    return {mark: times[mark] for mark in MARKS}
+
+
+def identity(options: argparse.Namespace) -> dict[str, Any]:
+    """GB/s of reading a file of weights in each way; the time to remember is that of asking a second time."""
+    path = options.root / "identity.safetensors"
+    if not path.exists():
+        options.root.mkdir(parents=True, exist_ok=True)
+        count, numbers = int(options.gib * 64), torch.randn(1 << 23).half()
+        save_file({f"layer {index}": numbers.roll(index) for index in range(count)}, path)
+    header, size_gb = read_header(path), path.stat().st_size / 1e9
+    ways: dict[str, Callable[[], object]] = {
+        "read": lambda: read_tensors(header),
+        "read and hash": lambda: read_hashed([header], lambda name: True, lambda tensor: tensor),
+        "hash alone": lambda: digest([header]),
+    }
+    told: dict[str, Any] = {"GB": round(size_gb, 2), "processors": os.cpu_count()}
+    for name, way in ways.items():
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - began)
+        told[f"{name}, GB/s"] = round(size_gb / min(seconds), 2)
+    memory = HashMemory(options.root / "memory", WEIGHTS_MEMORY)
+    version = WeightsVersion("", (header.version,))
+    memory.remember(version, digest([header]))
+    began = time.perf_counter()
+    HashMemory(options.root / "memory", WEIGHTS_MEMORY).recall(version)
+    told["remembered, s"] = round(time.perf_counter() - began, 6)
+    return told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -318,16 +406,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_first.add_argument("root", type=Path)
     of_first.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"))
     of_first.add_argument("--set", action="append", default=[])
-    of_compare = commands.add_parser("compare")
-    of_compare.add_argument("root", type=Path)
-    of_compare.add_argument("other", type=Path)
-    of_compare.add_argument("--turns", type=int, default=3)
-    of_compare.add_argument("--toy", action="store_true")
-    for command in (of_encode, of_manifest, of_first, of_compare):
+    of_both = commands.add_parser("side-by-side")
+    of_both.add_argument("root", type=Path)
+    of_both.add_argument("old", type=Path, help="a checkout")
+    of_both.add_argument("new", type=Path, help="another")
+    of_both.add_argument("--base", choices=tuple(STRUCTURES), default="full")
+    of_both.add_argument("--rounds", type=int, default=5)
+    of_both.add_argument("--set", action="append", default=[])
+    of_identity = commands.add_parser("identity")
+    of_identity.add_argument("root", type=Path)
+    of_identity.add_argument("--gib", type=float, default=2.0)
+    for command in (of_encode, of_manifest, of_first, of_both, of_identity):
         command.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    commands_by_name = {"encode": encode, "manifest": manifest, "first-step": first_step, "compare": compare}
-    figures = commands_by_name[options.command](options)
+    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "encode": encode, "manifest": manifest, "first-step": first_step, "side-by-side": side_by_side,
+        "identity": identity,
+    }  # fmt: skip
+    figures = parts[options.command](options)
     text = json.dumps(figures, indent=1)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")
