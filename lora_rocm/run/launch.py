@@ -63,7 +63,8 @@ def train(
     with lock.locked(run):
         lock.end_leftover(run, _say)
         if not prepare.settle(chosen, loaded.recipe, accept_changes):
-            if tools.make_again(run, loaded.recipe, _say) or not run.report.exists():  # or the parent was killed before
+            made_again = tools.make_again(run, loaded.recipe, _say)
+            if made_again or not run.report.exists():  # the parent was killed between the worker's end and its report
                 write_report(run)
             _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
             return 0
