@@ -16,7 +16,7 @@ import pytest
 
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.results import FileDigest, read_result
-from lora_rocm.train import state
+from lora_rocm.train import export, state
 from tests.crash.lab import TARGETS, UNET, VAE
 from tests.program import RECIPE, Program, Said, pictures, snapshot
 from tests.tiny_models import write_tiny_sdxl
@@ -211,6 +211,24 @@ def test_a_disk_that_flips_a_bit_of_what_was_written(
     assert {path.name for path in leaving} <= set(flipped)
     straight = folder / "runs" / "ok"
     assert all(path.read_bytes() == (straight / path.relative_to(run_dir.path)).read_bytes() for path in leaving)
+
+
+def test_a_file_that_changes_while_it_is_verified_is_seen(
+    program: Program, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = export.verify
+
+    def before_a_flip(form: str, path: Path, *given: Any) -> Any:
+        found = verify(form, path, *given)
+        flip(path)
+        return found
+
+    run_dir.result.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "verify", before_a_flip)
+        said = train(program, run_dir, *SETS, "output.formats=[kohya]")
+    said.refused(3, "does not hold any more", run_dir.lora, "again from the last checkpoint")
+    assert not run_dir.result.exists()
 
 
 def every_result(run_dir: RunDir) -> list[tuple[str, Path]]:
