@@ -87,7 +87,10 @@ def prepare(
         emit: gets the progress.
         say: gets sentences about the encoders: kernels are being built, a slow way was left.
         repaired: gets every damaged entry that was encoded again, now or while the batches are read.
-        tiles, tiles_needed, open_door, look: see ``Caches``.
+        tiles: see ``Caches``.
+        tiles_needed: see ``Caches``.
+        open_door: see ``Caches``.
+        look: see ``Caches``.
         facts: of a run that needs its pictures no more: none is looked for, and there are no items.
 
     Raises:
@@ -110,6 +113,10 @@ def prepare(
     else:
         caches.fill_texts(("", *_prompts(recipe)))
     caches.belong(kept.pictures, _Texts(recipe, kept.pictures, kept.training, kept.held_out, emit))
+    return _prepared(kept, caches)
+
+
+def _prepared(kept: Manifest, caches: Caches) -> Prepared:
     dropout_key = caches.text_key("")
     return Prepared(
         items=Items(kept.pictures, kept.training, kept.texts, dropout_key),
