@@ -112,6 +112,10 @@ def prepare(
     else:
         caches.fill_texts(("", *_prompts(recipe)))
     caches.belong(kept.pictures, _Texts(recipe, kept.pictures, kept.training, kept.held_out, emit))
+    return _prepared(kept, caches)
+
+
+def _prepared(kept: Manifest, caches: Caches) -> Prepared:
     dropout_key = caches.text_key("")
     return Prepared(
         items=Items(kept.pictures, kept.training, kept.texts, dropout_key),
