@@ -340,9 +340,8 @@ def one_start(checkout: Path, recipe: Path, run_dir: Path, settings: Sequence[st
     command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir)]
     command += [part for key in settings for part in ("--set", key)]
     began = time.time()
-    child = subprocess.Popen(
-        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, stdout=subprocess.DEVNULL
-    )
+    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH", ""))))
+    child = subprocess.Popen(command, cwd=checkout, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL)
     times: dict[str, float] = {}
     while "step" not in times:
         if child.poll() is not None or time.time() - began > START_LIMIT_S:
