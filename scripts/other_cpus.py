@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {
+SETTINGS: dict[str, dict[str, str]] = {
     "as-it-is": {},
     "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "mkl-sse42": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
