@@ -1,6 +1,7 @@
 """The real training worker with one fault that comes once: ``python -m tests.hangs.faulty_worker RUN_DIR ...``.
 
-The file ``fault`` in the run directory names it; it is deleted when the fault comes, so the next start is a sound one.
+The file ``<run directory>.fault`` beside the run directory names it. It is deleted when the fault comes, so the next
+start is a sound one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def never_ending_kernel(run_dir: Path) -> None:
     torch.cuda._sleep(2**40)
 
 
+def fault_file(run_dir: Path) -> Path:
+    """Beside the run directory, which takes no foreign files."""
+    return run_dir.with_name(f"{run_dir.name}.fault")
+
+
 def _after(
     calls: int, run_dir: Path, fault: Callable[[Path], None], function: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -61,8 +67,8 @@ def _after(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         made += 1
-        if made == calls and (run_dir / "fault").exists():
-            (run_dir / "fault").unlink()
+        if made == calls and fault_file(run_dir).exists():
+            fault_file(run_dir).unlink()
             fault(run_dir)
         return function(*args, **kwargs)
 
@@ -80,8 +86,8 @@ FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
 
 def main() -> int:
     run_dir = Path(sys.argv[1])
-    if (run_dir / "fault").exists():
-        owner, name, calls, fault = FAULTS[(run_dir / "fault").read_text(encoding="utf-8")]
+    if fault_file(run_dir).exists():
+        owner, name, calls, fault = FAULTS[fault_file(run_dir).read_text(encoding="utf-8")]
         setattr(owner, name, _after(calls, run_dir, fault, getattr(owner, name)))
     return worker.main()
 

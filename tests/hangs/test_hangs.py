@@ -18,7 +18,7 @@ import torch
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from tests.hangs.faulty_worker import GRANDCHILD
+from tests.hangs.faulty_worker import GRANDCHILD, fault_file
 from tests.test_kill import results, write_recipe
 
 LIMITS_S = {"first_step": 60, "step": 6, "checkpoint": 6}
@@ -40,7 +40,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     run_dir.mkdir()
     if fault:
-        (run_dir / "fault").write_text(fault, encoding="utf-8")
+        fault_file(run_dir).write_text(fault, encoding="utf-8")
     limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
     settings = [f"cache.dir={recipe.parent / 'cache'}", f"train.max_train_steps={UPDATES}", *limits, *more]
     words = [word for setting in settings for word in ("--set", setting)]
@@ -105,7 +105,7 @@ def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> No
     """The control: the same fault, and nobody who watches; the run does not come to its end."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "fault").write_text("checkpoint", encoding="utf-8")
+    fault_file(run_dir).write_text("checkpoint", encoding="utf-8")
     command = [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir)]
     command += ["--no-supervisor", "--set", f"cache.dir={recipe.parent / 'cache'}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
