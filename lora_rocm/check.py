@@ -40,7 +40,7 @@ def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool 
     for notice in loaded.notices:
         _say(notice)
     if schema_only:
-        _say(f"{loaded.path}: valid")
+        _say(f"{loaded.path}: keys and values are valid; pictures and base model were not looked at")
         return
     loaded.require_files()
     weighing = _Weighing(loaded.recipe)

@@ -358,10 +358,23 @@ def test_a_gpu_that_is_not_there(program: Program, new: RunDir) -> None:
     program("check", "r.yaml", "--set", "runtime.device=gpu").refused(3, "runtime.device: gpu")
 
 
-def test_more_memory_than_any_machine_has(program: Program, new: RunDir) -> None:
-    program.train(new.path, "lora.rank=1000000000000").refused(3, "not enough memory", "lora.rank")
+def test_numbers_beyond_any_machine_are_refused_before_anything_is_loaded(program: Program, new: RunDir) -> None:
+    program.train(new.path, "lora.rank=1000000000000").refused(2, "lora.rank: has to be at most 2048")
+    for command in ("check", "plan"):
+        program(command, "r.yaml", "--set", "lora.rank=1e8").refused(2, "lora.rank: has to be at most 2048")
     size = ("--width", "8000000", "--height", "8000000")
-    program("sample", "runs/ok", "--prompt", "x", "--steps", "1", *size).refused(3, "not enough memory")
+    program("sample", "runs/ok", "--prompt", "x", "--steps", "1", *size).refused(2, "--width", "16384")
+
+
+def test_more_memory_than_this_machine_has(program: Program, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_all(*args: object) -> None:
+        torch.empty(2**50)
+
+    monkeypatch.setattr("lora_rocm.train.run.inject", takes_all)
+    program.train(new.path).refused(3, "not enough memory", "lora.rank")
+    monkeypatch.setattr("lora_rocm.train.tools.png", takes_all)
+    small = ("--steps", "1", "--width", "64", "--height", "64")
+    program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not enough memory")
 
 
 @pytest.mark.slow

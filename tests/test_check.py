@@ -109,7 +109,10 @@ def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Pat
 
 def test_schema_only_looks_at_nothing_else(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml", ["data.path=nowhere"], schema_only=True)
-    assert capsys.readouterr().out == "my.yaml: valid\n" and weigh.calls == 0
+    assert (
+        capsys.readouterr().out == "my.yaml: keys and values are valid; pictures and base model were not looked at\n"
+        and weigh.calls == 0
+    )
     with pytest.raises(RecipeError):
         check("my.yaml", ["lora.rank=x"], schema_only=True)
 

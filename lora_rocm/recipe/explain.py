@@ -126,7 +126,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
         return f"has more than {context['max_length']} items", ""
     if kind in COMPARED:
         words, limit = COMPARED[kind]
-        return f"has to be {words} {context[limit]:,}, got {shown(value)}", _default_of(key)
+        return f"has to be {words} {context[limit]}, got {shown(value)}", _default_of(key)
     message = detail["msg"]
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", ""
 

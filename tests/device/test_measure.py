@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import torch
 
 from lora_rocm.device import measure as timing
 from lora_rocm.device.measure import Work, measure, seconds_of, wall_seconds_of
+from tests.run.fake_run import as_heard
 
 CPU = torch.device("cpu")
 on_cpu = partial(seconds_of, device=CPU)
@@ -27,7 +27,7 @@ def raises(error: Exception) -> Callable[[], object]:
 
 
 def events(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    return [as_heard(line) for line in capfd.readouterr().out.splitlines()]
 
 
 def test_seconds_of_one_call() -> None:
@@ -74,4 +74,4 @@ measure([sleeps], 0, partial(seconds_of, device=torch.device("cpu")), limit_s=0.
 def test_a_hang_ends_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", HANG], capture_output=True, encoding="utf-8", timeout=50)
     assert done.returncode == 1 and "Timeout (0:00:00.2" in done.stderr
-    assert [json.loads(line)["type"] for line in done.stdout.splitlines()] == ["begin"]
+    assert [as_heard(line)["type"] for line in done.stdout.splitlines()] == ["begin"]

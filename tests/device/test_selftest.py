@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,6 +15,7 @@ from lora_rocm.device.selftest_judge import Check, NotHereError, WrongAnswerErro
 from lora_rocm.device.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.device.selftest_training import training_checks
 from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broken, Fault
+from tests.run.fake_run import as_heard
 
 CPU = torch.device("cpu")
 GROUPS = {"copies", "memory", "gemm", "conv", "attention", "training"}
@@ -203,7 +203,7 @@ def test_a_device_that_is_lost_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [as_heard(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def small_table(device: torch.device) -> Iterator[Check]:

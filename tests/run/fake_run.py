@@ -34,6 +34,13 @@ def heard(event: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
+def as_heard(line: str) -> dict[str, Any]:
+    """The event that a child wrote, as its reader gets it; a line that the reader would pass over is an error."""
+    read = event_of(line.encode("utf-8"))
+    assert read is not None, line
+    return read
+
+
 def start_fields(**changes: Any) -> dict[str, Any]:
     fields = {"pid": 1, "device": "CPU", "torch": "2.13", "threads": 1, "precision": "float32", "resumed_from": None}
     return {**fields, **changes}

@@ -17,6 +17,7 @@ from lora_rocm.data.workers import Group, WorkersFailed
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.train import bench_loader
+from tests.run.fake_run import as_heard
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         monkeypatch.setattr(bench_loader, "BATCHES", 5)
         monkeypatch.setattr(sys, "argv", ["bench_loader", "loader", str(tmp_path / "job.json")])
         assert bench_loader.main() == 0
-        return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        return [as_heard(line) for line in capfd.readouterr().out.splitlines()]
 
     return run
 

@@ -21,6 +21,7 @@ from lora_rocm.train.bench_measure import flagged_waits, times, variants, with_r
 from lora_rocm.train.bench_setup import open_bench, recipe_for
 from lora_rocm.train.compiling import Compiler
 from lora_rocm.train.memory import Memory
+from tests.run.fake_run import as_heard
 from tests.tiny_models import RUN_TARGETS
 
 SMALL = ["data.resolution=64", "train.batch_size=2", f"lora.targets={RUN_TARGETS}", "lora.rank=4", "runtime.device=cpu"]
@@ -44,7 +45,7 @@ def events_of(tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: Recipe,
     job |= {"against": None, "traces": str(tmp_path), **more}
     (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
     code = bench_step.main([str(tmp_path / "job.json")], watch_parent=False)
-    found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    found = [as_heard(line) for line in capfd.readouterr().out.splitlines()]
     assert code == (found[-1]["exit_code"] if found[-1]["type"] == "error" else 0)
     return found
 
