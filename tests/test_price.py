@@ -123,7 +123,6 @@ def test_the_rehearsal_checks_in_blocks_with_the_guard_only(
 
     monkeypatch.setattr(Measured, "_block", counted)
     monkeypatch.setattr(StateGuard, "renew", counting)
-    monkeypatch.setattr(reliable_price, "ALONE_REPEATS", 2)
     monkeypatch.setattr(reliable_price, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(reliable_price, "LOOKS", 1)
     write_tiny_sdxl(tmp_path / "tiny")
