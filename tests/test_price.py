@@ -92,13 +92,18 @@ def test_the_share_of_the_guard_of_trained_state() -> None:
         ({"idle_at_most_percent": 0.51}, {}, False, ["idle"]),
         ({"state_bandwidth_percent": 79.0}, {}, False, ["state, bandwidth"]),
         ({"state_bandwidth_percent": 79.0}, {"rank": 64}, False, ["state, bandwidth"]),
-        ({"state_alone_percent": 0.31}, {}, False, ["state, share of a step"]),
-        ({"state_alone_percent": 0.31}, {"rank": 64}, False, []),
-        ({"state_alone_percent": 1.5, "state_bandwidth_percent": 20.0}, {}, True, []),
+        ({"state_added_wall_to_percent": 0.31}, {}, False, ["state, share of a step"]),
+        ({"state_added_wall_to_percent": 0.31}, {"rank": 64}, False, []),
+        ({"state_added_wall_to_percent": 1.5, "state_bandwidth_percent": 20.0}, {}, True, []),
     ],
 )
 def test_the_promises(figures: dict[str, float], lora: dict[str, int], plain: bool, broken: list[str]) -> None:
-    found = {"idle_at_most_percent": 0.5, "state_bandwidth_percent": 80.0, "state_alone_percent": 0.3, **figures}
+    found = {
+        "idle_at_most_percent": 0.5,
+        "state_bandwidth_percent": 80.0,
+        "state_added_wall_to_percent": 0.3,
+        **figures,
+    }
     sections = {"model": {"name_or_path": "x"}, "data": {"path": "x"}, "train": {"max_train_steps": 1}}
     recipe = Recipe.model_validate({**sections, "lora": {"rank": 16, "targets": "attention", **lora}})
     assert [promise for promise, holds in kept(found, recipe, plain).items() if not holds] == broken
