@@ -16,8 +16,8 @@ it take turns; likewise the guard of trained state. Told are
   time (gaps between its launches included) and in kernels; and the bytes that it reads in that time, as a share of what
   this device reads or copies at most (the faster of a sum over 1 GiB and a copy of it).
 
-The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3 %
-to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
+The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3
+% to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
 read with at least 80 % of that bandwidth. What it takes alone is more, as it fills gaps of the step.
 ``--plain`` measures the forms in plain PyTorch, of which the latter two are not promised. ``--toy`` rehearses on the
 CPU.
