@@ -38,6 +38,11 @@ class Limited(Session):
             this.rlimit(psutil.RLIMIT_AS, (most, psutil.RLIM_INFINITY))
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The worker, under the limit."""
     worker.Session = Limited  # type: ignore[misc]
-    sys.exit(worker.main())
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,6 +35,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("hänge hier"))
 
 
+def environ() -> dict[str, str]:
+    """Workers look for nothing in the current folder, so the path names the faulty one."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 def train(
     recipe: Path, run_dir: Path, *more: str, fault: str | None = None, limits_s: dict[str, int] = LIMITS_S
 ) -> subprocess.CompletedProcess[str]:
@@ -49,7 +54,7 @@ def train(
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env={**os.environ, "LORA_ROCM_HOME": str(recipe.parent / "home"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        env={**environ(), "LORA_ROCM_HOME": str(recipe.parent / "home"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
 
 
@@ -108,7 +113,7 @@ def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> No
     fault_file(run_dir).write_text("checkpoint", encoding="utf-8")
     command = [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir)]
     command += ["--no-supervisor", "--set", f"cache.dir={recipe.parent / 'cache'}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+    with subprocess.Popen(command, env=environ(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
         try:
             deadline = time.monotonic() + DEADLINE_S
             while not (run_dir / "checkpoints" / "lora-step00000006.safetensors").exists():
