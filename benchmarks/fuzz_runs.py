@@ -161,10 +161,10 @@ def facts(rng: random.Random) -> bytes:
 def read_facts(path: Path) -> None:
     """Load, show, plan."""
     from lora_rocm.host.facts import load_facts
-    from lora_rocm.host.show import facts_text, plan_text
+    from lora_rocm.host.show import json_text, plan_text
 
     load_facts(path)
-    facts_text(path)
+    json_text(None, (), path)
     shown = plan_text(None, (), path, None, explain=True)
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import init_empty_weights
 from diffusers import ConfigMixin
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -56,6 +57,7 @@ UNFIT_ERRORS = (
     TypeError,
     ValueError,
     SafetensorError,
+    StrictDataclassError,
 )
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",

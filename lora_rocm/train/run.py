@@ -86,6 +86,7 @@ def train(start: Start) -> tuple[bool, int]:
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if finished:
         data.workers.close()
+        artifacts.checkpoint(position)  # a kill may have come before older ones were rotated away
     else:
         finished = _fit(start, data, position, artifacts)
     if finished:

@@ -73,6 +73,7 @@ def test_a_complete_run_needs_no_images(
     asked: dict[str, Any] = {"overrides": [f"data.path={folder}"], "run_dir": Path("run")}
     launch.train("my recipe.yaml", **asked)
     (tmp_path / "run" / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    (tmp_path / "run" / "lora.safetensors").touch()
     folder.rmdir()
     assert launch.train("my recipe.yaml", **asked, resume="latest") == 0
     assert "complete" in capsys.readouterr().out
@@ -96,6 +97,7 @@ def test_a_report_that_cannot_be_written_is_said_and_changes_no_exit_code(
     again = f"later: lora-rocm report '{tmp_path / 'a run'}'"
     assert f"The report could not be written; {again}" in output and "File too large" in output
     (tmp_path / "a run" / "result.json").write_text('{"updates": 3}', encoding="utf-8")
+    (tmp_path / "a run" / "lora.safetensors").touch()
     assert launch.train("my recipe.yaml", run_dir=Path("a run"), resume="latest") == 0
     assert "This run is complete" in capsys.readouterr().out
 
