@@ -236,6 +236,14 @@ def test_a_grandchild_without_a_parent_is_found_by_its_group(
         grandchild.kill()
 
 
+def test_on_windows_a_child_has_a_console_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is attached to the parent's is ended with it when the window is closed."""
+    for number, name in enumerate(("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")):
+        monkeypatch.setattr(subprocess, name, 1 << number, raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert own_group() == {"creationflags": 3}
+
+
 def test_killing_who_is_gone_is_fine() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], **own_group())
     child.wait()
