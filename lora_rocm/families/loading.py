@@ -166,8 +166,9 @@ class Source:
 
     def _converter(self, name: str) -> Converter:
         """How the names in a component's files become its own."""
-        single = self.vae is not None and self.vae.is_file() if name == "vae" and self.vae else bool(self.single_file)
-        return self.layout.parts[name].from_single_file if single else conversion.own_names
+        own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
+        in_one_file = own_file is not None and own_file.is_file()
+        return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
 
     def settings(self, name: str) -> str:
         """What a component's config says of it, as text."""
