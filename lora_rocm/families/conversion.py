@@ -46,7 +46,7 @@ HARMLESS_STARTS = ("loss.", "discriminator.")  # of a VAE in a file of its own
 # Beside the components of a checkpoint: what training left there, and what says how the model predicts.
 KNOWN_BESIDE = (
     "model_ema.", "model_ema", "v_pred", "ztsnr", "denoiser.", "alphas_cumprod", "betas", "sqrt_", "log_one_minus",
-    "posterior_", "global_step", "logvar", "lvlb_weights", "scale_factor",
+    "posterior_", "global_step", "logvar", "embedding_manager", "lvlb_weights", "scale_factor",
 )  # fmt: skip
 
 

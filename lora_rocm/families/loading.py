@@ -59,6 +59,7 @@ UNFIT_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
+NAMES_CODE = "_implementation"  # in keys of a config that choose how to compute; they may name code on the hub
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
     "_diffusers_version",
@@ -165,8 +166,9 @@ class Source:
 
     def _converter(self, name: str) -> Converter:
         """How the names in a component's files become its own."""
-        single = self.vae is not None and self.vae.is_file() if name == "vae" and self.vae else bool(self.single_file)
-        return self.layout.parts[name].from_single_file if single else conversion.own_names
+        own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
+        in_one_file = own_file is not None and own_file.is_file()
+        return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
 
     def settings(self, name: str) -> str:
         """What a component's config says of it, as text."""
@@ -261,13 +263,25 @@ class Source:
         """A component's structure from its config; its weights are on the meta device.
 
         Raises:
-            ModelError: config-missing, config-unreadable, config-absurd.
+            ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        cls, config = self.layout.parts[name].cls, self.config(name)
-        require_bounded(config, self.config_path(name))
-        with self._explained(name), init_empty_weights():
-            made: nn.Module
-            made = cls.from_config(config) if issubclass(cls, ConfigMixin) else cls(cls.config_class.from_dict(config))
+        cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
+        require_bounded(found, path)
+        config = {key: value for key, value in found.items() if not key.endswith(NAMES_CODE)}
+        made: nn.Module
+        try:
+            with init_empty_weights():
+                known = issubclass(cls, ConfigMixin)
+                made = cls.from_config(config) if known else cls(cls.config_class.from_dict(config))
+        except UNFIT_ERRORS as error:
+            if out_of_memory(error):
+                raise
+            raise ModelError(
+                "config-unfit",
+                f"No {name} can be made from its config: {' '.join(str(error).split())[:200] or type(error).__name__}",
+                where=str(path),
+                fix=DOWNLOAD_AGAIN,
+            ) from error
         return made
 
     @contextlib.contextmanager
@@ -286,7 +300,7 @@ class Source:
         They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
 
         Raises:
-            ModelError: config-missing, config-unreadable, config-absurd, weights-unfit.
+            ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
         module = self._hollow(name)
         for owner in module.modules():

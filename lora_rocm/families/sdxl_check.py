@@ -124,8 +124,6 @@ def _check_component(source: Source, name: str) -> str:
 def _named_beside(source: Source, header: Header) -> str:
     """A sentence on tensors of a checkpoint that belong to nothing that is trained with."""
     others = beside(header, [part.prefix for part in source.layout.parts.values()])
-    if source.vae is not None and not others:
-        return ""
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
     return f"The base holds tensors that are not used ({len(others)}): {named}." if others else ""
 

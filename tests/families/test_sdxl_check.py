@@ -197,6 +197,28 @@ def test_a_config_of_absurd_size_is_refused_at_once(folder: Path, component: str
     assert time.process_time() - begun < 5
 
 
+@pytest.mark.parametrize(("component", "changes"), [
+    ("text_encoder", {"hidden_size": "x"}),
+    ("text_encoder", {"num_attention_heads": 7}),
+    ("text_encoder_2", {"hidden_act": "mine"}),
+    ("text_encoder_2", {"dtype": "floaty"}),
+    ("unet", {"down_block_types": ["Mine"]}),
+    ("unet", {"norm_num_groups": 0}),
+    ("vae", {"block_out_channels": "x"}),
+])  # fmt: skip
+def test_a_config_from_which_nothing_can_be_made(folder: Path, component: str, changes: dict[str, Any]) -> None:
+    edit(folder / component / "config.json", lambda config: config.update(changes))
+    error = refused(folder)
+    assert error.code == "config-unfit" and component in error.where and component in error.what
+
+
+def test_a_config_chooses_no_code(folder: Path) -> None:
+    path = folder / "text_encoder" / "config.json"
+    edit(path, lambda config: config.update(_attn_implementation="someone/kernels", attn_implementation="a/b"))
+    encoder: Any = Sdxl(tiny_recipe(folder)).source.load("text_encoder", torch.float32, torch.device("cpu"))
+    assert encoder.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("name", [
     "model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn2.to_k_ip.weight",
     "model.diffusion_model.made_up.weight",

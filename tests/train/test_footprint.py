@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms, ModelFamily, family_for
+from lora_rocm.families.loading import builtin_folder
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
@@ -328,6 +330,26 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
     said = "a fault of ours"
     with pytest.raises(RuntimeError, match="a fault of ours"):  # the control
         counting.main()
+
+
+@pytest.mark.parametrize(("file", "key", "value", "code"), [
+    ("scheduler/scheduler_config.json", "prediction_type", "flow_prediction", "prediction-unknown"),
+    ("unet/config.json", "quantization_config", {"quant_method": "gptq"}, "weights-quantised"),
+    ("unet/config.json", "transformer_layers_per_block", [1, 2, 10_000], "config-absurd"),
+])  # fmt: skip
+def test_a_base_that_is_not_what_it_claims_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    file: str, key: str, value: object, code: str,
+) -> None:  # fmt: skip
+    folder = Path(shutil.copytree(builtin_folder("builtin:tiny-sdxl"), tmp_path / "model"))
+    config = json.loads((folder / file).read_text(encoding="utf-8"))
+    (folder / file).write_text(json.dumps({**config, key: value}), encoding="utf-8")
+    job, asked = tmp_path / "job.json", recipe(tmp_path).model_dump(mode="json")
+    asked["model"]["name_or_path"] = str(folder)
+    job.write_text(json.dumps({"recipe": asked, "for_card": True}), "utf-8")
+    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
+    assert counting.main() == 2
+    assert json.loads(capsys.readouterr().out)["code"] == code
 
 
 @pytest.mark.parametrize("code", ["hub-unreachable", "hub-incomplete", "hub-unknown", "config-damaged"])
