@@ -61,8 +61,8 @@ def _after(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         made += 1
-        if made == calls and (run_dir / "fault").exists():
-            (run_dir / "fault").unlink()
+        if made == calls and run_dir.with_name("fault").exists():
+            run_dir.with_name("fault").unlink()
             fault(run_dir)
         return function(*args, **kwargs)
 
@@ -80,8 +80,8 @@ FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
 
 def main() -> int:
     run_dir = Path(sys.argv[1])
-    if (run_dir / "fault").exists():
-        owner, name, calls, fault = FAULTS[(run_dir / "fault").read_text(encoding="utf-8")]
+    if run_dir.with_name("fault").exists():
+        owner, name, calls, fault = FAULTS[run_dir.with_name("fault").read_text(encoding="utf-8")]
         setattr(owner, name, _after(calls, run_dir, fault, getattr(owner, name)))
     return worker.main()
 

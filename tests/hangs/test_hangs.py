@@ -38,9 +38,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     recipe: Path, run_dir: Path, *more: str, fault: str | None = None, limits_s: dict[str, int] = LIMITS_S
 ) -> subprocess.CompletedProcess[str]:
-    run_dir.mkdir()
     if fault:
-        (run_dir / "fault").write_text(fault, encoding="utf-8")
+        run_dir.with_name("fault").write_text(fault, encoding="utf-8")
     limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
     settings = [f"cache.dir={recipe.parent / 'cache'}", f"train.max_train_steps={UPDATES}", *limits, *more]
     words = [word for setting in settings for word in ("--set", setting)]
@@ -104,8 +103,7 @@ def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_
 def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> None:
     """The control: the same fault, and nobody who watches; the run does not come to its end."""
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "fault").write_text("checkpoint", encoding="utf-8")
+    run_dir.with_name("fault").write_text("checkpoint", encoding="utf-8")
     command = [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir)]
     command += ["--no-supervisor", "--set", f"cache.dir={recipe.parent / 'cache'}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
