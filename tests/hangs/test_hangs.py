@@ -43,7 +43,6 @@ def environ() -> dict[str, str]:
 def train(
     recipe: Path, run_dir: Path, *more: str, fault: str | None = None, limits_s: dict[str, int] = LIMITS_S
 ) -> subprocess.CompletedProcess[str]:
-    run_dir.mkdir()
     if fault:
         fault_file(run_dir).write_text(fault, encoding="utf-8")
     limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
@@ -109,7 +108,6 @@ def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_
 def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> None:
     """The control: the same fault, and nobody who watches; the run does not come to its end."""
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
     fault_file(run_dir).write_text("checkpoint", encoding="utf-8")
     command = [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir)]
     command += ["--no-supervisor", "--set", f"cache.dir={recipe.parent / 'cache'}"]
