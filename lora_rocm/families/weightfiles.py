@@ -281,7 +281,8 @@ def _by_threads(
         pool.shutdown(cancel_futures=True)
     for header in headers:
         try:
-            _require_version(header, header.path.stat())
+            with header.path.open("rb") as file:  # asked by name, Windows may call the same file by another number
+                _require_version(header, os.fstat(file.fileno()))
         except OSError as problem:
             raise _changed(header) from problem
     return found
