@@ -366,19 +366,19 @@ def widened(weights: Weights) -> Weights:
 
 
 def as_dora(weights: Weights) -> Weights:
-    scales = {name.replace("lora_down.weight", "dora_scale"): torch.ones(32, 1) for name in weights if "_down" in name}
-    return weights | scales
+    ups = {name: tensor for name, tensor in weights.items() if "lora_up" in name}
+    return weights | {name.replace("lora_up.weight", "dora_scale"): torch.ones(len(up), 1) for name, up in ups.items()}
 
 
 @pytest.mark.parametrize(
     ("change", "sets", "words"),
     [
-        (lambda weights: weights, ["lora.rank=4"], ["rank 2", "rank 4", "Set lora.rank to 2"]),
+        (lambda weights: weights, ["lora.rank=1"], ["rank 2", "Set lora.rank to 2"]),
         (renamed, [], ["not in this model", "lora_unet_x_", "made for this model's family"]),
         (widened, [], ["32 x 640", "made for this model's family"]),
         (as_dora, [], ["DoRA", "lora.use_dora"]),
         (lambda weights: {name: tensor * float("nan") for name, tensor in weights.items()}, [], ["nan", "Use another"]),
-        (lambda weights: {"transformer.x.lora_A.weight": torch.ones(2, 8)}, [], ["no LoRA"]),
+        (lambda weights: {"transformer.x.lora_A.weight": torch.ones(2, 8)}, [], ["lack a factor", "transformer.x"]),
     ],
     ids=["rank", "another model", "another width", "DoRA", "not finite", "half"],
 )

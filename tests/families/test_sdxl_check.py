@@ -276,5 +276,5 @@ def single(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_tokenizer_that_its_library_refuses(folder: Path, damage: dict[str, Any]) -> None:
     edit(folder / "tokenizer_2" / "tokenizer.json", lambda config: config.update(damage))
     with pytest.raises(ModelError) as caught:
-        Sdxl(tiny_recipe(folder)).examine()
+        Sdxl(tiny_recipe(folder)).token_limits()
     assert caught.value.code == "tokenizer-unreadable" and "tokenizer_2" in caught.value.where

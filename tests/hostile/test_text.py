@@ -22,7 +22,7 @@ from lora_rocm.host.printable import legible, one_line
 from lora_rocm.host.settings import VARIABLE, Settings, settings_from
 from lora_rocm.host.verdict import Result, Stack, Verdict, path_of, stored
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
-from lora_rocm.recipe.schema import DataSection, SourceOptions
+from lora_rocm.recipe.schema import MAX_ITEMS, DataSection, SourceOptions
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.failure import exit_code_of
 from lora_rocm.run.heartbeat import read_heartbeat
@@ -67,9 +67,9 @@ def test_recipes_without_end(tmp_path: Path, name: str) -> None:
 
 def test_the_largest_recipe_is_read(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    prompts = "\n".join(f"    - prompt {n}" for n in range(3000))
+    prompts = "\n".join(f"    - prompt {n}" for n in range(MAX_ITEMS))
     path.write_text(f"{RECIPE}sample:\n  prompts:\n{prompts}\n".ljust(MAX_RECIPE_BYTES), encoding="utf-8")
-    assert len(load_recipe(path).recipe.sample.prompts) == 3000
+    assert len(load_recipe(path).recipe.sample.prompts) == MAX_ITEMS
 
 
 @pytest.mark.parametrize(

@@ -223,10 +223,11 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
     with monkeypatch.context() as patch:
         write = export.write
 
-        def spoiling(*given: Any) -> None:
-            write(*given)
+        def spoiling(*given: Any) -> Any:
+            digests = write(*given)
             if RunDir(run_dir).checkpoint_lora(4) in given:
                 flip(POISONS["average of"](trainers[0]))
+            return digests
 
         trainers: list[Trainer] = []
         patch.setattr(export, "write", spoiling)
