@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_rocm.device.precision import choose_device, compute_dtype
-from lora_rocm.errors import LoraRocmError
+from lora_rocm.errors import LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.settings import settings_from
@@ -57,7 +57,12 @@ def weigh(recipe: Recipe) -> Weighed:
         * dtypes.get(name, dtype).itemsize
         for name in family.all_components
     }
-    limits = [asdict(limit) for limit in family.token_limits()]
+    try:
+        limits = [asdict(limit) for limit in family.token_limits()]
+    except ModelError as error:
+        if error.code != "tokenizer-missing":  # a run asks the hub for those that a single file comes without
+            raise
+        limits = []
     return Weighed(num_bytes, list(family.notices), [list(astuple(FileVersion.of(file))) for file in files], limits)
 
 
