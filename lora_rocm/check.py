@@ -98,7 +98,7 @@ def _cut_captions(samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple
 
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
-    """What the samples come to, a line at a time; ``usable`` gets the samples (``data.samples.Sample``)."""
+    """Yield the lines about the data; append the usable samples (``data.samples.Sample``) to ``usable``."""
     from lora_rocm.data.samples import geometries, nothing_left, scan
 
     recipe = loaded.recipe

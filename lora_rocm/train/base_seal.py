@@ -1,4 +1,4 @@
-"""Is the base that was sent to the device the one that a checkpoint was trained on?
+"""Compare the base on the device with the base that a checkpoint was trained on.
 
 The fingerprints are those of the transfer, so they cost nothing more, and they are of the bytes that are trained with:
 size, times and a remembered digest of a file can be what they were although its bytes are not.

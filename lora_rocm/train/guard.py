@@ -96,7 +96,7 @@ class Guard:
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """What looks at each step or often is captured as a graph from now on; None: it is not.
+        """Capture the checks of the base and of the trained state as graphs; None: launch them one by one.
 
         Raises:
             CanaryError: "canary-graph", a graph does not compute right.
@@ -110,9 +110,9 @@ class Guard:
             raise self.canary.graph_failure(error) from error
 
     def check_state(self, updates: int) -> None:
-        """That weights and optimizer state are what the last update made of them; waits for the device.
+        """Compare weights and optimizer state with their fingerprints from the last update; waits for the device.
 
-        To be called again when all has been read that is to be written: then nothing has changed on the way.
+        Call it again after reading the state that is to be written: then it did not change while it was read.
 
         Raises:
             StateError: they are not.

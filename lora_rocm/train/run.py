@@ -208,7 +208,7 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
 def _without_items(
     start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
 ) -> Data:
-    """What a start needs that only makes the result."""
+    """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
     plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
     workers = open_workers(cache, family, _runtime(start), start.session.notice, lambda: None)
@@ -252,7 +252,7 @@ def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
 def _load_model(
     start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
 ) -> tuple[LoadedModel, Adapter, bool]:
-    """Load and adapt on the CPU, then send every parameter through the checked door; last, whether Triton is used."""
+    """Load and adapt on the CPU, then send every parameter through the checked transfer; the flag says if Triton is used."""
     recipe = start.recipe
     compiled = compiling.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
     triton = start.settings.triton and proof.trusted(start.device, start.dtype, start.session.notice)

@@ -1,4 +1,4 @@
-"""Whether what is trained is still what the last update made of it.
+"""Compare the trained state with its fingerprints from the last update.
 
 A flipped bit in a weight or a moment leaves no trace of its own: training goes on from it. So each buffer that training
 carries from one update to the next has a fingerprint, made on the device when an update has been made and compared
