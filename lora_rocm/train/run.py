@@ -252,7 +252,7 @@ def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
 def _load_model(
     start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
 ) -> tuple[LoadedModel, Adapter, bool]:
-    """Load and adapt on the CPU, then send every parameter through the checked transfer; the flag says if Triton is used."""
+    """Load and adapt on the CPU, then send every parameter by the checked transfer; the flag: Triton is used."""
     recipe = start.recipe
     compiled = compiling.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
     triton = start.settings.triton and proof.trusted(start.device, start.dtype, start.session.notice)
