@@ -120,8 +120,13 @@ def pictures(folder: Path, count: int = 4) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; two of them are equal where nothing was touched."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder; two of them are equal if nothing was touched. A file that vanishes is left out."""
+    content: dict[str, bytes] = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may be at work in the folder
+            if path.is_file():
+                content[str(path.relative_to(folder))] = path.read_bytes()
+    return content
 
 
 class Closable:

@@ -290,10 +290,14 @@ class EventReader:
 
 def event_of(line: bytes) -> dict[str, Any] | None:
     """The event that a line stands for; None if it stands for none. See ``event_line``."""
-    try:
-        event = json.loads(line, parse_constant=lambda name: None)
-    except (ValueError, RecursionError):  # a line torn by a crash (also UnicodeDecodeError), or a library's own
+    try:  # a line may be torn by a crash (also UnicodeDecodeError), be a library's own, or nest without end
+        return _checked(json.loads(line, parse_constant=lambda name: None))
+    except (ValueError, RecursionError):
         return None
+
+
+def _checked(event: Any) -> dict[str, Any] | None:
+    """The event with every text made safe to print; None if a field is missing or of another type."""
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):
         return None
     event.setdefault("time", 0.0)

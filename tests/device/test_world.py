@@ -203,8 +203,10 @@ def test_a_gpu_and_a_processor_do_not_wait_for_each_other(devices: tuple[str, st
     command = [sys.executable, "-c", MIXED, *devices]
     children = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, encoding="utf-8") for env in envs]
     said, _ = [child.communicate(timeout=100)[0] for child in children]
-    refused = "ranks-differ runtime.device: rank 0 has cpu, rank 1 has cuda\n"
-    assert said == ("" if devices[0] == devices[1] else refused)
+    if devices[0] == devices[1]:
+        assert said == ""
+    else:  # a PyTorch that is built for GPUs names the backends as well
+        assert said.startswith("ranks-differ ") and said.endswith("runtime.device: rank 0 has cpu, rank 1 has cuda\n")
 
 
 @pytest.mark.gpu
