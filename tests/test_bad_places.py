@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("Läufe")
     write_tiny_sdxl(root / "model")
     pictures(root / "pics")
-    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    every_picture_is_read = RECIPE.replace("max_train_steps: 2", "max_train_steps: 2, batch_size: 2")
+    (root / "r.yaml").write_text(every_picture_is_read, encoding="utf-8")
     (root / "afile").write_text("x", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
