@@ -18,7 +18,8 @@ from lora_rocm.device.graph_check import Capture
 from lora_rocm.device.selftest_judge import WrongAnswerError
 from lora_rocm.errors import StateError
 from lora_rocm.kernels.choice import Form
-from lora_rocm.kernels.fingerprint import MAX_BUFFERS, add_fingerprints, compare, renew, words_of
+from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
+from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
 
 
 class StateGuard:
