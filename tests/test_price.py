@@ -24,8 +24,8 @@ from benchmarks.reliable_price import (
     summary,
     summary_of_state,
 )
+from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.state_guard import StateGuard
 from tests.tiny_models import write_tiny_sdxl
 
 

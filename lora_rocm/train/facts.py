@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -70,7 +71,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.learning_rate,
         "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
-        "ss_optimizer": f"torch.optim.AdamW(weight_decay={optim.weight_decay},betas={optim.betas},eps={optim.epsilon})",
+        "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_max_grad_norm": optim.max_grad_norm,

@@ -148,7 +148,7 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
         restore = run._restore
         monkeypatch.setattr(run, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
     elif forgotten == "optimizer":
-        monkeypatch.setattr("lora_rocm.train.optim.GatedAdamW.load", lambda self, tensors, ema: None)
+        monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, tensors, ema: None)
     else:
         monkeypatch.setattr("lora_rocm.train.adapter.Adapter.load", lambda self, tensors: None)
     assert start(recipe, tmp_path / "stopped")
