@@ -24,7 +24,7 @@ from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fin
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import Position, Trainer
@@ -130,7 +130,7 @@ def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Mo
     parameters = dict(net.named_parameters())
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
-    return net, make_optimizer(FlatWeights(parameters), groups, OptimSection(lr_scheduler="constant"), **how)
+    return net, make_optimizer(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
 
 
 def state_of(optimizer: GatedOptimizer) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection, OptimSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,6 +28,7 @@ class AdamW(UpdateRule):
     def __init__(
         self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
     ) -> None:
+        assert isinstance(section, AdamwSection)
         self._weights, self._groups = weights, groups
         self._parts = [nn.Parameter(weights.masters[group.place]) for group in groups]
         self.kernel = torch.optim.AdamW(
@@ -61,4 +62,5 @@ class AdamW(UpdateRule):
 
     @staticmethod
     def description(section: OptimSection) -> str:
+        assert isinstance(section, AdamwSection)
         return f"torch.optim.AdamW(weight_decay={section.weight_decay},betas={section.betas},eps={section.epsilon})"

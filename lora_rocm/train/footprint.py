@@ -41,6 +41,7 @@ from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import PEFT_NAME, inject_hollow
@@ -165,7 +166,8 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    parts = [software, family.name, family.structure, lora, bool(recipe.train.ema_decay), kernels]
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    parts = [software, family.name, family.structure, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -316,7 +318,7 @@ def main() -> int:
     """Count the recipe in the job file that the first argument names."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(Recipe.model_validate(job["recipe"]), settings_from(os.environ), job["for_card"])
+        found = _found(recipe_from(job["recipe"]), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from tests.optim.test_base import FREE, make, set_gradients
 
 
 def test_updates_equal_plain_adamw_with_clipping() -> None:
-    optim = OptimSection(max_grad_norm=0.5, weight_decay=0.1)
+    optim = AdamwSection(max_grad_norm=0.5, weight_decay=0.1)
     ours = make(optim)
     reference = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
     plain = torch.optim.AdamW(reference.values(), lr=1e-2, weight_decay=0.1)

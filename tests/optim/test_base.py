@@ -10,18 +10,18 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.optim.base import LOSS_SCALE_GROWTH_INTERVAL, GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.rule import Scalars
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.flat import FlatWeights
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
 
 
-def make(optim: OptimSection | None = None, *, ema: float = 0.9, scale: bool = False) -> GatedOptimizer:
+def make(optim: AdamwSection | None = None, *, ema: float = 0.9, scale: bool = False) -> GatedOptimizer:
     generator = torch.Generator().manual_seed(3)
     parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10, "ema_decay": ema, "use_loss_scale": scale}
-    return make_optimizer(FlatWeights(parameters), groups, optim or OptimSection(), **how)
+    return make_optimizer(FlatWeights(parameters), groups, optim or AdamwSection(), **how)
 
 
 def set_gradients(optimizer: GatedOptimizer, seed: int, value: float | None = None) -> None:
@@ -147,7 +147,7 @@ def test_there_is_room_for_so_many_numbers_and_no_more() -> None:
 def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     groups = [{"names": ["p"], "lr": 1e-6}]
-    optim = OptimSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
+    optim = AdamwSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
     weights = FlatWeights({"p": parameter})
     optimizer = make_optimizer(weights, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
     assert optimizer.learning_rate(0) == 1e-4
