@@ -47,6 +47,8 @@ from lora_rocm.device.apply import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.host.settings import Settings
+from lora_rocm.optim.state_guard import StateGuard
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
@@ -54,7 +56,6 @@ from lora_rocm.train import assemble, loop, run
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
 from lora_rocm.train.start import Start
-from lora_rocm.train.state_guard import StateGuard
 
 WARM_UP_STEPS = 8
 PROFILED_PAIRS, PROFILED_STEPS = 3, 5
@@ -437,7 +438,7 @@ def recipe_of(root: Path, options: argparse.Namespace) -> Recipe:
     for number in range(4):
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
         coarse.resize((side_px, side_px), Image.Resampling.BICUBIC).save(pictures / f"{number}.png")
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": MODELS[toy]},
             "data": {"path": str(pictures), "resolution": side_px, "bucket_step": 32},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -70,7 +71,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.learning_rate,
         "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
-        "ss_optimizer": f"torch.optim.AdamW(weight_decay={optim.weight_decay},betas={optim.betas},eps={optim.epsilon})",
+        "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_max_grad_norm": optim.max_grad_norm,
@@ -78,9 +79,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_mixed_precision": train.mixed_precision,
         "ss_resolution": f"({recipe.data.resolution}, {recipe.data.resolution})",
         "ss_clip_skip": None,
-        "ss_min_snr_gamma": train.min_snr_gamma or None,
-        "ss_noise_offset": train.noise_offset or None,
-        "ss_zero_terminal_snr": train.zero_terminal_snr,
+        **recipe.objective.metadata(),
         "ss_network_dropout": recipe.lora.dropout or None,
         "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
         "ss_shuffle_caption": recipe.data.shuffle_caption,

@@ -39,6 +39,9 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
+from lora_rocm.optim.base import AVERAGE_ITEMSIZE
+from lora_rocm.optim.factory import rule_of
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
 from lora_rocm.train.adapter import PEFT_NAME, inject_hollow
@@ -163,7 +166,8 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    parts = [software, family.name, family.structure, lora, bool(recipe.train.ema_decay), kernels]
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    parts = [software, family.name, family.structure, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -268,15 +272,16 @@ def _recomputed(
 def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
     """Of so many trained weights, (always, the gradients' buffer, where they land).
 
-    Always: masters and two moments, what the layers work with where these compute in another format (the weights once
-    more), and the gradients that a pass makes.
+    Always: masters and the optimizer's state, what the layers work with where these compute in another format (the
+    weights once more), and the gradients that a pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
     leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
-    average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
+    state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
+    average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (3 * master + average + working + leaf), count * 4, count * leaf
+    return count * (master + state + average + working + leaf), count * 4, count * leaf
 
 
 def _block(name: str, seen: _Seen) -> Block:
@@ -313,7 +318,7 @@ def main() -> int:
     """Count the recipe in the job file that the first argument names."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(Recipe.model_validate(job["recipe"]), settings_from(os.environ), job["for_card"])
+        found = _found(recipe_from(job["recipe"]), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

@@ -24,8 +24,8 @@ from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.device.world import World
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
@@ -120,7 +120,7 @@ class Trainer:
     family: ModelFamily
     model: LoadedModel
     engine: Engine
-    optimizer: GatedAdamW
+    optimizer: GatedOptimizer
     transfer: DeviceTransfer
     open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
     accumulation: int

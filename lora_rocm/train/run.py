@@ -20,6 +20,8 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.prepare import accept
@@ -33,7 +35,6 @@ from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.memory import Memory, decide
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
@@ -124,7 +125,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter, triton = _load_model(start, family, transfer, memory)
-    optimizer = GatedAdamW(
+    optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
         recipe.optim,
@@ -302,7 +303,7 @@ def _require_same_base_and_data(
 
 
 def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedAdamW
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
 ) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door."""
 

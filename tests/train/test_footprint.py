@@ -22,6 +22,8 @@ from lora_rocm.families.loading import builtin_folder
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import MAX_RANK, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
@@ -29,14 +31,13 @@ from lora_rocm.train.adapter import inject
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model, largest_bucket
 from lora_rocm.train.ledger import Ledger
-from lora_rocm.train.optim import GatedAdamW
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": "random:builtin:tiny-sdxl"},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
@@ -206,12 +207,12 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
     how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
-    optimizer = GatedAdamW(weights, groups, its.optim, **how)
+    optimizer = make_optimizer(weights, groups, its.optim, **how)
     leaf.grad = torch.ones_like(leaf)
 
     def held() -> int:
-        holders = [vars(weights).values(), vars(optimizer).values(), optimizer._moments["exp_avg"].values()]
-        holders += [optimizer._moments["exp_avg_sq"].values(), [leaf.grad]]
+        holders = [vars(weights).values(), vars(optimizer).values(), optimizer.rule.buffers.values()]
+        holders += [[leaf.grad]]
         tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -268,7 +269,7 @@ def test_the_largest_bucket() -> None:
 
 
 def _data(data: dict[str, Any]) -> Any:
-    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
+    return recipe_from({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

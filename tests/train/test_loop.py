@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ class Rig:
         self.parameters = dict(net.named_parameters())
         groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
         weights = FlatWeights(self.parameters)
-        self.optimizer = GatedAdamW(
-            weights, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+        self.optimizer = make_optimizer(
+            weights, groups, AdamwSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(
