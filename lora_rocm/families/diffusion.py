@@ -52,14 +52,26 @@ def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_termina
     return NoiseSchedule(scheduler.alphas_cumprod.clone(), prediction_type)
 
 
-def add_noise(latents_BCHW: Tensor, noise_BCHW: Tensor, signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
-    """The noisy latents at the given levels (DDPM, eq. 4)."""
-    return signal_B.view(-1, 1, 1, 1) * latents_BCHW + noise_level_B.view(-1, 1, 1, 1) * noise_BCHW
+def over(values: Tensor, like: Tensor) -> Tensor:
+    """Give values of the first dimensions of a tensor (a number a sample: [B]) ones behind, so that they broadcast."""
+    return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))
 
 
-def velocity(latents_BCHW: Tensor, noise_BCHW: Tensor, signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
-    """The v target (progressive distillation, arXiv 2202.00512, section 4)."""
-    return signal_B.view(-1, 1, 1, 1) * noise_BCHW - noise_level_B.view(-1, 1, 1, 1) * latents_BCHW
+def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
+    """The noisy latents at the given levels (DDPM, eq. 4), for latents of any number of dimensions.
+
+    Args:
+        latents: [B, C, ...]: images (BCHW), videos (BCTHW), ...
+        noise: of the same shape.
+        signal: [B], or more of the first dimensions, or of as many dimensions as ``latents``.
+        noise_level: likewise.
+    """
+    return over(signal, latents) * latents + over(noise_level, latents) * noise
+
+
+def velocity(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
+    """The v target (progressive distillation, arXiv 2202.00512, section 4); arguments as of ``add_noise``."""
+    return over(signal, latents) * noise - over(noise_level, latents) * latents
 
 
 def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, prediction_type: str) -> Tensor:
@@ -77,9 +89,9 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
     return (gamma * noise_power_B / signal_power_B).clamp(max=1.0)
 
 
-def sample_posterior(mean_BCHW: Tensor, std_BCHW: Tensor, noise_BCHW: Tensor) -> Tensor:
+def sample_posterior(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
     """A sample of the VAE's diagonal Gaussian posterior (arXiv 1312.6114, section 2.4)."""
-    return mean_BCHW + std_BCHW * noise_BCHW
+    return mean + std * noise
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -97,11 +109,11 @@ def uniform_timesteps(rngs: Sequence[torch.Generator], count: int) -> Tensor:
     return torch.cat([torch.randint(count, (1,), generator=rng) for rng in rngs])
 
 
-def offset_noise(noise_BCHW: Tensor, rngs: Sequence[torch.Generator], strength: float) -> Tensor:
-    """Noise with a random shift of each channel, so that a model can learn very dark and bright pictures.
+def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float) -> Tensor:
+    """Noise [B, C, ...] with a random shift of each channel, so that a model can learn very dark and bright images.
 
     Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing when ``strength`` is 0.
     """
     if strength == 0:
-        return noise_BCHW
-    return noise_BCHW + strength * normal(rngs, (noise_BCHW.shape[1], 1, 1))
+        return noise
+    return noise + strength * normal(rngs, (noise.shape[1], *(1,) * (noise.ndim - 2)))

@@ -102,3 +102,17 @@ def test_offset_noise_shifts_whole_channels() -> None:
 def test_posterior_sample() -> None:
     mean, std, noise = (torch.full((1, 4, 2, 2), value) for value in (1.0, 0.5, 2.0))
     assert diffusion.sample_posterior(mean, std, noise).unique().tolist() == [2.0]
+
+
+def test_any_number_of_dimensions() -> None:
+    """A video of one frame is noised as its image is, and tokens may each have a level of their own."""
+    latents, noise = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
+    levels = diffusion.noise_schedule(scheduler_config(), "epsilon", False).levels(torch.tensor([20, 800]))
+    for function in (diffusion.add_noise, diffusion.velocity):
+        video = function(latents[:, :, None], noise[:, :, None], *levels)
+        assert torch.equal(video[:, :, 0], function(latents, noise, *levels))
+    rngs = [diffusion.generators([1, 2]) for _ in range(2)]
+    video = diffusion.offset_noise(noise[:, :, None], rngs[0], 0.1)
+    assert torch.equal(video[:, :, 0], diffusion.offset_noise(noise, rngs[1], 0.1))
+    tokens, level = torch.ones(1, 2, 3), torch.tensor([[1.0, 0.5]])
+    assert diffusion.add_noise(tokens, tokens, level, 0 * level)[0, :, 0].tolist() == [1.0, 0.5]
