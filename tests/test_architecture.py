@@ -328,7 +328,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl import Sdxl"),
-        bad(family_faults, "families.diffusion", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(light_faults, "cli", "def f():\n    import torch"),
         bad(light_faults, "host.probe", "from transformers import CLIPTextModel"),
         bad(light_faults, "data.samples", "import datasets"),

@@ -20,9 +20,10 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families import conversion, diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
+from lora_rocm.families import conversion, sdxl_check, sdxl_fused, sdxl_keys, text
 from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.loading import WEIGHTS_MEMORY, Layout, Part, Source, resolve
+from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
@@ -93,9 +94,9 @@ class Sdxl:
         return source, notices
 
     @cached_property
-    def schedule(self) -> diffusion.NoiseSchedule:
+    def schedule(self) -> ddpm.NoiseSchedule:
         """The noise schedule to train on."""
-        return diffusion.noise_schedule(self.scheduler_config, self.scheduler_config["prediction_type"], self._zero_snr)
+        return ddpm.noise_schedule(self.scheduler_config, self.scheduler_config["prediction_type"], self._zero_snr)
 
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
@@ -178,20 +179,20 @@ class Sdxl:
         sdxl_fused.fuse(unet, sdxl_fused.fusion_for(model.device, triton))
 
     def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
-        rngs = diffusion.generators(seeds)
-        return self._draws(batch, rngs, diffusion.uniform_timesteps(rngs, len(self.schedule)))
+        rngs = ddpm.generators(seeds)
+        return self._draws(batch, rngs, ddpm.uniform_timesteps(rngs, len(self.schedule)))
 
     def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
         timestep = round(position * (len(self.schedule) - 1))
-        return self._draws(batch, diffusion.generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
+        return self._draws(batch, ddpm.generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
 
     def _draws(self, batch: Tensors, rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
         """All that the loss needs besides the batch, also what is looked up on the host: so ``loss`` moves nothing."""
         shape = batch["latent_mean"].shape[1:]
-        posterior_BCHW = diffusion.normal(rngs, shape)
-        noise_BCHW = diffusion.offset_noise(diffusion.normal(rngs, shape), rngs, self.recipe.train.noise_offset)
+        posterior_BCHW = ddpm.normal(rngs, shape)
+        noise_BCHW = ddpm.offset_noise(ddpm.normal(rngs, shape), rngs, self.recipe.train.noise_offset)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)
-        weight_B = diffusion.min_snr_weight(
+        weight_B = ddpm.min_snr_weight(
             signal_B, noise_level_B, self.recipe.train.min_snr_gamma, self.schedule.prediction_type
         )
         shift_C, scale_C = self.latent_normalisation
@@ -220,14 +221,14 @@ class Sdxl:
 
     def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
         """Mean squared error of the prediction, weighted by min-SNR: float32 [B]."""
-        latents_BCHW = diffusion.sample_posterior(batch["latent_mean"], batch["latent_std"], draws["posterior"])
+        latents_BCHW = ddpm.sample_posterior(batch["latent_mean"], batch["latent_std"], draws["posterior"])
         shift, scale = (draws[name][:, :, None, None] for name in ("latent_shift", "latent_scale"))
         latents_BCHW = (latents_BCHW - shift) * scale
         levels = (draws["signal"], draws["noise_level"])
-        noisy_BCHW = diffusion.add_noise(latents_BCHW, draws["noise"], *levels)
+        noisy_BCHW = ddpm.add_noise(latents_BCHW, draws["noise"], *levels)
         target_BCHW = draws["noise"]
         if self.schedule.prediction_type == "v_prediction":
-            target_BCHW = diffusion.velocity(latents_BCHW, draws["noise"], *levels)
+            target_BCHW = ddpm.velocity(latents_BCHW, draws["noise"], *levels)
         prompt_BSD, pooled_BD = self._text(model, batch)
         prediction_BCHW = model.components["unet"](
             noisy_BCHW.to(model.dtype),
