@@ -1,4 +1,4 @@
-"""The mathematics of discrete-time diffusion training, as functions on tensors.
+"""The objective of discrete-time diffusion training, and its mathematics as functions on tensors.
 
 A noisy latent is ``x_t = signal * x_0 + noise_level * eps`` with ``signal = sqrt(alpha_bar)`` and
 ``noise_level = sqrt(1 - alpha_bar)`` (DDPM, arXiv 2006.11239, eq. 4). The noise schedule itself is diffusers' own.
@@ -7,16 +7,114 @@ Suffixes: T timesteps, B batch, C channels, H W latent height and width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
+from lora_rocm.families.objectives.base import Draws, LatentSpace
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # that the losses here know; diffusers knows more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
+
+
+@dataclass(frozen=True)
+class DdpmSettings:
+    """What a recipe says of the objective.
+
+    prediction_type: "epsilon", "v_prediction", or "auto": what the base says.
+    """
+
+    prediction_type: str = "auto"
+    zero_terminal_snr: bool = False
+    min_snr_gamma: float = 0.0
+    noise_offset: float = 0.0
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
+        """Read the recipe's keys: the one place that does."""
+        train = recipe.train
+        return cls(recipe.model.prediction_type, train.zero_terminal_snr, train.min_snr_gamma, train.noise_offset)
+
+    def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
+        """A base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` decided.
+
+        Args:
+            published: the model's scheduler_config.json.
+            marks: names of tensors in a one-file checkpoint. By the convention that ComfyUI reads, a v-prediction
+                checkpoint has a tensor ``v_pred``, and ``ztsnr`` if its schedule ends in pure noise.
+        """
+        prediction = self.prediction_type
+        if prediction == "auto":
+            prediction = "v_prediction" if "v_pred" in marks else published.get("prediction_type", "epsilon")
+        zero_snr = self.zero_terminal_snr or "ztsnr" in marks or bool(published.get("rescale_betas_zero_snr"))
+        return {**published, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
+
+
+@dataclass(frozen=True)
+class DdpmObjective:
+    """Implements ``Objective``: predict the noise, or the velocity, of latents that were noised by a DDPM schedule.
+
+    scheduler_config: ``DdpmSettings.decided``.
+    """
+
+    scheduler_config: Mapping[str, Any]
+    latents: LatentSpace
+    settings: DdpmSettings
+
+    @cached_property
+    def schedule(self) -> NoiseSchedule:
+        """The noise schedule to train on."""
+        config = self.scheduler_config
+        return noise_schedule(config, config["prediction_type"], bool(config["rescale_betas_zero_snr"]))
+
+    def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
+        """As ``Objective.draw``; timesteps are int64 [B]."""
+        rngs = generators(seeds)
+        return self._draws(batch, rngs, uniform_timesteps(rngs, len(self.schedule)))
+
+    def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
+        """As ``Objective.fixed_draw``."""
+        timestep = round(position * (len(self.schedule) - 1))
+        return self._draws(batch, generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
+
+    def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
+        """All that the loss needs besides the batch, also what is looked up on the host."""
+        shape = batch[self.latents.mean].shape[1:]
+        posterior = normal(rngs, shape)
+        noise = offset_noise(normal(rngs, shape), rngs, self.settings.noise_offset)
+        signal_B, noise_level_B = self.schedule.levels(timesteps_B)
+        weight_B = min_snr_weight(signal_B, noise_level_B, self.settings.min_snr_gamma, self.schedule.prediction_type)
+        return Draws(
+            {
+                "timesteps": timesteps_B,
+                "posterior": posterior,
+                "noise": noise,
+                "signal": signal_B,
+                "noise_level": noise_level_B,
+                "snr_weight": weight_B,
+                "latent_shift": self.latents.shift_C.expand(len(rngs), -1).contiguous(),
+                "latent_scale": self.latents.scale_C.expand(len(rngs), -1).contiguous(),
+            }
+        )
+
+    def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(what the model gets, what it should predict), float32 [B, C, ...], on the device of the batch."""
+        latents = sample_posterior(batch[self.latents.mean], batch[self.latents.std], draws["posterior"])
+        shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
+        latents = (latents - shift) * scale
+        levels = (draws["signal"], draws["noise_level"])
+        noisy = add_noise(latents, draws["noise"], *levels)
+        if self.schedule.prediction_type == "v_prediction":
+            return noisy, velocity(latents, draws["noise"], *levels)
+        return noisy, draws["noise"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +129,7 @@ class NoiseSchedule:
     prediction_type: str
 
     def __len__(self) -> int:
-        return self.alphas_cumprod_T.shape[0]
+        return int(self.alphas_cumprod_T.shape[0])
 
     def levels(self, timesteps_B: Tensor) -> tuple[Tensor, Tensor]:
         """(signal_B, noise_level_B), float32: the factors of the clean latent and of the noise."""
