@@ -15,7 +15,7 @@ from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprin
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
@@ -98,7 +98,7 @@ class Rig:
         groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
         weights = FlatWeights(self.parameters)
         self.optimizer = GatedAdamW(
-            weights, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+            weights, groups, AdamwSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
 from lora_rocm.families.objectives.base import Draws, LatentSpace
-
-if TYPE_CHECKING:
-    from lora_rocm.recipe.schema import Recipe
+from lora_rocm.families.spec import CheckpointSection
+from lora_rocm.recipe.schema import DdpmSection, Recipe
 
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # that the losses here know; diffusers knows more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
@@ -40,8 +39,9 @@ class DdpmSettings:
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
         """Read the recipe's keys: the one place that does."""
-        train = recipe.train
-        return cls(recipe.model.prediction_type, train.zero_terminal_snr, train.min_snr_gamma, train.noise_offset)
+        section, model = recipe.objective, recipe.model
+        assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
+        return cls(model.prediction_type, section.zero_terminal_snr, section.min_snr_gamma, section.noise_offset)
 
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
         """A base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` decided.

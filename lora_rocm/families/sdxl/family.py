@@ -29,6 +29,7 @@ from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
+from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.families.weightfiles import legacy_model_hash
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ LAYOUT = Layout(
         ),
     },
     tokenizers=("tokenizer", "tokenizer_2"),
-    configs=Path(__file__).parent / "sdxl_config",
+    configs=Path(__file__).parents[1] / "sdxl_config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
@@ -87,6 +88,7 @@ class Sdxl:
     @cached_property
     def _recognised(self) -> tuple[Source, tuple[str, ...]]:
         model = self.recipe.model
+        assert isinstance(model, CheckpointSection)
         if model.name_or_path.startswith(PREFIX):
             return random_source(model.name_or_path, LAYOUT), ()
         source = resolve(model, LAYOUT, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
