@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.data.proven import plain_door
 from lora_rocm.errors import ModelError
-from lora_rocm.families import loading, sdxl_check
+from lora_rocm.families import loading
+from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import Source
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
@@ -236,7 +237,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 def test_full_size_is_looked_at_in_a_moment(tmp_path: Path) -> None:
     source = Source("x", LAYOUT, LAYOUT.configs, None, write_hollow_sdxl(tmp_path / "x.safetensors"))
-    assert sdxl_check.check(source) == ()
+    assert detect.check(source) == ()
 
 
 def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:

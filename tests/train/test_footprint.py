@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.ldm.fused_unet import Fusion, fuse
 from lora_rocm.families.loading import builtin_folder
 from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
-from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import MAX_RANK, Recipe

@@ -20,15 +20,16 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families import conversion, sdxl_check, sdxl_fused, sdxl_keys, text
+from lora_rocm.families import clip, conversion
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors, TensorSpec
+from lora_rocm.families.ldm import detect, fused_unet, keys
+from lora_rocm.families.ldm.encoders import TextEncoder, TokenEncoder, VaeEncoder
+from lora_rocm.families.ldm.preview import draw_pictures
 from lora_rocm.families.loading import WEIGHTS_MEMORY, Layout, Part, Source, resolve
 from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
 from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
-from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
-from lora_rocm.families.sdxl_preview import draw_pictures
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.families.weightfiles import legacy_model_hash
 
@@ -49,7 +50,7 @@ LAYOUT = Layout(
         ),
     },
     tokenizers=("tokenizer", "tokenizer_2"),
-    configs=Path(__file__).parents[1] / "sdxl_config",
+    configs=Path(__file__).parent / "config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
@@ -62,8 +63,8 @@ class Sdxl:
     text_components = TEXT_COMPONENTS
     all_components = tuple(LAYOUT.parts)
     lora_targets: Mapping[str, Mapping[str, str]] = {
-        preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, sdxl_keys.TEXT)}
-        for preset, pattern in sdxl_keys.UNET_TARGETS.items()
+        preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, keys.TEXT)}
+        for preset, pattern in keys.UNET_TARGETS.items()
     }
     base_version = "sdxl_base_v1-0"
     architecture = "stable-diffusion-xl-v1-base/lora"
@@ -92,8 +93,8 @@ class Sdxl:
         if model.name_or_path.startswith(PREFIX):
             return random_source(model.name_or_path, LAYOUT), ()
         source = resolve(model, LAYOUT, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
-        notices = sdxl_check.check(source)
-        sdxl_check.check_scheduler(source, self._scheduler_config(source))
+        notices = detect.check(source)
+        detect.check_scheduler(source, self._scheduler_config(source))
         return source, notices
 
     @cached_property
@@ -126,7 +127,7 @@ class Sdxl:
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer of each text encoder, and how many tokens it reads."""
         paths = [self.source.tokenizer_path(name) for name in LAYOUT.tokenizers]
-        return [text.token_limit(text.load_tokenizer(path)) for path in paths]
+        return [clip.token_limit(clip.load_tokenizer(path)) for path in paths]
 
     def examine(self) -> Sequence[Path]:
         return self.source.files()
@@ -160,14 +161,14 @@ class Sdxl:
         pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
         batch = {"latent_mean": latents, "latent_std": latents.clone(), "time_ids": size}
         if self.recipe.lora.train_text_encoder:
-            ids = torch.zeros(rows, text.CLIP_TOKENS, dtype=torch.int64)
+            ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return batch | {"input_ids_1": ids, "input_ids_2": ids.clone()}
-        prompt = torch.zeros(rows, text.CLIP_TOKENS, int(unet["cross_attention_dim"]))
+        prompt = torch.zeros(rows, clip.CLIP_TOKENS, int(unet["cross_attention_dim"]))
         return batch | {"prompt_embeds": prompt, "pooled_embeds": torch.zeros(rows, pooled)}
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
-        sdxl_fused.fuse(unet, sdxl_fused.fusion_for(model.device, triton))
+        fused_unet.fuse(unet, fused_unet.fusion_for(model.device, triton))
 
     @cached_property
     def latents(self) -> LatentSpace:
@@ -195,7 +196,7 @@ class Sdxl:
         if "prompt_embeds" in batch:
             return batch["prompt_embeds"], batch["pooled_embeds"]
         encoders = [model.components[name] for name in self.text_components]
-        return text.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
+        return clip.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
 
     def preview(
         self,
@@ -249,4 +250,4 @@ class Sdxl:
         return loaded
 
     def export_key(self, component: str, module: str) -> str:
-        return sdxl_keys.kohya_key(component, module, self.source.config("unet"))
+        return keys.kohya_key(component, module, self.source.config("unet"))

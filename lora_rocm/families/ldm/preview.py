@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lora_rocm.device.apply import vae_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
+from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
 from lora_rocm.families.loading import Source
 from lora_rocm.families.objectives.base import LatentSpace
-from lora_rocm.families.sdxl_encoders import TILING_PIXELS, load_vae
 
 BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass
 
