@@ -18,6 +18,7 @@ from benchmarks.faults import Fault, FaultyBus
 from benchmarks.faulty_training import NAMES, Found, Mixture, make_batch, small_optimizer, state_of
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint, salted
 from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.train.loop import seed_for
 
 SHAPES = (((64, 48), 3), ((16, 12), 2), ((8, 8), 4))
@@ -55,7 +56,7 @@ class StaticStep:
     def step(self) -> None:
         """What is captured."""
         self.transfer.compare(self.inputs.values(), self.expected_KB, self.salt)
-        loss_B = self.family.loss(self.model, self.inputs, {}).loss_B
+        loss_B = losses(self.family, self.model, self.inputs, {})  # type: ignore[arg-type]
         ((loss_B * self.inputs["weight"]).sum() * self.optimizer.loss_scale).backward()
         self.optimizer.weights.gather()
         self.optimizer.step(0, self.transfer.bad)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from benchmarks.faults import Fault, FaultyBus
 from lora_rocm.data.batches import Batch
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
@@ -78,7 +79,11 @@ def basis(count: int, device: torch.device) -> Tensor:
 
 
 class Mixture:
-    """A family in miniature: predicts the noise's features from those of everything else in the batch."""
+    """A family in miniature, and its objective: predicts the noise's features from all else in the batch."""
+
+    @property
+    def objective(self) -> Mixture:
+        return self
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         shape = batch["latent_mean"].shape[1:]
@@ -87,7 +92,7 @@ class Mixture:
         drawn = {name: torch.stack([torch.randn(shape, generator=rng) for rng in rngs]) for name in NAMES[-2:]}
         return Draws({"timesteps": times_B, **drawn})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
         tensors = {**batch, **draws}
         parts = []
         for name in NAMES:
@@ -97,7 +102,7 @@ class Mixture:
             flat_BN = tensors[name].flatten(1) if tensors[name].ndim > 1 else tensors[name][:, None]
             parts.append(flat_BN.to(torch.float32) @ basis(flat_BN.shape[1], model.device))
         predicted_BF = model.components["net"](torch.cat(parts[:-1], 1).clamp(-1e4, 1e4))
-        return LossTerms((predicted_BF - parts[-1]).square().mean(1))
+        return Prediction(predicted_BF, parts[-1], predicted_BF.new_ones(len(predicted_BF)))
 
 
 class WatchedTransfer(DeviceTransfer):

@@ -166,7 +166,7 @@ class Setup:
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         batch = self.family.example(side_px, side_px, rows)
-        draws = self.family.draw(batch, list(range(rows))).tensors
+        draws = self.family.objective.draw(batch, list(range(rows))).tensors
         batch["weight"] = torch.full((rows,), 1.0 / rows)
         return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]
 

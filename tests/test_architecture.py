@@ -160,11 +160,11 @@ def families() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> str:
-    """The family that a module belongs to (``families.sdxl_keys`` to ``sdxl``); empty for what families share."""
+    """The family that a module belongs to (``families.sdxl.detect`` to ``sdxl``); empty for what families share."""
     parts = name.split(".")
     if parts[:2] != [PACKAGE, "families"] or len(parts) < 3:
         return ""
-    return max((family for family in families() if parts[2].startswith(family)), key=len, default="")
+    return next((family for family in families() if parts[2] == family), "")
 
 
 def arrow_faults(module: Module) -> Iterator[str]:
@@ -331,7 +331,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(family_faults, "families.diffusion", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
         bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
         bad(light_faults, "families.flux.spec", "import torch"),
@@ -372,7 +372,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "data.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "data.cache", "if TYPE_CHECKING:\n    from lora_rocm.families.base import ModelFamily"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
-        (family_faults, "families.sdxl_keys", "from lora_rocm.families.sdxl.family import Sdxl"),
+        (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "data.samples", "def f():\n    import datasets"),
         (light_faults, "data.cache", "import torch"),
         (light_faults, "families.flux.family", "import torch"),

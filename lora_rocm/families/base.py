@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.families.objectives.base import Objective, Prediction
 from lora_rocm.families.registry import PRODUCT, Registry
 
 if TYPE_CHECKING:
@@ -60,20 +61,6 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Draws:
-    """All randomness of one micro-batch: CPU float32 (int64 for timesteps), a function of the seeds alone."""
-
-    tensors: Tensors
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """loss_B: unreduced loss, one value a sample, float32. The loop weights and sums it."""
-
-    loss_B: Tensor
-
-
 @dataclass
 class LoadedModel:
     """The frozen base: components by their diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
@@ -106,6 +93,7 @@ class ModelFamily(Protocol):
     all_components: names of all components that a run loads at one time or another.
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
+    objective: what is drawn for a batch.
     base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
     """
 
@@ -125,6 +113,8 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
@@ -178,16 +168,14 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
-        """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
-        ...
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        """The model's prediction for one micro-batch on the device: draws nothing, waits for nothing, moves nothing.
 
-    def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
-        """As ``draw``, at a fixed place of the noise schedule (0 clean .. 1 noise) for the validation loss."""
-        ...
-
-    def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
-        """The loss of one micro-batch on the device: draws nothing, waits for nothing, moves nothing."""
+        Args:
+            model: as loaded, with or without an adapter.
+            batch: cached tensors, the batch first.
+            draws: what ``objective`` drew for it.
+        """
         ...
 
     def preview(

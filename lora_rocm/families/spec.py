@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from lora_rocm.recipe.schema import ModelSection, ObjectiveSection
+from pydantic import Field
+
+from lora_rocm.recipe.schema import ModelSection, ObjectiveSection, PathText
+
+
+class CheckpointSection(ModelSection):
+    """A base that is a diffusers folder or a one-file checkpoint, trained by discrete-time diffusion."""
+
+    config: PathText | None = Field(
+        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
+    )
+    vae: PathText | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
+        "auto", description="What the model predicts; auto reads the model's own scheduler config."
+    )
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.files import write_json
@@ -220,10 +221,10 @@ def count(
     try:
         with fused_attention(not plain_attention), ledger:
             with torch.no_grad():  # a block that is to be recomputed passes so
-                family.loss(model, batch, draws)
+                losses(family, model, batch, draws)
             watch.begin()
             with saved_tensors_hooks(watch.save, lambda tensor: tensor):
-                loss = family.loss(model, batch, draws).loss_B.sum()
+                loss = losses(family, model, batch, draws).sum()
             watch.forward_is_over()
             loss.backward()
             watch.note()
@@ -264,7 +265,7 @@ def _recomputed(
     """The most that a pass takes which computes all blocks again."""
     family.recompute_activations(model, again)
     ledger.mark()
-    family.loss(model, batch, draws).loss_B.sum().backward()
+    losses(family, model, batch, draws).sum().backward()
     family.recompute_activations(model, Recomputing(model, chosen=()))
     return ledger.mark()
 
@@ -309,7 +310,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     batch = family.example(height, width, 1)
-    draws = family.draw(batch, [0]).tensors
+    draws = family.objective.draw(batch, [0]).tensors
     to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 

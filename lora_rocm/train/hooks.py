@@ -71,7 +71,7 @@ class Validation:
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
         """Per-sample loss on the CPU; a sample's noise depends on the sample alone. Checked like a training batch."""
         seeds = [seed_for("validation", key, place) for key in batch["sample_keys"]]
-        draws = trainer.family.fixed_draw(batch["tensors"], seeds, place).tensors
+        draws = trainer.family.objective.fixed_draw(batch["tensors"], seeds, place).tensors
         fingerprints = {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
         while True:
             tensors, _ = trainer.transfer.send({**batch["tensors"], **draws}, fingerprints)

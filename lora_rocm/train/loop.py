@@ -208,7 +208,8 @@ class Trainer:
         work.iteration = batch["iteration"]
         work.samples += batch["sample_keys"]
         where = (self.seed, self.position.attempt, batch["iteration"])
-        draws = self.family.draw(batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]).tensors
+        seeds = [seed_for(*where, index) for index in batch["positions"]]
+        draws = self.family.objective.draw(batch["tensors"], seeds).tensors
         if self.dropout:  # PEFT's dropout draws from the global generator
             torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
         tensors, clock = self.transfer.send(

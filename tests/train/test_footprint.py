@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms, ModelFamily, family_for
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.ldm.fused_unet import Fusion, fuse
 from lora_rocm.families.loading import builtin_folder
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
-from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
@@ -64,13 +66,13 @@ class Real:
         together = TOGETHER if chosen is None else 1
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
         batch = self.family.example(SIDE_PX, SIDE_PX, rows)
-        draws = self.family.draw(batch, list(range(rows))).tensors
+        draws = self.family.objective.draw(batch, list(range(rows))).tensors
         gc.collect()
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
         leaves = self.adapter.leaves.values()
         drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
         with Ledger(iter(known)) as ledger:
-            self.family.loss(self.model, batch, draws).loss_B.sum().backward()
+            losses(self.family, self.model, batch, draws).sum().backward()
         for drop in drops:
             drop.remove()
         assert ledger.live_bytes == 0, "the pass is over: all has gone"
@@ -93,6 +95,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
 class ToyFamily:
     """Frozen blocks in a row, called by keyword or by position: only their recomputation keeps their inputs."""
 
+    @property
+    def objective(self) -> ToyFamily:
+        return self
+
     def __init__(self, by_keyword: bool) -> None:
         self.by_keyword, self.run = by_keyword, Recomputing(LoadedModel({}, torch.float32, META), chosen=())
 
@@ -113,11 +119,11 @@ class ToyFamily:
     def recompute_activations(self, model: LoadedModel, run: Any = None) -> None:
         self.run = run
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> Prediction:
         x = model.components["first"](batch["x"])
         for block in self.blocks(model):
             x = block(input=x) if self.by_keyword else block(x)
-        return LossTerms(x.square().mean(dim=(1, 2)))
+        return Prediction(x, torch.zeros_like(x), x.new_ones(len(x)))
 
 
 def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> None:

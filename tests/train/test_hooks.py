@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ def held_out(rig: Rig) -> Validation:
         stream = batches(accumulation=1)(100)
         return (next(stream) for _ in range(3))
 
-    rig.trainer.family.fixed_draw = lambda batch, seeds, place: rig.trainer.family.draw(batch, seeds)  # type: ignore[method-assign]
+    family: Any = rig.trainer.family
+    family.fixed_draw = lambda batch, seeds, place: family.draw(batch, seeds)
     return Validation(2, three_batches, rig.trainer.emit)
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
@@ -26,15 +27,19 @@ EFFECTIVE_BATCH, WIDTH = 4, 8
 
 
 class NoisyLine:
-    """A family in miniature: predict the noise that was mixed into x."""
+    """A family in miniature, and its objective: predict the noise that was mixed into x."""
+
+    @property
+    def objective(self) -> NoisyLine:
+        return self
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         noise_BD = torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
         return Draws({"noise": noise_BD})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
         predicted_BD = model.components["net"](batch["x"] + draws["noise"])
-        return LossTerms((predicted_BD - draws["noise"]).square().mean(dim=1))
+        return Prediction(predicted_BD, draws["noise"], predicted_BD.new_ones(len(predicted_BD)))
 
     def recompute_activations(self, model: LoadedModel) -> None:
         net = model.components["net"]
@@ -222,10 +227,11 @@ def test_where_every_loss_is_finite_all_samples_are_named() -> None:
 def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def broken(model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
-        return LossTerms(batch["x"].sum(1) * model.components["net"].weight.sum() * float("nan"))
+    def broken(model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
+        made = batch["x"] * model.components["net"].weight.sum() * float("nan")
+        return Prediction(made, torch.zeros_like(made), made.new_ones(len(made)))
 
-    monkeypatch.setattr(rig.trainer.family, "loss", broken)
+    monkeypatch.setattr(rig.trainer.family, "predict", broken)
     with pytest.raises(NonFiniteError, match="4 times in a row"):
         rig.fit(9)
     assert rig.trainer.position == Position(iteration=MAX_NONFINITE_IN_A_ROW, nonfinite_in_a_row=MAX_NONFINITE_IN_A_ROW)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms, family_for
+from lora_rocm.families.base import LoadedModel, family_for
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import Run
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
@@ -61,9 +63,13 @@ class Layers(nn.Module):
 
 
 class Chain:
-    """A family in miniature."""
+    """A family in miniature, and its objective."""
 
     name = "chain"
+
+    @property
+    def objective(self) -> Chain:
+        return self
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["net"].blocks)
@@ -78,8 +84,9 @@ class Chain:
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         return Draws({"noise": torch.zeros(len(seeds), 1)})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
-        return LossTerms(model.components["net"](batch["x"]).square().mean(dim=(1, 2)))
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
+        made = model.components["net"](batch["x"])
+        return Prediction(made, torch.zeros_like(made), made.new_ones(len(made)))
 
 
 def recipe(memory: str = "auto", **train: Any) -> Recipe:
@@ -127,7 +134,7 @@ class Machine:
     def run(self, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> None:
         self.passes += 1
         assert len(batch["x"]) == self.memory.plan.rows  # type: ignore[union-attr]
-        self.family.loss(self.model, batch, draws).loss_B.sum().backward()
+        losses(self.family, self.model, batch, draws).sum().backward()
         if self.taken() > self.memory_bytes:
             self.full += 1
             raise torch.OutOfMemoryError("CUDA out of memory.")

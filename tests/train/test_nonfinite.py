@@ -54,7 +54,7 @@ def watched(seen: Seen) -> Iterator[None]:
     original = Trainer._forward_backward
 
     def noting(trainer: Trainer, batch: dict[str, Any], work: Any) -> None:
-        draw = trainer.family.draw
+        draw = trainer.family.objective.draw
 
         def drawn(*args: Any) -> Any:
             draws = draw(*args)
@@ -62,7 +62,7 @@ def watched(seen: Seen) -> Iterator[None]:
             return draws
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer.family, "draw", drawn)
+            patch.setattr(type(trainer.family.objective), "draw", lambda self, *args: drawn(*args))
             original(trainer, batch, work)
 
     with pytest.MonkeyPatch.context() as patch:

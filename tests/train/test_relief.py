@@ -18,7 +18,7 @@ from lora_rocm.data.batches import split
 from lora_rocm.device.memory import Usage
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import MachineError
-from lora_rocm.families.base import LossTerms
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.host.memory import GIB
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.run.layout import RunDir
@@ -174,11 +174,11 @@ def test_what_is_tried_in_order_and_the_words_at_the_end(monkeypatch: pytest.Mon
     rig = Rig(recomputes=False)
     parts: list[int] = []
 
-    def full(model: Any, batch: dict[str, Tensor], draws: Any) -> LossTerms:
+    def full(model: Any, batch: dict[str, Tensor], draws: Any) -> Prediction:
         parts.append(len(batch["x"]))
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(rig.trainer.family, "loss", full)
+    monkeypatch.setattr(rig.trainer.family, "predict", full)
     with pytest.raises(MachineError) as caught:
         rig.fit(STEPS)
     assert caught.value.code == "out-of-memory" and caught.value.where == FULL
@@ -203,10 +203,10 @@ def test_recomputed_activations_give_the_same_bytes() -> None:
 def test_other_errors_of_a_step_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def broken(*batch: Any) -> LossTerms:
+    def broken(*batch: Any) -> Prediction:
         raise RuntimeError("HIP error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(rig.trainer.family, "loss", broken)
+    monkeypatch.setattr(rig.trainer.family, "predict", broken)
     with pytest.raises(RuntimeError, match="illegal"):
         rig.fit(STEPS)
     assert rig.of_type("change") == []

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families import diffusion, stored
+from lora_rocm.families import stored
 from lora_rocm.families.conversion import beside
 from lora_rocm.families.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
+from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.weightfiles import Header
 from lora_rocm.host.printable import printable
 
@@ -139,18 +140,18 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
         ModelError: prediction-unknown, scheduler-unreadable.
     """
     path, prediction = source.config_path("scheduler"), config["prediction_type"]
-    if prediction not in diffusion.PREDICTION_TYPES:
+    if prediction not in ddpm.PREDICTION_TYPES:
         raise ModelError(
             "prediction-unknown",
             f"The base says that it predicts {printable(str(prediction))[:40]!r}; what is known here is "
-            f"{' and '.join(diffusion.PREDICTION_TYPES)}.",
+            f"{' and '.join(ddpm.PREDICTION_TYPES)}.",
             where=f"{path}: prediction_type",
             fix="Use another base, or set model.prediction_type where you know that the file is wrong.",
         )
     try:
         if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
             raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
-        levels_T = diffusion.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
+        levels_T = ddpm.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
         if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
             raise ValueError("the noise that it describes is none")
         if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # previews are drawn by it

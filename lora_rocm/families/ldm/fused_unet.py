@@ -24,8 +24,8 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.families.ldm.fused_attention import merge_projections
 from lora_rocm.families.recompute import Recomputing, Run
-from lora_rocm.families.sdxl_attention import merge_projections
 from lora_rocm.kernels.choice import Form, form_for
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.geglu import geglu, geglu_of

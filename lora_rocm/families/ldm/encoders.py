@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.device.apply import vae_attention
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families import text
+from lora_rocm.families import clip
 from lora_rocm.families.base import Tensors, TensorSpec
 from lora_rocm.families.loading import Source
 
@@ -91,8 +91,8 @@ class TextEncoder:
         @torch.no_grad()
         def encode(caption: Tensor | str) -> Tensors:
             assert isinstance(caption, str), "the text encoders encode captions"
-            ids = [door.send_checked(text.token_ids(each, caption)[None], "token ids") for each in tokenizers]
-            prompt_BSD, pooled_BD = text.embed(encoders, ids)
+            ids = [door.send_checked(clip.token_ids(each, caption)[None], "token ids") for each in tokenizers]
+            prompt_BSD, pooled_BD = clip.embed(encoders, ids)
             return door.receive({"prompt_embeds": prompt_BSD[0], "pooled_embeds": pooled_BD[0]})
 
         return encode
@@ -122,7 +122,7 @@ class TokenEncoder:
 
         def encode(caption: Tensor | str) -> Tensors:
             assert isinstance(caption, str), "the tokenizers encode captions"
-            return {"input_ids_1": text.token_ids(first, caption), "input_ids_2": text.token_ids(second, caption)}
+            return {"input_ids_1": clip.token_ids(first, caption), "input_ids_2": clip.token_ids(second, caption)}
 
         return encode
 
@@ -143,8 +143,8 @@ def tokenizer_identity(source: Source) -> str:
     return _digest([f"{path.parent.name}/{path.name} {_file_digest(path)}" for path in files])
 
 
-def _tokenizers(source: Source) -> list[text.CLIPTokenizer]:
-    return [text.load_tokenizer(source.tokenizer_path(name)) for name in source.layout.tokenizers]
+def _tokenizers(source: Source) -> list[clip.CLIPTokenizer]:
+    return [clip.load_tokenizer(source.tokenizer_path(name)) for name in source.layout.tokenizers]
 
 
 def _file_digest(path: Path) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families.base import LoadedModel, family_for
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 
@@ -71,8 +72,8 @@ def test_loss_and_gradients_are_the_reference(tiny_sdxl: Path, prediction: str, 
     model = family.load(torch.float32, CPU)
     model.components["unet"].requires_grad_(True)
     batch = batch_of(family)
-    draws = family.draw(batch, SEEDS).tensors
-    loss_B = family.loss(model, batch, draws).loss_B
+    draws = family.objective.draw(batch, SEEDS).tensors
+    loss_B = losses(family, model, batch, draws)
     expected_B, unet = reference_loss(tiny_sdxl, batch, draws, prediction, zero_snr, gamma)
     torch.testing.assert_close(loss_B, expected_B, rtol=1e-5, atol=1e-6)
     loss_B.sum().backward()
@@ -85,8 +86,8 @@ def test_loss_and_gradients_are_the_reference(tiny_sdxl: Path, prediction: str, 
 def test_the_reference_notices_another_target(tiny_sdxl: Path) -> None:
     family = Sdxl(tiny_recipe(tiny_sdxl))
     batch = batch_of(family)
-    draws = family.draw(batch, SEEDS).tensors
-    loss_B = family.loss(family.load(torch.float32, CPU), batch, draws).loss_B
+    draws = family.objective.draw(batch, SEEDS).tensors
+    loss_B = losses(family, family.load(torch.float32, CPU), batch, draws)
     wrong_B, _ = reference_loss(tiny_sdxl, batch, draws, "v_prediction", False, 0.0)
     assert not torch.allclose(loss_B, wrong_B, rtol=1e-2)
 
@@ -101,11 +102,13 @@ def test_size_conditioning_is_the_pipeline_s(tiny_sdxl: Path) -> None:
 
 def test_draws_are_per_sample_and_fixed_ones_stay_at_their_place(tiny_sdxl: Path) -> None:
     family = Sdxl(tiny_recipe(tiny_sdxl, objective={"noise_offset": 0.1}))
-    both = family.draw(batch_of(family), SEEDS).tensors
-    second = family.draw(batch_of(family, 1), SEEDS[1:]).tensors
+    both = family.objective.draw(batch_of(family), SEEDS).tensors
+    second = family.objective.draw(batch_of(family, 1), SEEDS[1:]).tensors
     assert all(torch.equal(both[name][1:], second[name]) for name in both)
     for place, timestep in ((0.0, 0), (0.5, 500), (1.0, 999)):
-        assert family.fixed_draw(batch_of(family), SEEDS, place).tensors["timesteps"].tolist() == [timestep] * 2
+        assert (
+            family.objective.fixed_draw(batch_of(family), SEEDS, place).tensors["timesteps"].tolist() == [timestep] * 2
+        )
     assert all(tensor.shape[0] == 2 and not tensor.is_cuda for tensor in both.values())
 
 
@@ -113,7 +116,7 @@ def test_other_latent_statistics(tmp_path: Path) -> None:
     """A VAE with a mean and deviation a channel is normalised as the pipeline would undo it."""
     statistics = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 3.0, 4.0]}
     family = Sdxl(tiny_recipe(write_tiny_sdxl(tmp_path / "m", vae=statistics)))
-    shift_C, scale_C = family.latent_normalisation
+    shift_C, scale_C = family.latents.shift_C, family.latents.scale_C
     assert shift_C.tolist() == pytest.approx(statistics["latents_mean"])
     assert (0.13025 / scale_C).tolist() == pytest.approx(statistics["latents_std"])
 
@@ -122,9 +125,11 @@ def test_v_prediction_is_read_from_the_model(tmp_path: Path) -> None:
     scheduler = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     folder = write_tiny_sdxl(tmp_path / "m", scheduler=scheduler)
     family = Sdxl(tiny_recipe(folder))
-    assert family.schedule.prediction_type == "v_prediction"
-    assert family.schedule.alphas_cumprod_T[-1] == 0
-    assert Sdxl(tiny_recipe(folder, model={"prediction_type": "epsilon"})).schedule.prediction_type == "epsilon"
+    assert family.objective.schedule.prediction_type == "v_prediction"
+    assert family.objective.schedule.alphas_cumprod_T[-1] == 0
+    assert (
+        Sdxl(tiny_recipe(folder, model={"prediction_type": "epsilon"})).objective.schedule.prediction_type == "epsilon"
+    )
 
 
 @pytest.mark.parametrize("train_text", [False, True])
@@ -147,7 +152,7 @@ def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
     batch = batch_of(family, 1)
     del batch["prompt_embeds"], batch["pooled_embeds"]
     batch |= {name: tensor[None] for name, tensor in encode("a red cat").items()}
-    family.loss(model, batch, family.draw(batch, [1]).tensors).loss_B.sum().backward()
+    losses(family, model, batch, family.objective.draw(batch, [1]).tensors).sum().backward()
     for name in ("text_encoder", "text_encoder_2"):
         layer = dict(model.components[name].named_parameters())
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.values()), name
@@ -162,7 +167,7 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_sdxl: Path) -> None:
         unet = model.components["unet"].train().requires_grad_(True)
         assert unet.is_gradient_checkpointing is checkpointing
         batch = batch_of(family)
-        family.loss(model, batch, family.draw(batch, SEEDS).tensors).loss_B.sum().backward()
+        losses(family, model, batch, family.objective.draw(batch, SEEDS).tensors).sum().backward()
         return [p.grad for p in unet.parameters()]
 
     pairs = zip(gradients(False), gradients(True), strict=True)
@@ -178,7 +183,7 @@ def test_blocks_are_in_forward_order(tiny_sdxl: Path) -> None:
         block.register_forward_hook(lambda module, args, output: seen.append(module))
     batch = batch_of(family)
     with torch.no_grad():
-        family.loss(model, batch, family.draw(batch, SEEDS).tensors)
+        losses(family, model, batch, family.objective.draw(batch, SEEDS).tensors)
     assert [id(block) for block in seen] == [id(block) for block in blocks]
     assert len(blocks) == 17 + 16
 

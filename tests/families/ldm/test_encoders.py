@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
 from lora_rocm.data.caption_length import lost_ends
 from lora_rocm.data.proven import plain_door
-from lora_rocm.families import sdxl_encoders
+from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
+from lora_rocm.families.ldm import encoders
+from lora_rocm.families.ldm.encoders import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.families.sdxl_encoders import SMALL_TILE_PX, VaeEncoder
-from lora_rocm.families.text import CLIP_TOKENS, load_tokenizer, token_limit
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPat
     encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
     whole = encode(pixels)["latent_mean"]
-    monkeypatch.setattr(sdxl_encoders, "TILING_PIXELS", 128 * 128 - 1)
+    monkeypatch.setattr(encoders, "TILING_PIXELS", 128 * 128 - 1)
     tiled = encode(pixels)["latent_mean"]
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
@@ -73,7 +73,7 @@ def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPat
 def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_own(
     tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdxl_encoders, "SMALL_TILE_PX", 64)
+    monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
     plain, words = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
     tiled = plain.in_tiles()
     assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
@@ -134,7 +134,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
 
 def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(sdxl_encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
     Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(torch.zeros(3, 64, 64))
     assert entered == [CPU]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lora_rocm.device.apply import vae_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
+from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
 from lora_rocm.families.loading import Source
-from lora_rocm.families.sdxl_encoders import TILING_PIXELS, load_vae
+from lora_rocm.families.objectives.base import LatentSpace
 
 BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass
 
@@ -29,7 +30,7 @@ def draw_pictures(
     model: LoadedModel,
     requests: Sequence[PreviewRequest],
     embeddings: Embeddings,
-    normalisation: tuple[Tensor, Tensor],
+    space: LatentSpace,
     in_tiles: bool = False,
 ) -> list[Image.Image]:
     """Draw every request, in order.
@@ -43,7 +44,7 @@ def draw_pictures(
         requests: what to draw.
         scheduler_config: with prediction_type and rescale_betas_zero_snr decided.
         embeddings: prompt -> (prompt_BSD, pooled_BD) with B = 1, on the model's device.
-        normalisation: (shift_C, scale_C) that turned VAE latents into the model's.
+        space: how VAE latents were turned into the model's.
         in_tiles: decode in small tiles, whatever the size.
     """
     latents: list[Tensor | None] = [None] * len(requests)
@@ -54,7 +55,7 @@ def draw_pictures(
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
     drawn = [latent for latent in latents if latent is not None]
-    return _decode(source, model.device, drawn, normalisation, in_tiles)
+    return _decode(source, model.device, drawn, space, in_tiles)
 
 
 @contextmanager
@@ -144,12 +145,12 @@ def _decode(
     source: Source,
     device: torch.device,
     latents: Sequence[Tensor],
-    normalisation: tuple[Tensor, Tensor],
+    space: LatentSpace,
     in_tiles: bool,
 ) -> list[Image.Image]:
     vae = load_vae(source, device, in_tiles)
     processor = VaeImageProcessor(vae_scale_factor=1)
-    shift, scale = (values_C.to(device)[:, None, None] for values_C in normalisation)
+    shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
     ratio = pixels_per_latent(source)
     pictures: list[Image.Image] = []
     for latents_CHW in latents:

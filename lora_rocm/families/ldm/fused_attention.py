@@ -1,4 +1,4 @@
-"""The attention of an SDXL UNet: query, key and value of one input by one product. See ``sdxl_fused``."""
+"""The attention of an SDXL UNet: query, key and value of one input by one product. See ``fused_unet``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_rocm.kernels.lora_layer import LoraLinear
 from lora_rocm.kernels.lora_linear import lora_projections
 
 if TYPE_CHECKING:
-    from lora_rocm.families.sdxl_fused import Fusion
+    from lora_rocm.families.ldm.fused_unet import Fusion
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
