@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.shape import Shape
 from lora_rocm.families.objectives.base import Objective, Prediction
 from lora_rocm.families.registry import PRODUCT, Registry
 
@@ -157,8 +158,8 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
-        """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        """A batch of a bucket as the caches would give it, all zero, on the CPU: for the sizes of its tensors."""
         ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:

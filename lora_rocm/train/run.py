@@ -227,7 +227,7 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
         samples=len(prepared.items),
         set_aside=[problem.to_json() for problem in prepared.set_aside],
         notices=list(prepared.notices),
-        buckets={f"{width}x{height}": count for (height, width), count in prepared.facts.bucket_counts.items()},
+        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
@@ -245,9 +245,17 @@ def _runtime(start: Start) -> RuntimeSection:
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
-    largest_hw = max(sizes, key=lambda hw: hw[0] * hw[1])
-    how = (start.device, start.dtype, start.settings, largest_hw, start.session.notice, len(sizes))
-    return decide(start.recipe, family, *how)
+    largest = max(sizes, key=lambda shape: shape.order)
+    return decide(
+        start.recipe,
+        family,
+        start.device,
+        start.dtype,
+        start.settings,
+        largest,
+        start.session.notice,
+        len(sizes),
+    )
 
 
 def _load_model(

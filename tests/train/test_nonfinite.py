@@ -58,7 +58,7 @@ def watched(seen: Seen) -> Iterator[None]:
 
         def drawn(*args: Any) -> Any:
             draws = draw(*args)
-            seen.append((batch["iteration"], batch["sample_keys"], float(draws.tensors["noise"].flatten()[0])))
+            seen.append((batch.iteration, batch.sample_keys, float(draws.tensors["noise"].flatten()[0])))
             return draws
 
         with pytest.MonkeyPatch.context() as patch:

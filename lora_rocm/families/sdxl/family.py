@@ -20,6 +20,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.shape import Shape
 from lora_rocm.families import clip, conversion
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors, TensorSpec
 from lora_rocm.families.ldm import detect, fused_unet, keys
@@ -153,7 +154,8 @@ class Sdxl:
         unet: Any = model.components["unet"]
         unet.enable_gradient_checkpointing(run or Recomputing(model, together=TOGETHER))
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        height, width = shape["h"], shape["w"]
         vae, unet = self.source.config("vae"), self.source.config("unet")
         side_px = 2 ** (len(vae["block_out_channels"]) - 1)
         latents = torch.zeros(rows, int(vae["latent_channels"]), height // side_px, width // side_px)
