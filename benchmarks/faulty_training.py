@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batches import Batch
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.recipe.schema import OptimSection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.lora import inject
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
@@ -42,7 +43,6 @@ from lora_rocm.run.memory_plan import (
     plans_of,
     resident_bytes,
 )
-from lora_rocm.train.adapter import inject
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.footprint import count, hollow_model, measured_rates
 from lora_rocm.train.graphs import Graphs

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.kernels.choice import form_for
 from lora_rocm.recipe.schema import OptimSection
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.state_guard import StateGuard
 
 INITIAL_LOSS_SCALE = 2.0**16

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
 from lora_rocm.recipe.schema import OptimSection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief

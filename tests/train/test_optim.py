@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.recipe.schema import OptimSection
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.optim import LOSS_SCALE_GROWTH_INTERVAL, GatedAdamW, learning_rate_factor
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
@@ -18,7 +19,6 @@ from lora_rocm.errors import CanaryError, MachineError, StateError
 from lora_rocm.host.changes import SEEN_OF_CODE
 from lora_rocm.recipe.schema import OptimSection
 from lora_rocm.train import relief
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.optim import GatedAdamW
