@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
@@ -28,7 +29,6 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.relief import Relief
 

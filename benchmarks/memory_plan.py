@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.lora import inject
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
@@ -46,7 +47,6 @@ from lora_rocm.run.memory_plan import (
     plans_of,
     resident_bytes,
 )
-from lora_rocm.train.adapter import inject
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.footprint import count, hollow_model, measured_rates
 from lora_rocm.train.graphs import Graphs

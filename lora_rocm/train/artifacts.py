@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from lora_rocm.adapters.lora import Adapter
 from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
 from lora_rocm.device.failure import out_of_memory
@@ -26,7 +27,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.results import FileDigest
 from lora_rocm.train import concept, export, preview, state
-from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard

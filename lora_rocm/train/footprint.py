@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
+from lora_rocm.adapters.lora import PEFT_NAME, inject_hollow
 from lora_rocm.data.buckets import largest_shape
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import machine_error
@@ -46,7 +47,6 @@ from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
-from lora_rocm.train.adapter import PEFT_NAME, inject_hollow
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
 
 META = torch.device("meta")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.lora import Adapter, inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.canary import Canary
@@ -26,7 +27,6 @@ from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.prepare import accept
 from lora_rocm.train import compiling, state
-from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.assemble import first_pass, new_trainer
 from lora_rocm.train.base_seal import Seals, broken, seals_of

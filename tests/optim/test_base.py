@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.errors import ResumeError
 from lora_rocm.optim.base import LOSS_SCALE_GROWTH_INTERVAL, GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.rule import Scalars
 from lora_rocm.recipe.schema import AdamwSection
-from lora_rocm.train.flat import FlatWeights
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
@@ -21,7 +22,6 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train import relief
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from tests.device.test_frozen import Recorder

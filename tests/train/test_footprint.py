@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora import inject
 from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -30,8 +32,6 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import MAX_RANK, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
-from lora_rocm.train.adapter import inject
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
 from lora_rocm.train.ledger import Ledger
 

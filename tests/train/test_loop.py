@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
@@ -20,7 +21,6 @@ from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
 from lora_rocm.train.relief import Relief
 

@@ -152,7 +152,7 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
     elif forgotten == "optimizer":
         monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, tensors, ema: None)
     else:
-        monkeypatch.setattr("lora_rocm.train.adapter.Adapter.load", lambda self, tensors: None)
+        monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.load", lambda self, tensors: None)
     assert start(recipe, tmp_path / "stopped")
     assert bytes_of(tmp_path / "stopped") != bytes_of(straight)
 
@@ -369,7 +369,7 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
     monkeypatch.setattr(Trainer, "fit", watched)
     assert start(recipe, tmp_path / "run")
     assert inputs == {torch.float32 if use_dora else torch.bfloat16}
-    monkeypatch.setattr("lora_rocm.train.adapter.Adapter.cast_inputs", lambda self, enabled: None)
+    monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.cast_inputs", lambda self, enabled: None)
     assert start(recipe, tmp_path / "casting")
     assert bytes_of(tmp_path / "casting") == bytes_of(tmp_path / "run")
 

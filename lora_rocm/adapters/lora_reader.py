@@ -25,11 +25,11 @@ from diffusers.utils.state_dict_utils import (
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.adapters.lora_parts import Say, check_config, grouped
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.families.weightfiles import Header, read_header, read_tensors
 from lora_rocm.host.plain import read_plain
-from lora_rocm.train.lora_parts import Say, check_config, grouped
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"

@@ -21,15 +21,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_parts import Say
+from lora_rocm.adapters.lora_reader import LoraEntry, adaptable, canonical, read_lora
+from lora_rocm.adapters.start_file import check_start
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.safe_path import python_command
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.recipe.schema import LoraSection, OptimSection
-from lora_rocm.train.flat import FlatWeights
-from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
-from lora_rocm.train.lora_parts import Say
-from lora_rocm.train.start_file import check_start
 
 PEFT_NAME = "default"
 INPUT_SCALE = "dora_input_scale"
@@ -249,7 +249,7 @@ def attach_file(
 ) -> Adapter:
     """Put a LoRA file into a loaded model, with the file's own modules and ranks.
 
-    The model must hold every component that the file adapts (``lora_file.components_of``).
+    The model must hold every component that the file adapts (``lora_reader.components_of``).
 
     Args:
         family: knows the names.

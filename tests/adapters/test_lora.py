@@ -17,14 +17,14 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_rocm.adapters import lora as adapter_module
+from lora_rocm.adapters.lora import Adapter, attach_file, inject, trained_scale
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
-from lora_rocm.train import adapter as adapter_module
 from lora_rocm.train import export
-from lora_rocm.train.adapter import Adapter, attach_file, inject, trained_scale
 from lora_rocm.train.facts import Facts
+from tests.adapters.lycoris import locon
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
-from tests.train.lycoris import locon
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from lora_rocm.adapters.lora_reader import LoraEntry
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.recipe.schema import LoraSection
-from lora_rocm.train.lora_file import LoraEntry
 
 
 def check_start(

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.adapters.lora_parts import NOTICED, REFUSED, TAKEN, grouped
 from lora_rocm.errors import AdapterError
-from lora_rocm.train.lora_parts import NOTICED, REFUSED, TAKEN, grouped
 
 FILE = Path("some lora.safetensors")
 KEY = "lora_unet_middle_block_1_proj_in"

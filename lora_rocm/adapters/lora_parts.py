@@ -36,7 +36,7 @@ TAKEN = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-"""Ending -> role. ``dora_scale`` has an axis (see ``lora_file``), PEFT's magnitudes are always per output."""
+"""Ending -> role. ``dora_scale`` has an axis (see ``lora_reader``), PEFT's magnitudes are always per output."""
 
 
 @dataclass(frozen=True)

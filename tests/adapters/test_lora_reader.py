@@ -17,13 +17,13 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, LoraEntry, adaptable, components_of, read_lora
 from lora_rocm.errors import AdapterError
 from lora_rocm.train import export
 from lora_rocm.train.comfy import apply_comfy
 from lora_rocm.train.facts import Facts
-from lora_rocm.train.lora_file import PEFT_WEIGHTS, LoraEntry, adaptable, components_of, read_lora
+from tests.adapters.lycoris import locon
 from tests.tiny_models import tiny_pipeline, trained, write_tiny_sdxl
-from tests.train.lycoris import locon
 
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
 ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from lora_rocm.adapters.lora import inject
+from lora_rocm.adapters.lora_reader import read_lora
+from lora_rocm.adapters.start_file import check_start
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.train.adapter import inject
-from lora_rocm.train.lora_file import read_lora
-from lora_rocm.train.start_file import check_start
+from tests.adapters.lycoris import locon
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, unet_output, write_tiny_sdxl
-from tests.train.lycoris import locon
 
 CPU = torch.device("cpu")
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
