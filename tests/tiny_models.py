@@ -42,6 +42,8 @@ SHALLOW: dict[str, dict[str, Any]] = {
 SHALLOW_RISING = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (8, 16)}}
 """The same where layers that change the width are needed."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
+WRITTEN: dict[str, dict[Path, bytes]] = {}
+"""The files of each model that ``write_tiny_sdxl`` has made."""
 
 
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -155,9 +157,15 @@ def write_tiny_sdxl(
     vae: dict[str, Any] | None = None,
     variant: str | None = None,
 ) -> Path:
-    """Write a random tiny SDXL as a diffusers folder and return the folder."""
-    pipeline = tiny_pipeline(seed, unet, scheduler, vae)
-    pipeline.save_pretrained(folder, safe_serialization=True, variant=variant)
+    """Write a random tiny SDXL as a new diffusers folder and return the folder; a process makes each model once."""
+    how = repr((seed, unet, scheduler, vae, variant))
+    if how not in WRITTEN:
+        tiny_pipeline(seed, unet, scheduler, vae).save_pretrained(folder, safe_serialization=True, variant=variant)
+        WRITTEN[how] = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return folder
+    for name, content in WRITTEN[how].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     return folder
 
 
