@@ -19,7 +19,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
 from tests.adapters.lycoris import locon
-from tests.tiny_models import FEW_TARGETS, tiny_recipe, unet_output, write_tiny_sdxl
+from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
@@ -38,7 +38,7 @@ SETTING = re.compile(r"(lora\.\w+) to (\[.*?\](?=[,.])|[\w-]+)")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     """(family, its model with text encoders, folder)."""
-    folder = write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    folder = write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_RISING)
     family = family_for(tiny_recipe(folder, lora={"train_text_encoder": True}))
     return family, family.load(torch.float32, CPU), folder
 

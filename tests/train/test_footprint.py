@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,26 @@ from lora_rocm.train.ledger import Ledger
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
+BASE = "random:builtin:tiny-sdxl"
+FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = folder / "unet" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | FEWER_LAYERS), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "BASE", f"random:{folder}")
+        yield
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
     return recipe_from(
         {
-            "model": {"name_or_path": "random:builtin:tiny-sdxl"},
+            "model": {"name_or_path": BASE},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
             "lora": {"rank": 4, "targets": "attention"} | lora,
             "train": {"max_train_steps": 1},
@@ -145,7 +161,7 @@ def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], shar
     chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
     measured = real.activations([blocks[index] for index in chosen])
     apart = replace(found, recomputed_bytes=None)
-    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.05)
+    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.07)  # of a few blocks, each counts for much
 
 
 def test_all_that_is_recomputed_is_counted_as_it_is_done(both: tuple[Footprint, Real]) -> None:
@@ -164,7 +180,7 @@ def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint,
     """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
     found, _ = both
     other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
-    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.05)
+    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.07)
 
 
 def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:

@@ -118,7 +118,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
     assert number > 100 * STEPS // 2
     generator = random.Random(f"{accumulation} {scale}")
     untouched = Rig(**how).fit(STEPS)
-    for _ in range(20):
+    for _ in range(8):
         most = 2 // accumulation  # then a part is one sample
         hits = sorted(generator.sample(range(1, number + 1), generator.randint(1, most)))
         hit = Watched(FullAt(*hits), **how)
