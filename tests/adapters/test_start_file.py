@@ -170,7 +170,7 @@ def test_a_dora_with_a_magnitude_an_input_cannot_be_trained_on(world: Any, tmp_p
     path = write(world, tmp_path / "x.safetensors", {MODULES[0]: 2}, wd_on_output=False)
     error = started(world, path, use_dora=True)
     assert error.code == "init-from-axis" and str(path) in error.where
-    assert MODULES[0] in error.what and "[1, 32]" in error.what
+    assert MODULES[0] in error.what and "[1, 16]" in error.what
     assert "OneTrainer" in error.fix and "wd_on_output=True" in error.fix
 
 
