@@ -21,7 +21,10 @@ TILE = 4096
 """Words; both forms cut at the same places."""
 WORDS_MULTIPLE = 16
 """Of the words of each buffer: then the kernel reads 16 bytes at once."""
-MAX_BUFFERS = 6
+MAX_BUFFERS = 8
+"""That are compared together."""
+BUFFERS_AT_ONCE = 6
+"""That one launch of the kernel reads."""
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
 """In the plain form: their products take 8 bytes a word, which on the CPU should stay in its cache."""
 PLACE_FACTORS = (-1640531535, -2048144777)
@@ -51,7 +54,9 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_fingerprints
 
-        launch_fingerprints(words, found_K)
+        for first in range(0, len(words), BUFFERS_AT_ONCE):
+            some = slice(first, first + BUFFERS_AT_ONCE)
+            launch_fingerprints(words[some], found_K[some])
     else:
         found_K.add_(torch.cat([_fingerprint(words_N) for words_N in words]))
 
