@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels.choice import Form
-from lora_rocm.kernels.fingerprint_weights import PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
+from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
 """In the plain form: their products take 8 bytes a word, which on the CPU should stay in its cache."""
@@ -45,7 +45,9 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_fingerprints
 
-        launch_fingerprints(words, found_K)
+        for first in range(0, len(words), BUFFERS_AT_ONCE):
+            some = slice(first, first + BUFFERS_AT_ONCE)
+            launch_fingerprints(words[some], found_K[some])
     else:
         found_K.add_(torch.cat([_fingerprint(words_N) for words_N in words]))
 

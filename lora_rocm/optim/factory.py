@@ -7,10 +7,11 @@ from typing import Any
 
 from lora_rocm.optim.adamw import AdamW
 from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.prodigy import Prodigy
 from lora_rocm.optim.rule import TrainedWeights, UpdateRule
 from lora_rocm.recipe.schema import OptimSection
 
-RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW}
+RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}
 """By ``optim.optimizer``."""
 
 

@@ -195,10 +195,16 @@ def _curves(facts: Facts) -> str:
             smooth.append((updates, now))
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
     held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
+    told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
+    of_optimizer: dict[str, list[Point]] = {
+        name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
+        for name in told
+    }
     plots = [
         ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
         ("Held-out loss", [Series("held-out loss", sorted(dict(held_out).items()), "dots")]),
         ("Learning rate", [Series("learning rate", rate)]),
+        *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
     ]
     parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
     return section("Curves", *parts)

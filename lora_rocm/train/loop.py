@@ -59,7 +59,7 @@ class Pending:
     loading_s: float
     stop: bool  # this process was asked to stop
     lost: bool  # see Work
-    on_device: Tensor  # float64 [11 + samples]: see Trainer._update
+    on_device: Tensor  # float64 [11 + what the optimizer logs + samples]: see Trainer._update
     on_host: Tensor  # its copy, perhaps still on its way
     arrived: torch.cuda.Event | None
 
@@ -241,7 +241,7 @@ class Trainer:
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
         values = (stamp, said.loss, stats.grad_norm, said.blocked, stats.nonfinite, stats.loss_scale)
-        values += (own, said.wrong, said.guilty, said.stop, changed)
+        values += (own, said.wrong, said.guilty, said.stop, changed, *stats.logged.values())
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
@@ -254,8 +254,10 @@ class Trainer:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
         self.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *losses = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
+        names = self.optimizer.logged_names
+        logged, losses = dict(zip(names, more, strict=False)), more[len(names) :]
         position = self.position
         if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
@@ -288,6 +290,7 @@ class Trainer:
             transfer_checks=self.transfer.checks,
             transfer_failures=self.transfer.failures,
             loss_scale=scale,
+            optimizer=logged,
             **self.step_extras(position),
         )
         self._settled_at = now

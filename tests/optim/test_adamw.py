@@ -10,7 +10,7 @@ from tests.optim.test_base import FREE, make, set_gradients
 
 
 def test_updates_equal_plain_adamw_with_clipping() -> None:
-    optim = AdamwSection(max_grad_norm=0.5, weight_decay=0.1)
+    optim = AdamwSection(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1)
     ours = make(optim)
     reference = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
     plain = torch.optim.AdamW(reference.values(), lr=1e-2, weight_decay=0.1)

@@ -31,7 +31,7 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import MAX_RANK, Recipe
+from lora_rocm.recipe.schema import MAX_RANK, AdamwSection, OptimSection, ProdigySection, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
@@ -219,14 +219,16 @@ def test_what_the_adapter_takes() -> None:
     assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
 
 
+@pytest.mark.parametrize("optim", [AdamwSection(), ProdigySection()], ids=lambda optim: optim.optimizer)
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_adapter_takes_what_weights_and_optimizer_hold(
-    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float
+    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float, optim: OptimSection
 ) -> None:
     its = recipe(Path("x"), weight_dtype=weight_dtype)
-    its = its.model_copy(update={"train": its.train.model_copy(update={"ema_decay": ema_decay})})
+    train = its.train.model_copy(update={"ema_decay": ema_decay})
+    its = its.model_copy(update={"train": train, "optim": optim})
     leaf, size = nn.Parameter(torch.ones(1280)), 1280
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
@@ -303,6 +305,9 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ask(shape=Shape.of(h=64, w=96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
+    ask(its.model_copy(update={"optim": ProdigySection()}))
+    assert len(made) == 5, "its state is larger"
+    made.pop()
     counted(its, family, torch.float32, Settings(triton=False), SHAPE)  # plain PyTorch keeps more
     counted(its, family, torch.float32, Settings(), SHAPE, on_gpu=False)
     assert len(made) == 5, "both are without Triton"
