@@ -216,7 +216,7 @@ def config(rng: random.Random) -> bytes:
 
 def read_config(path: Path) -> None:
     """As the check of a base model does."""
-    from lora_rocm.families import sdxl_check
+    from lora_rocm.families.ldm import detect
     from lora_rocm.families.loading import Source, builtin_folder
 
     family, _ = model()
@@ -229,7 +229,7 @@ def read_config(path: Path) -> None:
     target.write_bytes(content)
     try:
         source = Source("x", family.source.layout, folder, folder)
-        sdxl_check.check(source)
+        detect.check(source)
         for part in ("vae", "text_encoder"):
             source.fingerprint(part)
     finally:

@@ -8,11 +8,12 @@ Workers that fail are the business of ``data/workers.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lora_rocm.data.batch import Batch
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.prepare import Facts, Prepared, prepare
@@ -25,16 +26,7 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily
     from lora_rocm.recipe.schema import RuntimeSection
 
-__all__ = ["Batch", "BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
-
-Batch = dict[str, Any]
-"""One micro-batch on the host, B rows:
-
-tensors: dict[str, Tensor], leading B, contiguous: the cached tensors, the family's ``sample_meta``, "weight" (float32).
-fingerprints: dict[str, Tensor], int64 [B], for each of them; of cached tensors the one computed when they were encoded.
-sample_keys: list[str]. positions: list[int], index in the effective batch. bucket: (height, width) in pixels.
-iteration, micro: int, its address.
-"""
+__all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
 
 Repair = Callable[[str, str, str], None]
 
@@ -80,25 +72,6 @@ def loader(
             orders = orders.after(1)
 
 
-def split(batch: Batch, parts: int) -> list[Batch]:
-    """The same samples in up to ``parts`` batches: each with its share of the weights, so that the losses add up."""
-    count = len(batch["positions"])
-    size = -(-count // parts)
-    if size >= count:
-        return [batch]
-    return [
-        {
-            **batch,
-            **{
-                name: {key: rows[at : at + size] for key, rows in batch[name].items()}
-                for name in ("tensors", "fingerprints")
-            },
-            **{name: batch[name][at : at + size] for name in ("sample_keys", "positions")},
-        }
-        for at in range(0, count, size)
-    ]
-
-
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
     """Have an entry made again, once.
 
@@ -134,15 +107,15 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
     tensors = {**read.tensors, **computed}
     if pin_memory:
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {
-        "tensors": tensors,
-        "fingerprints": fingerprints,
-        "sample_keys": [row.item.key for row in rows],
-        "positions": [row.position for row in rows],
-        "bucket": rows[0].item.geometry.target_hw,
-        "iteration": order.iteration,
-        "micro": order.micro,
-    }
+    return Batch(
+        tensors=tensors,
+        fingerprints=fingerprints,
+        sample_keys=tuple(row.item.key for row in rows),
+        positions=tuple(row.position for row in rows),
+        shape=rows[0].item.shape,
+        iteration=order.iteration,
+        micro=order.micro,
+    )
 
 
 def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:

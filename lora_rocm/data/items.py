@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_rocm.data.buckets import Geometry
+from lora_rocm.data.buckets import Geometry, image_shape
 from lora_rocm.data.columns import KEY_BYTES, Keys, Lazy, all_below
 from lora_rocm.data.plan import Item, Outline
 from lora_rocm.data.ready import Looked, Picture
 from lora_rocm.data.samples import Sample, Samples
+from lora_rocm.data.shape import Shape
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import ResolvedSource
@@ -100,15 +101,17 @@ class Pictures(Lazy[Picture]):
         """Of the file of one."""
         return bytes(self._hashes[HASH_BYTES * place : HASH_BYTES * (place + 1)])
 
-    def target_hw(self, place: int) -> tuple[int, int]:
-        """The bucket of one."""
+    def shape(self, place: int) -> Shape:
+        """The shape of one."""
         height, width = self._cuts[CUT_NUMBERS * place + 4 : CUT_NUMBERS * (place + 1)]
-        return height, width
+        return image_shape((height, width))
 
-    def targets_hw(self, places: Sequence[int]) -> NDArray[np.int64]:
-        """The buckets of many: [N, 2]."""
+    def shapes(self, places: Sequence[int]) -> tuple[list[Shape], NDArray[np.int64]]:
+        """The shapes of many: each shape once, and for each place its index among these."""
         cuts_PC = np.frombuffer(self._cuts, dtype=np.intc).reshape(-1, CUT_NUMBERS)
-        return cuts_PC[np.array(places, dtype=np.int64), 4:].astype(np.int64)
+        height_N, width_N = cuts_PC[np.array(places, dtype=np.int64), 4:].astype(np.int64).T
+        sizes, shape_N = np.unique(height_N << 32 | width_N, return_inverse=True)
+        return [image_shape(divmod(size, 1 << 32)) for size in sizes.tolist()], shape_N
 
     def geometry(self, place: int) -> Geometry:
         """How one is cut."""
@@ -154,6 +157,10 @@ class ItemView:
     @property
     def geometry(self) -> Geometry:
         return self._items.pictures.geometry(self._place)
+
+    @property
+    def shape(self) -> Shape:
+        return self._items.pictures.shape(self._place)
 
     @property
     def image_keys(self) -> tuple[str, ...]:
@@ -213,7 +220,7 @@ class Items(Lazy[Item]):
         """What a plan's order is made from; the keys are not kept."""
         repeats = [1] * len(self) if self.held_out else map(self.pictures.repeats, self.places)
         repeats_N = np.fromiter(repeats, np.int64, len(self))
-        return Outline(_KeysOf(self.pictures, self.places), self.pictures.targets_hw(self.places), repeats_N)
+        return Outline(_KeysOf(self.pictures, self.places), *self.pictures.shapes(self.places), repeats_N)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

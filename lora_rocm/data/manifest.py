@@ -24,7 +24,6 @@ import numpy as np
 from PIL import Image
 
 from lora_rocm import __version__
-from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S, marks_of
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.entries import SPEC_VERSION
@@ -32,6 +31,7 @@ from lora_rocm.data.folders import lists_run, source_folder
 from lora_rocm.data.items import Pictures
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
+from lora_rocm.data.shape import Shape
 from lora_rocm.data.upkeep import MANIFESTS
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.host.files import write_atomic
@@ -39,7 +39,7 @@ from lora_rocm.host.files import write_atomic
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
 
-FORMAT = 1
+FORMAT = 2
 KEPT_FROM = 20_000
 MAX_HEADER_BYTES = 1 << 28
 KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
@@ -51,12 +51,12 @@ Column: TypeAlias = "bytearray | array[int]"
 class Facts:
     """What the metadata of the result says of the training pictures.
 
-    tag_frequency: folder -> tag -> in how many captions. bucket_counts: (height, width) -> pictures times repeats.
+    tag_frequency: folder -> tag -> in how many captions. bucket_counts: shape -> samples times repeats.
     folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
     """
 
     tag_frequency: dict[str, dict[str, int]]
-    bucket_counts: dict[Size, int]
+    bucket_counts: dict[Shape, int]
     folders: dict[str, dict[str, int]]
 
 
@@ -107,6 +107,7 @@ class Shelf:
             ValueError,
             LookupError,
             TypeError,
+            AttributeError,
             EOFError,
             RecursionError,
         ):  # damaged, or of another version: made anew
@@ -135,7 +136,7 @@ class Shelf:
             "set_aside": [asdict(problem) for problem in manifest.set_aside],
             "notices": manifest.notices,
             "tags": manifest.facts.tag_frequency,
-            "buckets": [[*size, count] for size, count in manifest.facts.bucket_counts.items()],
+            "buckets": [[shape.to_json(), count] for shape, count in manifest.facts.bucket_counts.items()],
             "dirs": manifest.facts.folders,
         }
         text = json.dumps(header).encode("utf-8")
@@ -183,7 +184,9 @@ class Shelf:
         if file.read() != digest.digest():
             raise ValueError("damaged")
         samples = Samples(self._sources, header["folders"])
-        facts = Facts(header["tags"], {(h, w): count for h, w, count in header["buckets"]}, header["dirs"])
+        facts = Facts(
+            header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
+        )
         set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
         empty = Manifest(
             Pictures(samples), array("q"), array("q"), Keys(), Keys(), set_aside, tuple(header["notices"]), facts

@@ -2,8 +2,8 @@
 
 An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
 slice them, so the same recipe gives the same updates whole or split. A bucket's last batch is filled with rows of
-weight 0, so shapes never change. The very first batch is one of the largest pictures: what does not fit into memory
-shows at once, and the allocator's first pieces are large enough for all that follow.
+weight 0, so shapes never change. The very first batch is one of the shape that costs most: what does not fit into
+memory shows at once, and the allocator's first pieces are large enough for all that follow.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_rocm.data.buckets import Geometry, Size
+from lora_rocm.data.buckets import Geometry
 from lora_rocm.data.seeds import draw, drawer, fraction
+from lora_rocm.data.shape import Shape
 
 NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
 
@@ -40,6 +41,10 @@ class Item:
     dropout_rate: float
     repeats: int
     picture_keys: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return self.geometry.shape
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Outline:
-    """What the order of N items is made from. ``keys`` are gone through anew for each epoch."""
+    """What the order of N items is made from.
+
+    keys: of the items' samples; iterated anew for each epoch.
+    shapes: each shape that an item has, once. shape_N: for each item, the index of its shape in ``shapes``.
+    """
 
     keys: Iterable[str]
-    target_hw_N2: NDArray[np.int64]
+    shapes: Sequence[Shape]
+    shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
 
 
@@ -82,9 +92,11 @@ def outline_of(items: Sequence[Item]) -> Outline:
     """The outline of items, in their order."""
     if isinstance(items, Outlined):
         return items.outline()
-    sizes, repeats = [item.geometry.target_hw for item in items], [item.repeats for item in items]
-    target_hw_N2 = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-    return Outline([item.key for item in items], target_hw_N2, np.array(repeats, dtype=np.int64))
+    numbers: dict[Shape, int] = {}
+    found = (numbers.setdefault(item.shape, len(numbers)) for item in items)
+    shape_N = np.fromiter(found, np.int64, len(items))
+    repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N)
 
 
 @dataclass(frozen=True)
@@ -119,13 +131,13 @@ class BatchPlan:
         outline = outline_of(items)
         self._keys, self._repeats_N = outline.keys, outline.repeats_N
         self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # of the numbers of each item's samples
-        height_N, width_N = outline.target_hw_N2.T
-        sizes_B, bucket_N = np.unique(height_N << 32 | width_N, return_inverse=True)
-        self._bucket_P = np.repeat(bucket_N.astype(np.int32), self._repeats_N)
-        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(sizes_B)).tolist(), initial=0))
-        self._buckets: list[tuple[Size, range]] = [  # with the places where the batches of each start
-            (divmod(size, 1 << 32), range(start, end, self.effective_batch))
-            for size, (start, end) in zip(sizes_B.tolist(), pairwise(ends), strict=True)
+        shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
+        bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
+        self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
+        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
+        self._buckets: list[tuple[Shape, range]] = [  # with the places where the batches of each start
+            (shape, range(start, end, self.effective_batch))
+            for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
         ]
         bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
         self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from its start to that of the next
@@ -204,9 +216,9 @@ class BatchPlan:
 
     def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
         number = drawer("batch", self.seed, epoch)
-        drawn = (number(*size, start - starts.start) for size, starts in self._buckets for start in starts)
+        drawn = (number(*shape.sizes, start - starts.start) for shape, starts in self._buckets for start in starts)
         return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
 
     def _largest(self) -> range:
-        """Of the bucket that needs the most memory (all have as many rows); the size decides where areas agree."""
-        return max(self._buckets, key=lambda bucket: (bucket[0][0] * bucket[0][1], bucket[0]))[1]
+        """The batches of the bucket that needs the most memory (batches of all buckets have as many rows)."""
+        return max(self._buckets, key=lambda bucket: bucket[0].order)[1]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lora_rocm.data import captions
-from lora_rocm.data.buckets import Geometry, Size
+from lora_rocm.data.buckets import Geometry
 from lora_rocm.data.cache import HashMemory, LatentCache
 from lora_rocm.data.caption_length import TokenLimit, cut_notice
 from lora_rocm.data.columns import Keys
@@ -26,6 +26,7 @@ from lora_rocm.data.progress import QUIET_S, Progress, Report
 from lora_rocm.data.proven import Look, OpenDoor, plain_door
 from lora_rocm.data.samples import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
 from lora_rocm.data.seeds import fraction
+from lora_rocm.data.shape import Shape
 from lora_rocm.errors import Problem
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
 
 def _facts(pictures: Pictures, training: Sequence[int]) -> Facts:
     tags: dict[str, Counter[str]] = {}
-    buckets: Counter[Size] = Counter()
+    shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}
     for place in training:
         sample = pictures.sample(place)
@@ -277,8 +278,10 @@ def _facts(pictures: Pictures, training: Sequence[int]) -> Facts:
         counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
         if len(counted) > 2 * MAX_TAGS:
             tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
-        buckets[pictures.target_hw(place)] += sample.repeats
-        counts = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
-        counts["img_count"] += 1
+        shapes[pictures.shape(place)] += sample.repeats
+        folder = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
+        folder["img_count"] += 1
     tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}
-    return Facts(tag_frequency, dict(sorted(buckets.items())), dict(sorted(folders.items())))
+    return Facts(
+        tag_frequency, dict(sorted(shapes.items(), key=lambda pair: pair[0].axes)), dict(sorted(folders.items()))
+    )

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.shape import Shape
+from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -59,20 +61,6 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Draws:
-    """All randomness of one micro-batch: CPU float32 (int64 for timesteps), a function of the seeds alone."""
-
-    tensors: Tensors
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """loss_B: unreduced loss, one value a sample, float32. The loop weights and sums it."""
-
-    loss_B: Tensor
-
-
 @dataclass
 class LoadedModel:
     """The frozen base: components by their diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
@@ -105,6 +93,7 @@ class ModelFamily(Protocol):
     all_components: names of all components that a run loads at one time or another.
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
+    objective: what is drawn for a batch.
     """
 
     name: str
@@ -120,6 +109,8 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
         """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
@@ -162,8 +153,8 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
-        """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        """A batch of a bucket as the caches would give it, all zero, on the CPU: for the sizes of its tensors."""
         ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
@@ -173,16 +164,14 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
-        """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
-        ...
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        """The model's prediction for one micro-batch on the device: draws nothing, waits for nothing, moves nothing.
 
-    def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
-        """As ``draw``, at a fixed place of the noise schedule (0 clean .. 1 noise) for the validation loss."""
-        ...
-
-    def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
-        """The loss of one micro-batch on the device: draws nothing, waits for nothing, moves nothing."""
+        Args:
+            model: as loaded, with or without an adapter.
+            batch: cached tensors, the batch first.
+            draws: what ``objective`` drew for it.
+        """
         ...
 
     def preview(

@@ -7,7 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lora_rocm.recipe.schema import ModelSection, ObjectiveSection
+from pydantic import Field
+
+from lora_rocm.recipe.schema import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
+
+
+class CheckpointSection(ModelSection):
+    """A base that is a diffusers folder or a one-file checkpoint, trained by discrete-time diffusion."""
+
+    config: InputFolder | None = Field(
+        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
+    )
+    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
+        "auto", description="What the model predicts; auto reads the model's own scheduler config."
+    )
+
 
 SampleKind = Literal["image", "text", "video"]
 PreviewMedium = Literal["image", "text", "video"]

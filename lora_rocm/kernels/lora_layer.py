@@ -39,7 +39,8 @@ class LoraLinear(Linear):
         if found is None:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
-        return lora_linear(x, self.base_layer.weight, self.base_layer.bias, *found)
+        base: Any = self.base_layer
+        return lora_linear(x, base.weight, base.bias, *found)
 
 
 def _under_autocast(x: Tensor) -> bool:

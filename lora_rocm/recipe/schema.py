@@ -7,6 +7,7 @@ what anybody trains with, so that a slip of the finger is found before it takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -249,7 +250,15 @@ class LoraSection(AdapterSection):
 
 
 class OptimSection(Section):
-    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates."""
+    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
+
+    Attributes:
+        usual_rates: lowest and highest learning rate that is not questioned.
+        rate_advice: half a sentence on the rate that it usually takes.
+    """
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    rate_advice: ClassVar[str] = ""
 
     optimizer: str = Field(description="Optimizer.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
@@ -267,9 +276,41 @@ class OptimSection(Section):
 class AdamwSection(OptimSection):
     """Optimizer and schedule. Steps are optimizer updates."""
 
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
+    rate_advice: ClassVar[str] = (
+        "which usually takes 1.0e-4. Rates near 1 are meant for Prodigy: for that set optim.optimizer: prodigy."
+    )
+
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
+
+
+class ProdigySection(OptimSection):
+    """Optimizer and schedule. Steps are optimizer updates. Prodigy estimates the learning rate (arXiv 2306.06101)."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
+    rate_advice: ClassVar[str] = (
+        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
+    )
+
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
+    learning_rate: float = Field(1.0, gt=0, description="Factor of the estimated learning rate.")
+    text_encoder_learning_rate: float | None = Field(
+        None, gt=0, description="Factor for the text encoders; unset means learning_rate."
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
+    beta3: Decay | None = Field(
+        None, description="Decay of the sums that the estimate is made of; unset means the root of the second beta."
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
+    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
+    use_bias_correction: bool = Field(False, description="Adam's correction of the moments, which are zero at first.")
+    safeguard_warmup: bool = Field(
+        False,
+        description="Keep a warm-up of the learning rate from raising the estimate; for lr_warmup_steps.",
+    )
 
 
 class ObjectiveSection(Section):
@@ -483,7 +524,7 @@ class Recipe(Section):
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection}
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
-OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection}
+OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Places of keys that are still read, and where each of them is now."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_rocm.data.batches import Facts, Item, Prepared
-from lora_rocm.data.buckets import Geometry, bucket_sizes
+from lora_rocm.data.buckets import Geometry, square_shape
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import StorageError
@@ -147,8 +147,9 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
         StorageError: they cannot be written.
     """
     data, train = recipe.data, recipe.train
-    square = max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0))
-    example = family.example(*square, 1)
+    square = square_shape(data)
+    size_hw = square["h"], square["w"]
+    example = family.example(square, 1)
     count = max(MIN_ITEMS, ROUNDS_OF_ITEMS * train.batch_size * train.gradient_accumulation_steps)
     for encoder in family.encoders():
         for number in range(count + 1):  # the last caption is the empty one
@@ -158,7 +159,7 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
     items = tuple(
         Item(
             key=f"made-up-{number:04d}",
-            geometry=Geometry(square, square, (0, 0), square),
+            geometry=Geometry(size_hw, size_hw, (0, 0), size_hw),
             image_keys=(_key("image", number),),
             text_keys=(_key("text", number),),
             dropout_key=_key("text", count),

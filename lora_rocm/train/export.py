@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.lora import PEFT_NAME, Adapter, trained_scale
+from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.files import json_bytes, write_atomic
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.results import FileDigest
-from lora_rocm.train.adapter import PEFT_NAME, Adapter, trained_scale
 from lora_rocm.train.facts import Facts, modelspec, ss_fields
-from lora_rocm.train.lora_file import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.train.tensor_file import kohya_hashes, serialise
 from lora_rocm.train.verify import Verification, verify
 

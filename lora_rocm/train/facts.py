@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -70,7 +72,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.learning_rate,
         "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
-        "ss_optimizer": f"torch.optim.AdamW(weight_decay={optim.weight_decay},betas={optim.betas},eps={optim.epsilon})",
+        "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_max_grad_norm": optim.max_grad_norm,
@@ -119,7 +121,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
-    shapes = [([int(side) for side in name.split("x")], count) for name, count in sorted(buckets.items())]
+    shapes = [(Shape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
     return {"buckets": {str(i): {"resolution": shape, "count": count} for i, (shape, count) in enumerate(shapes)}}
 
 

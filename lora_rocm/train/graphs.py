@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.failure import device_fault
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.families.base import Tensors
-from lora_rocm.train.flat import FlatWeights
 
 TOLERANCE = 1e-2
 """Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.lora import Adapter, inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.canary import Canary
@@ -20,11 +21,12 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.prepare import accept
 from lora_rocm.train import compiling, state
-from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.assemble import first_pass, new_trainer
 from lora_rocm.train.base_seal import Seals, broken, seals_of
@@ -33,7 +35,6 @@ from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.memory import Memory, decide
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
@@ -124,7 +125,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter, triton = _load_model(start, family, transfer, memory)
-    optimizer = GatedAdamW(
+    optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
         recipe.optim,
@@ -226,7 +227,7 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
         samples=len(prepared.items),
         set_aside=[problem.to_json() for problem in prepared.set_aside],
         notices=list(prepared.notices),
-        buckets={f"{width}x{height}": count for (height, width), count in prepared.facts.bucket_counts.items()},
+        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
@@ -244,9 +245,17 @@ def _runtime(start: Start) -> RuntimeSection:
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
-    largest_hw = max(sizes, key=lambda hw: hw[0] * hw[1])
-    how = (start.device, start.dtype, start.settings, largest_hw, start.session.notice, len(sizes))
-    return decide(start.recipe, family, *how)
+    largest = max(sizes, key=lambda shape: shape.order)
+    return decide(
+        start.recipe,
+        family,
+        start.device,
+        start.dtype,
+        start.settings,
+        largest,
+        start.session.notice,
+        len(sizes),
+    )
 
 
 def _load_model(
@@ -302,7 +311,7 @@ def _require_same_base_and_data(
 
 
 def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedAdamW
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
 ) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door."""
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lora_rocm.adapters.lora import attach_file, inject
+from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype
@@ -32,9 +34,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import export, state
-from lora_rocm.train.adapter import attach_file, inject
 from lora_rocm.train.facts import Facts
-from lora_rocm.train.lora_file import components_of
 from lora_rocm.train.preview import png
 
 Job = dict[str, Any]

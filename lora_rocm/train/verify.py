@@ -18,12 +18,12 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from lora_rocm.adapters.lora import Adapter
+from lora_rocm.adapters.lora_reader import LoraEntry, canonical
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.weightfiles import DTYPES, read_header, read_tensors
-from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.comfy import apply_comfy
-from lora_rocm.train.lora_file import LoraEntry, canonical
 
 # unit roundoff and half of the smallest number, of the formats that files are written in
 ROUNDING = {

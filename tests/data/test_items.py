@@ -55,7 +55,7 @@ def test_a_picture_is_found_again_whole(pictures: Pictures) -> None:
     pictures.found(2, looked_at(pictures, 2, in_tiles=False))
     pictures.found(0, looked_at(pictures, 0, in_tiles=True))
     assert list(pictures.ready) == [0, 2] and pictures[2].sha256 == hashlib.sha256(b"\2").hexdigest()
-    assert pictures[2].geometry.original_hw == (64, 192) and pictures.target_hw(2) == pictures[2].geometry.target_hw
+    assert pictures[2].geometry.original_hw == (64, 192) and pictures.shape(2) == pictures[2].geometry.shape
     assert pictures[-1] == pictures[2] and pictures[1:] == [pictures[1], pictures[2]]
 
 
@@ -91,7 +91,8 @@ def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> No
     assert rows == expected
     outline, expected_outline = outline_of(items), outline_of(whole)
     assert list(outline.keys) == list(outline.keys) == expected_outline.keys
-    assert outline.target_hw_N2.tolist() == expected_outline.target_hw_N2.tolist()
+    shapes, expected_shapes = ([o.shapes[number] for number in o.shape_N] for o in (outline, expected_outline))
+    assert shapes == expected_shapes
     assert outline.repeats_N.tolist() == expected_outline.repeats_N.tolist()
 
 

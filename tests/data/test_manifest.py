@@ -82,7 +82,7 @@ def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
     plan = BatchPlan(again.items, 2, 1, seed=3)
     workers = open_workers(LatentCache(starts.root / "cache"), starts.family, starts.recipe.runtime, print)
     (batch,) = loader(plan, starts.family, workers, 0, 1)
-    assert batch["tensors"]["latent_mean"].shape[0] == 2
+    assert batch.tensors["latent_mean"].shape[0] == 2
 
 
 def picture_changes(starts: Starts) -> None:

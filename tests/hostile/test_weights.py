@@ -16,16 +16,16 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
+from lora_rocm.adapters import lora_reader
+from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.data.entries import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
-from lora_rocm.families import sdxl_check
 from lora_rocm.families.base import family_for
+from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import builtin_folder, resolve
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.train import lora_file
-from lora_rocm.train.lora_file import components_of, read_lora
 from tests.hostile import attacks
 
 MAX_BYTES = 64 << 20
@@ -139,7 +139,7 @@ def test_the_patterns_that_peft_writes_mean_what_they_mean_to_it(
     (entry,) = read_lora(family, components, with_metadata(tmp_path, json.dumps(config), width)).values()
     theirs = {pattern: 8}.get(get_pattern_key([pattern], NAME), 4)
     assert entry.scale == theirs / 2
-    assert lora_file._means(pattern, NAME) == (theirs == 8)
+    assert lora_reader._means(pattern, NAME) == (theirs == 8)
 
 
 def test_pickles_are_not_opened(model: tuple[Any, Any], tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     (folder / "model_index.json").write_text(json.dumps({**found, **index}), encoding="utf-8")
     layout = family_for(load_recipe("demo.yaml").recipe).source.layout
     with contextlib.suppress(ModelError):
-        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ModelError, match="not readable"):
-        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout))

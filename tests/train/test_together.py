@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import Batch
+from lora_rocm.data.batch import Batch
 from lora_rocm.device import world as module
 from lora_rocm.device.transfer import METHODS, DeviceTransfer
 from lora_rocm.device.world import World
@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 def sliced(open_batches: Callable[[int], Iterator[Batch]], size: int, rank: int) -> Callable[[int], Iterator[Batch]]:
     """The micro-batches of one rank, as ``BatchPlan`` deals them."""
-    return lambda first: (batch for batch in open_batches(first) if batch["micro"] % size == rank)
+    return lambda first: (batch for batch in open_batches(first) if batch.micro % size == rank)
 
 
 class Ranks:

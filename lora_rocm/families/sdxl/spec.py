@@ -6,23 +6,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, Marks, ShapeRules
-from lora_rocm.recipe.schema import DdpmSection, InputFolder, ModelSection, PathOrHubId
+from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.recipe.schema import DdpmSection, PathOrHubId
 
 
-class SdxlSection(ModelSection):
+class SdxlSection(CheckpointSection):
     """The base model. SDXL and its fine-tunes."""
 
     family: Literal["sdxl"] = Field("sdxl", description="Model family.")
     name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
-    )
-    config: InputFolder | None = Field(
-        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
-    )
-    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
-    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
-        "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
 
 

@@ -1,0 +1,190 @@
+"""The parts of a LoRA file, by the endings of its tensors' names: which are taken, which are refused.
+
+Every tensor of a file is accounted for: it is taken, it is named in a notice because it changes no weight of the model,
+or the file is refused. A part that is skipped would give another image than the file's author saw.
+
+Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (``weight_list`` of each kind), ComfyUI
+``comfy/lora.py`` and ``comfy/weight_adapter``, diffusers ``utils/state_dict_utils.py``, PEFT
+``utils/save_and_load.py``, OneTrainer ``modelSaver`` (bundled embeddings).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lora_rocm.errors import AdapterError
+
+Say = Callable[[str], None]
+
+TAKEN = {
+    "lora_down.weight": "down",
+    "lora_A.weight": "down",
+    "lora.down.weight": "down",
+    "lora_linear_layer.down.weight": "down",
+    "lora_up.weight": "up",
+    "lora_B.weight": "up",
+    "lora.up.weight": "up",
+    "lora_linear_layer.up.weight": "up",
+    "alpha": "alpha",
+    "dora_scale": "dora_scale",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""Ending -> role. ``dora_scale`` has an axis (see ``lora_reader``), PEFT's magnitudes are always per output."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """Tensors that are no part of a plain LoRA.
+
+    pattern: found in their names. what: of such tensors, in words. instead: what the author of the file can do.
+    """
+
+    pattern: str
+    what: str
+    instead: str = "Use a plain LoRA or LoCon."
+
+
+REFUSED: tuple[Other, ...] = (
+    Other(r"\.hada_\w+$", "a LoHa"),
+    Other(r"\.lokr_\w+$", "a LoKr"),
+    Other(r"\.(oft_\w+|oft_\w+\.weight|boft_\w+|rescale)$", "an OFT or BOFT"),
+    Other(r"\.lora_mid\.weight$", "a Tucker-form LoCon", "Make it again without use_tucker (use_cp in older LyCORIS)."),
+    Other(r"\.([ab][12]|bm)\.weight$", "a GLoRA"),
+    Other(r"\.(on_input|ia3_l)$|^(lora|lycoris)_[^.]*\.weight$", "an IA3"),
+    Other(r"\.[wb]_norm$", "trained norms (LyCORIS train_norm)", "Make it again without train_norm."),
+    Other(r"\.(diff|diff_b)$", "weights or biases trained in full (LyCORIS full)", "Make it again with LoRA alone."),
+    Other(r"\.(set_weight|set_bias|reshape_weight)$", "weights that replace the model's"),
+    Other(r"\.scalar$", "factors of whole modules (LyCORIS use_scalar)", "Make it again without use_scalar."),
+    Other(r"\.lora_embedding_[AB](\.\w+)*$", "a LoRA of token embeddings"),
+    Other(r"\bbias$", "trained biases", "Make it again without biases (PEFT: bias: none, lora_bias: false)."),
+    Other(r"scale_weight$|weight_scale$|scaled_fp8$", "factors in a scaled number format", "Save it as fp16 or bf16."),
+)
+"""In this order: the first that is found names a tensor."""
+
+NOTICED: tuple[Other, ...] = (
+    Other(
+        r"^bundle_emb\.",
+        "embeddings that OneTrainer bundled with the LoRA: the words that stand for them mean nothing without them",
+    ),
+)
+"""They change no weight of the model."""
+
+BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""PEFT's ``init_lora_weights`` that take a part out of the base weights (peft/tuners/lora/config.py)."""
+OTHER_METHODS = (
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "layer_replication",
+    "trainable_token_indices",
+    "modules_to_save",
+    "lora_bias",
+)
+"""Fields of a PEFT config that make something else than a plain LoRA where they are set (peft 0.21, LoraConfig)."""
+
+
+def grouped(tensors: Mapping[str, Tensor], path: Path, say: Say) -> dict[str, dict[str, Tensor]]:
+    """Module (as the file names it) -> role -> tensor, of every tensor of a file; ``say`` gets a notice.
+
+    Raises:
+        AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.
+    """
+    modules: dict[str, dict[str, Tensor]] = {}
+    rest = []
+    for name, tensor in tensors.items():
+        ending = next((ending for ending in TAKEN if name.endswith("." + ending)), None)
+        if ending is None:
+            rest.append(name)
+            continue
+        parts = modules.setdefault(name.removesuffix("." + ending), {})
+        if TAKEN[ending] in parts:
+            raise _error("lora-parts", f"Two tensors of this file are the same part: {name} is the second.", path)
+        parts[TAKEN[ending]] = tensor
+    whole = {module: parts for module, parts in modules.items() if {"down", "up"} <= parts.keys()}
+    _refuse_others(rest, bool(whole), path, say)
+    _refuse_halves({module: parts for module, parts in modules.items() if module not in whole}, path, say)
+    return whole
+
+
+def _refuse_others(names: Iterable[str], has_lora: bool, path: Path, say: Say) -> None:
+    found: dict[Other | None, list[str]] = {}
+    for name in names:
+        kinds = (kind for kind in (*NOTICED, *REFUSED) if re.search(kind.pattern, name))
+        found.setdefault(next(kinds, None), []).append(name)
+    for kind in NOTICED:
+        if kind in found:
+            say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
+    unknown = found.pop(None, [])
+    refused = next((kind for kind in REFUSED if kind in found), None)
+    if unknown and not has_lora and len(unknown) >= sum(map(len, found.values())):
+        raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+    if not has_lora and refused is not None:
+        what = f"This file holds {refused.what} and no LoRA: {_some(found[refused])}."
+        raise _error("lora-kind", what, path, refused.instead)
+    if refused is not None:
+        what = f"Beside a LoRA this file holds {refused.what}: {_some(found[refused])}."
+        raise _error("lora-parts", f"{what} Without that the effect would be another.", path, refused.instead)
+    if unknown:
+        what = f"Beside a LoRA this file holds something that is not known here: {_some(unknown)}."
+        raise _error("lora-parts", f"{what} Without that the effect would be another.", path)
+
+
+def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, say: Say) -> None:
+    """Modules without both factors: an alpha alone does nothing in any program, all else is damage."""
+    broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
+    if broken:
+        module, parts = next(iter(sorted(broken.items())))
+        lacking = " and ".join(role for role in ("down", "up") if role not in parts)
+        raise _error(
+            "lora-incomplete",
+            f"{len(broken)} modules of this file lack a factor, for example {module} (it has no {lacking}).",
+            path,
+            "Download or save the file again.",
+        )
+    if halves:
+        say(f"Left out of {path.name}: alphas of modules that have no weights in it ({_some(halves)}).")
+
+
+def check_config(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a PEFT config that asks for something else than a plain LoRA or DoRA.
+
+    Raises:
+        AdapterError: lora-kind.
+    """
+    kind = config.get("peft_type")
+    if kind is not None and str(kind).rpartition(".")[2] != "LORA":
+        raise _error("lora-kind", f"This is a PEFT adapter of the type {kind!s:.40}, not a LoRA.", path)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING):
+        raise _error(
+            "lora-kind",
+            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
+            path,
+            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
+        )
+    others = [name for name in OTHER_METHODS if config.get(name)]
+    if config.get("bias") not in (None, "none"):
+        others.append("bias")
+    if others:
+        what = f"This adapter is more than a LoRA: its config sets {', '.join(others)}."
+        raise _error("lora-kind", what, path, REFUSED[0].instead)
+
+
+def _some(names: Iterable[str]) -> str:
+    """How many there are, and one of them."""
+    found = sorted(names)
+    return found[0] if len(found) == 1 else f"{len(found)} tensors such as {found[0]}"
+
+
+def _error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:
+    return AdapterError(code, what, where=str(path), fix=fix or "Use a plain LoRA or LoCon.")
