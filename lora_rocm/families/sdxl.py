@@ -62,6 +62,7 @@ class Sdxl:
         preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, sdxl_keys.TEXT)}
         for preset, pattern in sdxl_keys.UNET_TARGETS.items()
     }
+    kohya_prefixes = sdxl_keys.PREFIXES
     base_version = "sdxl_base_v1-0"
     architecture = "stable-diffusion-xl-v1-base/lora"
     implementation = "https://github.com/Stability-AI/generative-models"
@@ -298,3 +299,6 @@ class Sdxl:
 
     def export_key(self, component: str, module: str) -> str:
         return sdxl_keys.kohya_key(component, module, self.source.config("unet"))
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((self.export_key(component, module), 0, rows),)

@@ -47,14 +47,13 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         recipe: what was asked for.
         family: knows the base model.
         facts: what happened.
-        network: ss_network_dim, ss_network_alpha and ss_network_args of the tensors that are written.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
     """
     optim, train = recipe.optim, recipe.train
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
     values: dict[str, Any] = {
         "ss_v2": "False",
         "ss_base_model_version": family.base_version,
-        "ss_network_module": "networks.lora",
         **network,
         "ss_output_name": recipe.output.name,
         "ss_steps": facts.steps,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_rocm.adapters.lora import attach_file, inject
+from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
@@ -41,7 +41,7 @@ def sample(job: Job) -> None:
     source = Path(job["source"])
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = _recipe_for(job, lora)
-    text_too = any(component != "unet" for component in components_of(lora))
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(family_for(recipe).text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)
