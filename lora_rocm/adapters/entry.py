@@ -109,12 +109,16 @@ class Entry(ABC):
 
 @dataclass
 class FileModule:
-    """What a file says of one module. ``key``: its name there; ``parts``: role -> tensor."""
+    """What a file says of one module.
+
+    key: its name there. parts: role -> tensor. config_rank: of a PEFT config, if the alpha is of that.
+    """
 
     key: str
     parts: dict[str, Tensor]
     alpha: float | None
     use_rslora: bool = False
+    config_rank: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class FileKind:
         entry: (module name, module, shape of its weight, file) -> entry; ValueError or AdapterError if it is none.
         check_config: refuses a PEFT config that asks for more; AdapterError.
         config_alpha: the name of the alpha in a PEFT config.
+        config_decides_rank: PEFT divides the alpha by the config's rank, whatever the tensors' shapes are.
         text_endings: PEFT's ending of a tensor's name -> the one by which transformers finds it in a text encoder.
     """
 
@@ -141,6 +146,7 @@ class FileKind:
     entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]
     check_config: Callable[[Mapping[str, Any], Path], None]
     config_alpha: str = "lora_alpha"
+    config_decides_rank: bool = False
     text_endings: Mapping[str, str] = field(default_factory=dict)
 
     def role_of(self, tensor: str) -> tuple[str, str] | None:

@@ -158,17 +158,22 @@ def _modules(
     for key, parts in groups.items():
         if "alpha" in parts and parts["alpha"].numel() != 1:
             raise ValueError(f"{key} has an alpha of the shape {list(parts['alpha'].shape)}")
-        alpha = parts["alpha"].float().item() if "alpha" in parts else _alpha(config, key, kind)
-        found = FileModule(key, parts, alpha, "alpha" not in parts and bool(config.get("use_rslora")))
+        if "alpha" in parts:
+            found = FileModule(key, parts, parts["alpha"].float().item())
+        else:
+            alpha = _number(config, "alpha_pattern", kind.config_alpha, key)
+            rank = _number(config, "rank_pattern", "r", key) if kind.config_decides_rank else None
+            found = FileModule(key, parts, alpha, bool(config.get("use_rslora")), rank)
         if modules.setdefault(name_of(key), found) is not found:
             raise ValueError(f"{key} and {modules[name_of(key)].key} are the same module")
     return modules
 
 
-def _alpha(config: Mapping[str, Any], module: str, kind: FileKind) -> float | None:
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((patterns[key] for key in patterns if _means(key, module)), config.get(kind.config_alpha))
-    return None if alpha is None else float(alpha)
+def _number(config: Mapping[str, Any], patterns: str, default: str, module: str) -> float | None:
+    """A module's number in a PEFT config: by the first pattern that means it, else the one of all."""
+    own = config.get(patterns) or {}
+    value = next((own[key] for key in own if _means(key, module)), config.get(default))
+    return None if value is None else float(value)
 
 
 def _from_diffusers(

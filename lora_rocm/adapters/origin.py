@@ -29,15 +29,21 @@ class Origin:
 
 ORIGINS: tuple[Origin, ...] = (
     Origin("flux2", "FLUX.2", (r"double_stream_modulation|single_stream_modulation|to_qkv_mlp_proj",)),
-    Origin("flux", "FLUX.1", (r"(double|single)_blocks_\d+_|single_transformer_blocks_\d+_",), r"to_qkv_mlp_proj"),
-    Origin("sd3", "Stable Diffusion 3", (r"joint_blocks_\d+_|transformer_blocks_\d+_ff_context_",)),
-    Origin("qwen_image", "Qwen-Image", (r"transformer_blocks_\d+_(img|txt)_(mlp|mod)|qwen_image",)),
+    Origin("flux", "FLUX.1", (r"(double|single)_blocks_\d+_|single_transformer_blocks_\d+_",)),
+    Origin("sd3", "Stable Diffusion 3", (r"joint_blocks_\d+_",)),
+    Origin("qwen_image", "Qwen-Image", (r"transformer_blocks_\d+_(img|txt)_(mlp|mod)",)),
+    Origin("", "FLUX.1 or Stable Diffusion 3", (r"transformer_blocks_\d+_(attn_add_|attn_to_add_out|ff_context)",)),
     Origin("z_image", "Z-Image", (r"(noise_refiner|context_refiner)_\d+_|(^|_)layers_\d+_attention_(to_|qkv|out)",)),
-    Origin("ltx", "LTX-Video", (r"(audio_to_video|video_to_audio)_attn|caption_projection",)),
-    Origin("wan", "Wan", (r"(^|_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",), r"(double|single|joint)_blocks_"),
-    Origin("causal_lm", "a language model", (r"(^|_)layers_\d+_(self_attn_[qkvo]_proj|mlp_(gate|up|down)_proj)",)),
+    Origin("ltx", "LTX-2", (r"(audio_to_video|video_to_audio)_attn",)),
+    Origin("wan", "Wan", (r"(^|_)(?<!transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",)),
     Origin("sdxl", "SDXL", (r"lora_te2_|text_encoder_2_|lora_unet_(input|middle|output)_blocks?_",)),
-    Origin("sd1", "Stable Diffusion 1 or 2", (r"lora_te_text_model_",)),
+    Origin("sd1", "Stable Diffusion 1 or 2", (r"^lora_te_text_model_",)),
+    Origin(
+        "causal_lm",
+        "a language model",
+        (r"(^|_)layers_\d+_(self_attn_[qkvo]_proj|mlp_(gate|up|down)_proj)",),
+        without=r"encoder_layers_|text_model",
+    ),
 )
 """In this order: the first that fits names a file. Names that several families have name none."""
 
