@@ -23,7 +23,7 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batches import Batch
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -129,7 +129,7 @@ def make_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Mod
     parameters = dict(net.named_parameters())
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
-    return net, GatedAdamW(FlatWeights(parameters), groups, OptimSection(lr_scheduler="constant"), **how)
+    return net, GatedAdamW(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
 
 
 def state_of(optimizer: GatedAdamW) -> Tensor:

@@ -48,7 +48,7 @@ def make_model(folder: Path) -> None:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    from lora_rocm.families.sdxl import LAYOUT
+    from lora_rocm.families.sdxl.family import LAYOUT
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     builtin = Path(str(resources.files("lora_rocm.builtin") / "tiny_sdxl"))

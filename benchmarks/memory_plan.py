@@ -31,6 +31,7 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import (
     Footprint,
@@ -97,7 +98,7 @@ def cases(toy: bool) -> list[Case]:
 def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
     """Of no pictures: nothing here looks at them."""
     base = "random:builtin:tiny-sdxl" if toy else "random:sdxl"
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": base},
             "data": {"path": str(root), "resolution": side_px, "bucket_step": 32 if toy else 64},

@@ -47,6 +47,7 @@ from lora_rocm.device.apply import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
@@ -437,7 +438,7 @@ def recipe_of(root: Path, options: argparse.Namespace) -> Recipe:
     for number in range(4):
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
         coarse.resize((side_px, side_px), Image.Resampling.BICUBIC).save(pictures / f"{number}.png")
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": MODELS[toy]},
             "data": {"path": str(pictures), "resolution": side_px, "bucket_step": 32},

@@ -55,8 +55,9 @@ from lora_rocm.data.prepare import prepare
 from lora_rocm.families.base import TensorSpec, family_for
 from lora_rocm.families.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
 from lora_rocm.families.random_weights import PREFIX, RandomSource, random_source
-from lora_rocm.families.sdxl import LAYOUT
+from lora_rocm.families.sdxl.family import LAYOUT
 from lora_rocm.families.weightfiles import digest, read_hashed, read_header, read_tensors
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
@@ -114,7 +115,7 @@ def fake_family(encode_s: float) -> Family:
 def recipe_for(folder: Path, resolution: int, model: str = TINY, **data: Any) -> Recipe:
     """A recipe over a folder of pictures."""
     section = {"path": str(folder), "resolution": resolution, "caption_fallback": "filename", **data}
-    return Recipe(model={"name_or_path": model}, data=section, train={"max_train_steps": 1})
+    return recipe_from({"model": {"name_or_path": model}, "data": section, "train": {"max_train_steps": 1}})
 
 
 def make_photographs(folder: Path, count: int, side: int) -> None:

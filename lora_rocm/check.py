@@ -230,10 +230,14 @@ class _Weighing:
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     """Changes with what is asked of the base, and with the names of files that are given for it."""
     model = recipe.model
-    names = [name for name in (model.name_or_path, model.config, model.vae) if name and not name.startswith(BUILTIN)]
+    names = [
+        name
+        for name in (model.name_or_path, getattr(model, "config", None), getattr(model, "vae", None))
+        if name and not name.startswith(BUILTIN)
+    ]
     files = [str(file) for name in names for file in _files(Path(name))]  # a new one may count for more than the others
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
-    parts = [__version__, model.model_dump(mode="json"), recipe.train.zero_terminal_snr, precision, files]
+    parts = [__version__, model.model_dump(mode="json"), recipe.objective.model_dump(mode="json"), precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

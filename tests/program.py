@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 import sys
 import threading
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 from lora_rocm import cli
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families import weigh
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.run import exits, process
 from lora_rocm.run.events import EventWriter, event_of, read_events
 from lora_rocm.run.heartbeat import HeartbeatWriter
@@ -197,7 +198,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
     assert module == weigh.__name__
     try:
-        return asdict(weigh.weigh(Recipe.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))))
+        return asdict(weigh.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code

@@ -25,22 +25,23 @@ LIGHT_DATA = {
     "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
     "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
 }  # fmt: skip
-LIGHT_UNITS = {"errors", "recipe", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
+LIGHT_UNITS = {"errors", "recipe", "specs", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
-    "recipe": {"errors"},
-    "host": {"errors", "recipe"},
-    "run": {"errors", "recipe", "host"},
-    "check": {"errors", "recipe", "host", "run", "data"},
-    "doctor": {"errors", "recipe", "host", "run"},
-    "cli": {"errors", "recipe", "host", "run", "data", "check", "doctor"},
-    "device": {"errors", "recipe", "host", "run"},
-    "kernels": {"errors", "recipe", "host", "run", "device"},
-    "data": {"errors", "recipe", "host", "run", "device", "kernels"},
-    "families": {"errors", "recipe", "host", "run", "device", "kernels", "data"},
-    "adapters": {"errors", "recipe", "host", "run", "device", "kernels", "data", "families"},
-    "train": {"errors", "recipe", "host", "run", "device", "kernels", "data", "families", "adapters"},
+    "recipe": {"errors", "specs"},
+    "specs": {"errors", "recipe"},
+    "host": {"errors", "recipe", "specs"},
+    "run": {"errors", "recipe", "specs", "host"},
+    "check": {"errors", "recipe", "specs", "host", "run", "data"},
+    "doctor": {"errors", "recipe", "specs", "host", "run"},
+    "cli": {"errors", "recipe", "specs", "host", "run", "data", "check", "doctor"},
+    "device": {"errors", "recipe", "specs", "host", "run"},
+    "kernels": {"errors", "recipe", "specs", "host", "run", "device"},
+    "data": {"errors", "recipe", "specs", "host", "run", "device", "kernels"},
+    "families": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data"},
+    "adapters": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families"},
+    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families", "adapters"},
     "builtin": set(),
     "__main__": {"cli"},
     "": set(),
@@ -79,8 +80,12 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """First name below the package: ``errors``, ``recipe``, ...; empty for the package itself."""
-        return f"{self.name}..".split(".")[1]
+        """First name below the package: ``errors``, ``recipe``, ...; empty for the package itself.
+
+        What the light half knows of the families is a unit of its own: ``families/registry.py`` and every ``spec.py``.
+        """
+        unit = f"{self.name}..".split(".")[1]
+        return "specs" if unit == "families" and self.name.rpartition(".")[2] in ("spec", "registry") else unit
 
     @property
     def is_light(self) -> bool:
@@ -149,12 +154,8 @@ def _imports(node: ast.AST, *, for_types: bool, at_top: bool) -> Iterator[Import
 
 @cache
 def families() -> tuple[str, ...]:
-    """The names in the registry of families, read without importing it."""
-    tree = _parse((ROOT / PACKAGE / "families" / "base.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FAMILIES" and node.value is not None:
-            return tuple(ast.literal_eval(node.value))
-    raise AssertionError("families/base.py has no FAMILIES")
+    """The packages of ``families`` that have a ``spec.py``."""
+    return tuple(sorted(path.parent.name for path in (ROOT / PACKAGE / "families").glob("*/spec.py")))
 
 
 def family_of(name: str) -> str:
@@ -181,7 +182,7 @@ def arrow_faults(module: Module) -> Iterator[str]:
 
 def family_faults(module: Module) -> Iterator[str]:
     """A family that knows another, or shared code that knows one."""
-    if module.unit != "families":
+    if module.unit not in ("families", "specs") or module.name == f"{PACKAGE}.families.registry":
         return
     for found in imports_of(module):
         other = family_of(found.target)
@@ -324,14 +325,18 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
     [
         bad(arrow_faults, "errors", "from lora_rocm.recipe.schema import Recipe"),
         bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
-        bad(arrow_faults, "families.sdxl", "from lora_rocm.train import loop"),
+        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
         bad(arrow_faults, "adapters.lora", "from lora_rocm.train.export import write"),
-        bad(arrow_faults, "families.sdxl", "from lora_rocm.adapters.lora import Adapter"),
+        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
         bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
-        bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl import Sdxl"),
+        bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
-        bad(family_faults, "families.flux", "from lora_rocm.families.sdxl import Sdxl"),
+        bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.diffusion", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
+        bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
+        bad(light_faults, "families.flux.spec", "import torch"),
+        bad(light_faults, "recipe.kinds", "from lora_rocm.families.base import family_for"),
         bad(light_faults, "cli", "def f():\n    import torch"),
         bad(light_faults, "host.probe", "from transformers import CLIPTextModel"),
         bad(light_faults, "data.samples", "import datasets"),
@@ -368,9 +373,13 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "data.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "data.cache", "if TYPE_CHECKING:\n    from lora_rocm.families.base import ModelFamily"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
-        (family_faults, "families.sdxl_keys", "from lora_rocm.families.sdxl import Sdxl"),
+        (family_faults, "families.sdxl_keys", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "data.samples", "def f():\n    import datasets"),
         (light_faults, "data.cache", "import torch"),
+        (light_faults, "families.flux.family", "import torch"),
+        (light_faults, "recipe.kinds", "from lora_rocm.families.flux.spec import SPEC"),
+        (arrow_faults, "recipe.kinds", "from lora_rocm.families.registry import PRODUCT"),
+        (family_faults, "families.registry", "from lora_rocm.families.sdxl.spec import SPEC"),
         (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
         (standard_library_faults, "host.probe", "import ctypes\nfrom lora_rocm.host.facts import Gpu"),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),

@@ -20,6 +20,7 @@ from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.prepare import prepare
 from lora_rocm.data.samples import geometries, load_image, scan
 from lora_rocm.errors import DataError, LoraRocmError
+from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.suggest import all_keys
@@ -156,7 +157,7 @@ def test_pictures_are_used_or_set_aside(
             assert load_image(sample).mode == "RGB"
 
 
-LEAVES = sorted(key for key in all_keys() if "." in key)
+LEAVES = sorted(key for key in all_keys(kinds_of({}).recipe) if "." in key)
 
 
 @SETTINGS

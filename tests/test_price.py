@@ -24,7 +24,7 @@ from benchmarks.reliable_price import (
     summary,
     summary_of_state,
 )
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.train.state_guard import StateGuard
 from tests.tiny_models import write_tiny_sdxl
 
@@ -105,7 +105,7 @@ def test_the_promises(figures: dict[str, float], lora: dict[str, int], plain: bo
         **figures,
     }
     sections = {"model": {"name_or_path": "x"}, "data": {"path": "x"}, "train": {"max_train_steps": 1}}
-    recipe = Recipe.model_validate({**sections, "lora": {"rank": 16, "targets": "attention", **lora}})
+    recipe = recipe_from({**sections, "lora": {"rank": 16, "targets": "attention", **lora}})
     assert [promise for promise, holds in kept(found, recipe, plain).items() if not holds] == broken
 
 

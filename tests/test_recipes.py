@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
-from lora_rocm.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -22,7 +22,7 @@ def test_the_promised_recipes_are_there() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_fits_the_schema(path: Path) -> None:
-    Recipe.model_validate(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+    recipe_from(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

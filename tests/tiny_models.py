@@ -148,7 +148,7 @@ def write_tiny_sdxl(
 
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
-    from lora_rocm.recipe.schema import Recipe
+    from lora_rocm.recipe.kinds import recipe_from
 
     base: dict[str, dict[str, Any]] = {
         "model": {"family": "sdxl", "name_or_path": str(folder)},
@@ -158,7 +158,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
-    return Recipe.model_validate(base)
+    return recipe_from(base)
 
 
 def write_single_file(pipeline: StableDiffusionXLPipeline, path: Path, extra: dict[str, Tensor] | None = None) -> Path:
@@ -179,7 +179,7 @@ def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | Non
         extra: more tensors, of which only shape and format count.
     """
     from lora_rocm.families.loading import Source
-    from lora_rocm.families.sdxl import LAYOUT
+    from lora_rocm.families.sdxl.family import LAYOUT
 
     source = Source("hollow", LAYOUT, LAYOUT.configs, None)
     state = {name: source.skeleton(name).to("meta").state_dict() for name in LAYOUT.parts}

@@ -21,7 +21,7 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.names import canonical
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import LoraSection, OptimSection
+from lora_rocm.recipe.schema import AdapterSection, OptimSection
 
 PEFT_NAME = "default"
 Reader = Literal["diffusers", "peft", "comfyui"]
@@ -67,7 +67,7 @@ class Adapter(ABC):
 
     @classmethod
     @abstractmethod
-    def config(cls, lora: LoraSection, pattern: str) -> PeftConfig:
+    def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
         """PEFT's config for the modules of a component that a regular expression matches."""
 
     @classmethod
@@ -77,16 +77,16 @@ class Adapter(ABC):
 
     @classmethod
     @abstractmethod
-    def weights_of(cls, lora: LoraSection, shape: Sequence[int]) -> int:
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
         """How many numbers are trained for a weight of a shape ([out, in] or [out, in, kh, kw])."""
 
     @classmethod
     @abstractmethod
-    def smaller(cls, lora: LoraSection) -> Iterator[tuple[str, LoraSection]]:
+    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
         """Settings with fewer trained numbers, the mildest first; each in words ("lora.rank to 8") and as a section."""
 
     @classmethod
-    def asks_float32(cls, lora: LoraSection) -> bool:
+    def asks_float32(cls, lora: AdapterSection) -> bool:
         """Whether a recipe's layers will compute in float32 on a base of another format (``needs_float32``)."""
         return False
 
@@ -109,7 +109,7 @@ class Adapter(ABC):
         """Write an entry that ``unfit`` found nothing against into a layer, with the same effect."""
 
     @abstractmethod
-    def unfit(self, lora: LoraSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
         """Why entries of a file cannot start this adapter: (in words, setting that would let it), and so on.
 
         Raises:
@@ -133,7 +133,7 @@ class Adapter(ABC):
         """Whether the layers compute in float32 on a base of another format."""
         return False
 
-    def narrow(self, lora: LoraSection) -> int:
+    def narrow(self, lora: AdapterSection) -> int:
         """How many layers have more trained numbers than a weight of theirs can use."""
         return 0
 

@@ -13,11 +13,11 @@ from lora_rocm.adapters.lora_reader import read_adapter
 from lora_rocm.adapters.start_file import check_start
 from lora_rocm.adapters.targets import targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import LoraSection
+from lora_rocm.recipe.schema import AdapterSection
 
 
 def inject(
-    family: ModelFamily, model: LoadedModel, lora: LoraSection, seed: int, say: Say = lambda text: None
+    family: ModelFamily, model: LoadedModel, lora: AdapterSection, seed: int, say: Say = lambda text: None
 ) -> Adapter:
     """Put new layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
 
@@ -50,7 +50,7 @@ def inject(
     return adapter
 
 
-def inject_hollow(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
+def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
     """The same layers in a model on the meta device, without numbers: whatever their rank, they take no memory.
 
     Raises:
@@ -87,7 +87,7 @@ def attach_file(
     return kind_of_file(files).attach(family, model, scaled)
 
 
-def _with_layers(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> Adapter:
+def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
     kind = kind_for(lora)
     for component, pattern in targets(family, model, lora).items():
         kind.insert(model.components[component], kind.config(lora, pattern))

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import FileKind
 from lora_rocm.adapters.lora import LoraAdapter
-from lora_rocm.recipe.schema import LoraSection
+from lora_rocm.recipe.schema import AdapterSection
 
 KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter}
 """``lora.type`` -> kind. Of a file that holds several, the first is taken, and then the others are too much."""
 
 
-def kind_for(lora: LoraSection) -> type[Adapter]:
+def kind_for(lora: AdapterSection) -> type[Adapter]:
     """The kind that a recipe's section asks for."""
-    return KINDS["lora"]
+    return KINDS[lora.type]
 
 
 def kind_of_file(files: FileKind) -> type[Adapter]:

@@ -23,7 +23,7 @@ from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
-from lora_rocm.recipe.schema import MAX_RANK, LoraSection
+from lora_rocm.recipe.schema import MAX_RANK, AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
@@ -49,7 +49,8 @@ class LoraAdapter(Adapter):
     readers = {"kohya": ("diffusers", "comfyui"), "diffusers": ("diffusers",), "peft": ("peft",)}
 
     @classmethod
-    def config(cls, lora: LoraSection, pattern: str) -> LoraConfig:
+    def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
+        assert isinstance(lora, LoraSection), "a section of this kind"
         return LoraConfig(
             r=lora.rank,
             lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
@@ -92,19 +93,21 @@ class LoraAdapter(Adapter):
         return adapter
 
     @classmethod
-    def weights_of(cls, lora: LoraSection, shape: Sequence[int]) -> int:
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        assert isinstance(lora, LoraSection), "a section of this kind"
         outputs, inputs = shape[0], math.prod(shape[1:])
         return lora.rank * (outputs + inputs) + (outputs if lora.use_dora else 0)
 
     @classmethod
-    def smaller(cls, lora: LoraSection) -> Iterator[tuple[str, LoraSection]]:
+    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
         for power in range(MAX_RANK.bit_length()):
             rank = MAX_RANK >> power
             if rank < lora.rank:
                 yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
 
     @classmethod
-    def asks_float32(cls, lora: LoraSection) -> bool:
+    def asks_float32(cls, lora: AdapterSection) -> bool:
+        assert isinstance(lora, LoraSection), "a section of this kind"
         return lora.use_dora
 
     @staticmethod
@@ -138,7 +141,8 @@ class LoraAdapter(Adapter):
                 magnitude = _row_norms(layer.get_base_layer().weight.float().cpu() + entry.update())
             _set_magnitude(layer, magnitude)
 
-    def unfit(self, lora: LoraSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+        assert isinstance(lora, LoraSection), "a section of this kind"
         found: list[tuple[str, str]] = []
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
@@ -195,7 +199,7 @@ class LoraAdapter(Adapter):
         """DoRA does: its norms are of the base's weight in the format of the input."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
-    def narrow(self, lora: LoraSection) -> int:
+    def narrow(self, lora: AdapterSection) -> int:
         """Layers whose inputs or outputs are fewer than the rank."""
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)

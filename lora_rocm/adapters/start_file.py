@@ -10,12 +10,12 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileKind
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.recipe.schema import LoraSection
+from lora_rocm.recipe.schema import AdapterSection
 
 
 def check_start(
     family: ModelFamily,
-    lora: LoraSection,
+    lora: AdapterSection,
     adapter: Adapter,
     files: FileKind,
     entries: Mapping[str, Entry],
@@ -71,7 +71,7 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
         )
 
 
-def _targets_for(family: ModelFamily, lora: LoraSection, adapted: Iterable[str], more: Iterable[str]) -> str:
+def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
     """A value of ``lora.targets`` for what is adapted and for more: a preset's name, else expressions as YAML."""
     unet = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)

@@ -11,7 +11,7 @@ from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.safe_path import python_command
-from lora_rocm.recipe.schema import LoraSection
+from lora_rocm.recipe.schema import AdapterSection
 
 EXAMPLES = 4
 MATCHING_S = 20.0
@@ -24,7 +24,7 @@ print(json.dumps([path for path in paths if re.fullmatch(pattern, path)]))
 """
 
 
-def targets(family: ModelFamily, model: LoadedModel, lora: LoraSection) -> dict[str, str]:
+def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, str]:
     """Component -> regular expression of exactly the modules to adapt.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.errors import ModelError
+from lora_rocm.families.registry import PRODUCT, Registry
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -234,20 +234,15 @@ class ModelFamily(Protocol):
         ...
 
 
-FAMILIES: dict[str, str] = {
-    "sdxl": "lora_rocm.families.sdxl:Sdxl",
-}
+def family_for(recipe: Recipe, registry: Registry = PRODUCT) -> ModelFamily:
+    """The family object of a recipe, imported on demand.
 
-
-def family_for(recipe: Recipe) -> ModelFamily:
-    """The family object of a recipe, imported on demand."""
+    Args:
+        recipe: of a family of ``registry``.
+        registry: the families there are.
+    """
     import importlib
 
-    name = recipe.model.family
-    if name not in FAMILIES:
-        raise ModelError(
-            "family-unknown", f"There is no model family {name!r}.", fix=f"Known: {', '.join(sorted(FAMILIES))}."
-        )
-    module, _, attribute = FAMILIES[name].partition(":")
+    module, _, attribute = registry[recipe.model.family].implementation.partition(":")
     family: ModelFamily = getattr(importlib.import_module(module), attribute)(recipe)
     return family

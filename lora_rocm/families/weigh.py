@@ -19,6 +19,7 @@ from lora_rocm.errors import LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.settings import settings_from
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -69,7 +70,7 @@ def weigh(recipe: Recipe) -> Weighed:
 def main() -> int:
     """Weigh the recipe in the file that the first argument names."""
     try:
-        recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
         found: dict[str, object] = asdict(weigh(recipe))
         code = 0
     except LoraRocmError as error:

@@ -97,7 +97,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         recipe.model.name_or_path,
         f"{', '.join(map(str, sides))} px",
         f"batch {train.batch_size}",
-        f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.rank} ({targets})",
+        f"{lora.title} rank {lora.rank} ({targets})",
         *(["with text encoders"] if lora.train_text_encoder else []),
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),

@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
+from lora_rocm.recipe.kinds import Kinds
 from lora_rocm.recipe.peer_names import value_advice
-from lora_rocm.recipe.schema import DataSource, Recipe
+from lora_rocm.recipe.schema import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 
@@ -41,8 +42,15 @@ def shown(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> list[Problem]:
-    """One problem a place, the first MAX_PROBLEMS of them. ``where`` turns a key into "file.yaml:12 lora.rank"."""
+def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kinds: Kinds) -> list[Problem]:
+    """One problem a place, the first MAX_PROBLEMS of them.
+
+    Args:
+        error: of ``kinds.recipe``.
+        data: what was validated.
+        where: turns a key into "file.yaml:12 lora.rank".
+        kinds: of ``data``. Which keys a section of an unknown kind has is not known: they are not judged.
+    """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
     train = data.get("train") if isinstance(data, dict) else None
@@ -51,13 +59,17 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> l
         if len(problems) == MAX_PROBLEMS:
             break
         key = _real_key(detail, data)
+        if detail["type"] == "extra_forbidden" and key[0] in {section for section, _ in kinds.unknown}:
+            continue
         phrase = EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
             phrases = expected.setdefault(key, {})
             phrases[phrase] = None  # a set in order: thousands of items of a list can have the same problem
             value = _value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
-                problems[key] = Problem(where(key), f"is far too large or too small: {shown(value)}", _default_of(key))
+                problems[key] = Problem(
+                    where(key), f"is far too large or too small: {shown(value)}", _default_of(key, kinds.recipe)
+                )
                 continue
             sentence = f"expected {' or '.join(phrases)}, got {shown(value)}"
             fix = value_advice(dotted(key), value, steps) or _quote_advice(phrases, value)
@@ -65,7 +77,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str]) -> l
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
         elif key not in problems or detail["type"] == "too_long":  # the list that a text could stand for
-            problems[key] = Problem(where(key), *_sentence_and_fix(detail, key))
+            problems[key] = Problem(where(key), *_sentence_and_fix(detail, key, kinds))
     return list(problems.values())
 
 
@@ -102,23 +114,23 @@ def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], s
     return Problem(where((*key, *given[-1:])), context["what"], context["fix"])
 
 
-def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
+def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "missing" and isinstance(detail["loc"][-1], int):
         return f"has too few values: {shown(value)}", ""
     if kind == "missing":
-        return "is missing", _description(key)
+        return "is missing", _description(key, kinds.recipe)
     if kind == "extra_forbidden":
-        parent = _section_at(key[:-1])
-        names = list(parent.model_fields)
-        return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value))
+        names = list(_section_at(key[:-1], kinds.recipe).model_fields)
+        return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
     if kind == "literal_error":
-        choices = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        own = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        choices = kinds.choices(key) or own
         fix = value_advice(dotted(key), value) or _near_choice(value, choices)
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "multiple_of":
         step = int(context["multiple_of"])
-        most = next(int(str(limit.le)) for limit in _field_at(key).metadata if isinstance(limit, Le))
+        most = next(int(str(limit.le)) for limit in _field_at(key, kinds.recipe).metadata if isinstance(limit, Le))
         near = [number for number in (int(value) // step * step, -(int(value) // -step) * step) if 0 < number <= most]
         fix = f"Take {' or '.join(map(str, near))}." if near else ""
         return f"has to be a multiple of {step}, got {shown(value)}", fix
@@ -126,7 +138,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key) -> tuple[str, str]:
         return f"has more than {context['max_length']} items", ""
     if kind in COMPARED:
         words, limit = COMPARED[kind]
-        return f"has to be {words} {context[limit]}, got {shown(value)}", _default_of(key)
+        return f"has to be {words} {context[limit]}, got {shown(value)}", _default_of(key, kinds.recipe)
     message = detail["msg"]
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", ""
 
@@ -145,9 +157,8 @@ def _quote_advice(expected: Collection[str], value: Any) -> str:
     return ""
 
 
-def _section_at(key: Key) -> type[BaseModel]:
-    """The section that holds the keys below ``key``."""
-    model: type[BaseModel] = Recipe
+def _section_at(key: Key, model: type[BaseModel]) -> type[BaseModel]:
+    """The section of ``model`` that holds the keys below ``key``."""
     for part in key:
         if isinstance(part, str):
             found = section_class(model.model_fields[part].annotation)
@@ -156,28 +167,28 @@ def _section_at(key: Key) -> type[BaseModel]:
     return model
 
 
-def _field_at(key: Key) -> FieldInfo:
-    return _section_at(key[:-1]).model_fields[str(key[-1])]
+def _field_at(key: Key, model: type[BaseModel]) -> FieldInfo:
+    return _section_at(key[:-1], model).model_fields[str(key[-1])]
 
 
-def _default_of(key: Key) -> str:
+def _default_of(key: Key, model: type[BaseModel]) -> str:
     """The default of a key as a hint; empty for an item of a list, and where it says nothing."""
     if not isinstance(key[-1], str):
         return ""
-    default = _field_at(key).default
+    default = _field_at(key, model).default
     return f"The default is {default:g}." if isinstance(default, int | float) and default else ""
 
 
-def _description(key: Key) -> str:
-    field = _field_at(key)
+def _description(key: Key, model: type[BaseModel]) -> str:
+    field = _field_at(key, model)
     section = section_class(field.annotation)
     text = field.description or (section.__doc__ if section else "") or ""
     return f"Add it: {text.strip().splitlines()[0]}" if text else ""
 
 
-def boolean_problems(data: Any, where: Callable[[Key], str]) -> Iterator[Problem]:
+def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> Iterator[Problem]:
     """Problems for true and false where a number is wanted: pydantic would take them for 1 and 0."""
-    yield from _booleans(data, Recipe, (), where)
+    yield from _booleans(data, kinds.recipe, (), where)
 
 
 def _booleans(data: Any, model: type[BaseModel], key: Key, where: Callable[[Key], str]) -> Iterator[Problem]:

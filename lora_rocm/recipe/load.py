@@ -20,10 +20,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import Problem, RecipeError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.foreign import recognised
+from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.peer_names import RATE_OF_ADAMW
-from lora_rocm.recipe.schema import Recipe, TimeoutsSection
+from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
     Key,
@@ -58,10 +60,11 @@ PATH_FIX = "Correct the path. Relative paths start where the command runs."
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a file and line, or ``--set``."""
+    """Where a value was written: a file and line, or ``--set``. name: the key there, if it has moved since."""
 
     origin: str
     line: int | None = None
+    name: str = ""
 
     def __str__(self) -> str:
         return self.origin if self.line is None else f"{self.origin}:{self.line}"
@@ -77,8 +80,10 @@ class Layered:
 
     def where(self, key: Key) -> str:
         """Place and name of a key, as in ``file.yaml:12 lora.rank``; of a missing key the line of its section."""
-        known = next((self.places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.places), None)
-        return f"{known or self.origin} {dotted(key)}".rstrip()
+        near = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in self.places), ())
+        known = self.places.get(near)
+        name = dotted((known.name, *key[len(near) :])) if known and known.name else dotted(key)
+        return f"{known or self.origin} {name}".rstrip()
 
     def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
         """Lay ``data`` on top: sections merge, everything else (lists too) replaces."""
@@ -142,12 +147,13 @@ class LoadedRecipe:
             raise RecipeError(problems)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Registry = PRODUCT) -> LoadedRecipe:
     """Read, merge and validate a recipe.
 
     Args:
         path: a file; when there is none, a recipe of that name that ships with the program.
         overrides: ``section.key=value``, the value read as YAML.
+        registry: the families there are.
 
     Raises:
         RecipeError: with everything that is wrong.
@@ -160,15 +166,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     base = own.pop("base", None)
     if base is not None:
         problems += _lay_base(layers, base, found, places, notices)
-    layers.merge(own, places)
+    layers.merge(*_moved(own, places, problems))
     for override in overrides:
         problems += _lay_override(layers, override)
     spoiled = {problem.where for problem in problems}
-    recipe, more = _validate(layers)
+    recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
-    notices += questions(recipe, layers)
+    notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
     runtime = recipe.runtime
     if runtime.workers != runtime.workers_on(sys.platform):
         notices.append(
@@ -250,10 +256,10 @@ def shared_values(recipe: Recipe) -> dict[str, Any]:
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
     """What differs between the recipe of a run and the one to resume it with, and may not."""
     after = {key: value for key, value, _ in _leaves(new)}
-    return [
-        Problem(dotted(key), f"{shown(before)} -> {shown(after.get(key))}")
+    return [  # a key that only one of them has is of another kind, and the key that names the kind differs too
+        Problem(dotted(key), f"{shown(before)} -> {shown(after[key])}")
         for key, before, may_change in _leaves(old)
-        if not may_change and before != after.get(key)
+        if not may_change and key in after and before != after[key]
     ]
 
 
@@ -341,7 +347,7 @@ def _lay_base(layers: Layered, base: Any, path: Path, places: dict[Key, Place], 
         what = f"{path} builds on this recipe, which has a base itself"
         fix = "Only one level is possible: copy what you need into one of them."
         problems.append(Problem(f"{base_places[('base',)]} base", what, fix))
-    layers.merge(data, base_places)
+    layers.merge(*_moved(data, base_places, problems))
     return problems
 
 
@@ -368,8 +374,42 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
         data = {part: data}
     place = Place("--set")
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
-    layers.merge(data, {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}})
-    return []
+    problems: list[Problem] = []
+    places = {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}}
+    layers.merge(*_moved(data, places, problems))
+    return problems
+
+
+def _moved(
+    data: dict[str, Any], places: dict[Key, Place], problems: list[Problem]
+) -> tuple[dict[str, Any], dict[Key, Place]]:
+    """Data and places of one layer with each key of ``MOVED`` at its new place; ``problems``: both were given."""
+    data, places = dict(data), dict(places)
+    for old, new in MOVED.items():
+        section = data.get(old[0])
+        if not isinstance(section, dict) or old[1] not in section:
+            continue
+        data[old[0]] = {name: value for name, value in section.items() if name != old[1]}
+        below = {key: place for key, place in places.items() if key[:2] == old}
+        place = below.get(old, places.get(old[:1], Place("--set")))
+        places = {key: place for key, place in places.items() if key not in below}
+        if new in places:
+            what = f"is {dotted(new)} by its old name, which is given too, in {places[new]}"
+            problems.append(Problem(f"{place} {dotted(old)}", what, f"Remove one of them: {dotted(old)}."))
+        elif isinstance(target := data.get(new[0], {}), dict):
+            data[new[0]] = {**target, new[1]: section[old[1]]}
+            places = {new[:1]: place, **places, **{(*new, *key[2:]): each for key, each in below.items()}}
+            places[new] = replace(place, name=dotted(old))
+    return data, places
+
+
+def _notice_of_moved(layers: Layered) -> list[str]:
+    """One sentence about the keys that were given where they were in earlier versions."""
+    given = [(layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name]
+    if not given:
+        return []
+    moves = ", ".join(f"{where} is {new} now" for where, new in given)
+    return [f"{moves}. The old place is still read; write the new one."]
 
 
 def _get(data: Any, key: Key) -> Any:
@@ -378,13 +418,14 @@ def _get(data: Any, key: Key) -> Any:
     return data
 
 
-def _validate(layers: Layered) -> tuple[Recipe | None, list[Problem]]:
-    problems = list(boolean_problems(layers.data, layers.where))
+def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[Problem]]:
+    kinds = kinds_of(layers.data, registry)
+    problems = list(boolean_problems(layers.data, layers.where, kinds))
     try:
-        return Recipe.model_validate(layers.data), problems
+        return kinds.recipe.model_validate(layers.data), problems
     except ValidationError as error:
         known = {problem.where for problem in problems}
-        found = explain(error, layers.data, layers.where)
+        found = explain(error, layers.data, layers.where, kinds)
         return None, problems + [problem for problem in found if problem.where not in known]
 
 
@@ -416,13 +457,19 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         update={
             "model": model.model_copy(
                 update={
-                    "name_or_path": _absolute_if_there(model.name_or_path),
-                    "config": _absolute_if_there(model.config),
-                    "vae": _absolute_if_there(model.vae),
+                    name: _absolute_if_there(getattr(model, name))
+                    for name in ("name_or_path", "config", "vae")
+                    if name in type(model).model_fields
                 }
             ),
             "data": data.model_copy(update={"path": _absolute_unless_builtin(data.path), "sources": sources}),
-            "lora": recipe.lora.model_copy(update={"init_from": _absolute_unless_builtin(recipe.lora.init_from)}),
+            "lora": recipe.lora.model_copy(
+                update={
+                    name: _absolute_unless_builtin(getattr(recipe.lora, name))
+                    for name in ("init_from",)
+                    if name in type(recipe.lora).model_fields
+                }
+            ),
             "cache": recipe.cache.model_copy(update={"dir": _absolute(recipe.cache.dir)}),
             "output": recipe.output.model_copy(update={"dir": _absolute(recipe.output.dir)}),
         }
@@ -435,7 +482,8 @@ def _named_files(recipe: Recipe) -> Iterator[tuple[Key, str, str]]:
     for index, source in enumerate(recipe.data.sources):
         if source.path is not None:
             yield ("data", "sources", index, "path"), source.path, "folder"
-    if recipe.model.config is not None:
-        yield ("model", "config"), recipe.model.config, "folder"
-    if recipe.lora.init_from is not None:
-        yield ("lora", "init_from"), recipe.lora.init_from, "file"
+    config, init_from = getattr(recipe.model, "config", None), getattr(recipe.lora, "init_from", None)
+    if config is not None:
+        yield ("model", "config"), config, "folder"
+    if init_from is not None:
+        yield ("lora", "init_from"), init_from, "file"

@@ -78,11 +78,11 @@ SAME_VALUE: dict[str, str] = {
     "num_epochs": "train.epochs",
     "train_batch_size": "train.batch_size",
     "micro_batch_size_per_gpu": "train.batch_size",
-    "snr_gamma": "train.min_snr_gamma",
-    "offset_noise_weight": "train.noise_offset",
-    "zero_terminal": "train.zero_terminal_snr",
-    "rescale_betas_zero_snr": "train.zero_terminal_snr",
-    "rescale_noise_scheduler_to_zero_terminal_snr": "train.zero_terminal_snr",
+    "snr_gamma": "objective.min_snr_gamma",
+    "offset_noise_weight": "objective.noise_offset",
+    "zero_terminal": "objective.zero_terminal_snr",
+    "rescale_betas_zero_snr": "objective.zero_terminal_snr",
+    "rescale_noise_scheduler_to_zero_terminal_snr": "objective.zero_terminal_snr",
     "train.dtype": "train.mixed_precision",
     "train_dtype": "train.mixed_precision",
     "activation_checkpointing": "train.gradient_checkpointing",
@@ -170,10 +170,10 @@ ASPECT = (
 FREE = "Not supported yet; leave it out."
 ATTENTION = "Attention is chosen by the program; leave it out."
 PLACEMENT = "runtime.memory: auto decides what is kept on the card; leave it out."
-NOISE = "Not supported: train.noise_offset is the only change of the noise."
+NOISE = "Not supported: objective.noise_offset is the only change of the noise."
 TIMESTEPS = "Not supported: timesteps are drawn evenly from the whole range."
 SCHEDULE = "Not supported: optim.lr_scheduler is constant, linear or cosine over all steps, without further options."
-LOSS = "Not supported: the loss is the mean squared error, and train.min_snr_gamma its only weighting."
+LOSS = "Not supported: the loss is the mean squared error, and objective.min_snr_gamma its only weighting."
 TRACKING = "TensorBoard files are always written into the run directory; other trackers are not supported."
 MODULES = "Only LoRA and DoRA (lora.use_dora) are trained; leave it out."
 CONV = (
@@ -260,10 +260,10 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(
         ("weight_dtype", "quantize", "qtype", "quantize_te", "fp8_base", "base_model_precision"), BASE_FORMAT
     ),
-    "noise_offset_type": "Only kohya's type Original is there: leave it out, and set train.noise_offset.",
+    "noise_offset_type": "Only kohya's type Original is there: leave it out, and set objective.noise_offset.",
     "max_token_length": "Captions are read up to 75 tokens, longer ones are cut; there is no key for more yet.",
     **dict.fromkeys(("conv_dim", "conv_alpha", "conv"), CONV),
-    **dict.fromkeys(("network_module", "lora_type", "lora.type", "peft_type", "algo", "lycoris_config"), MODULES),
+    **dict.fromkeys(("network_module", "lora_type", "peft_type", "algo", "lycoris_config"), MODULES),
     **dict.fromkeys(("factor", "decompose_both", "use_cp", "use_tucker", "unit"), MODULES),
     **dict.fromkeys(
         ("network_args", "network_kwargs"),
@@ -334,6 +334,8 @@ def value_advice(key: str, value: object, steps: object = None) -> str:
         own = NUMBER_FORMATS.get(plain, "")
         own = "no" if key == "train.mixed_precision" and own == "fp32" else own
         return f"Write {own}." if own and own != plain and (key, own) != ("lora.weight_dtype", "fp16") else ""
+    if key == "lora.type":
+        return "Write lora." if plain in ("locon", "dora") else MODULES
     if key == "optim.optimizer":
         return _optimizer_advice(plain)
     if key == "runtime.device" and plain.partition(":")[0] in ("cuda", "hip", "rocm"):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
-from lora_rocm.recipe.schema import Recipe
 
 HEAD = """# The recipe
 
@@ -49,7 +49,7 @@ def json_schema() -> dict[str, Any]:
 
     With ``base`` nothing is required, since the base may give it. ``resume: may change`` is an annotation.
     """
-    schema = Recipe.model_json_schema()
+    schema = kinds_of({}).recipe.model_json_schema()
     sections = schema.pop("$defs")
     required = schema.pop("required")
     needed = {name: sections[_ref(schema["properties"][name])].pop("required", []) for name in required}

@@ -7,12 +7,13 @@ what anybody trains with, so that a slip of the finger is found before it takes 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-PREDICTIONS = Literal["auto", "epsilon", "v_prediction"]
 LATENT_PX = 8  # one number of the latents stands for so many pixels a side
 MAX_STEPS = 100_000_000
 MAX_EPOCHS = 1_000_000
@@ -53,24 +54,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
 
 
-class SdxlModel(Section):
-    """The base model. SDXL and its fine-tunes."""
+class ModelSection(Section):
+    """The base model."""
 
-    family: Literal["sdxl"] = Field("sdxl", description="Model family.")
-    name_or_path: PathText = Field(
-        description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
-    )
-    config: PathText | None = Field(
-        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
-    )
-    vae: PathText | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+    family: str = Field(description="Model family.")
+    name_or_path: PathText = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    prediction_type: PREDICTIONS = Field(
-        "auto", description="What the model predicts; auto reads the model's own scheduler config."
-    )
-
-
-ModelSection = SdxlModel  # more families: Annotated[A | B, Field(discriminator="family")]
 
 
 class SourceOptions(Section):
@@ -176,16 +165,15 @@ class ResolvedSource(SourceOptions):
     caption_column: str | None
 
 
-class LoraSection(Section):
-    """The adapter."""
+class AdapterSection(Section):
+    """The adapter: the keys that every kind of adapter reads."""
 
+    type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
-    use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
-    use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
     targets: str | Annotated[tuple[str, ...], Field(max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
@@ -196,31 +184,85 @@ class LoraSection(Section):
     )
     init_from: PathText | None = Field(
         None,
-        description="Start from this LoRA file (kohya, diffusers or PEFT). Modules of a lower rank are filled up to "
-        "rank; the effect is the file's.",
+        description="Start from this file (kohya, diffusers or PEFT), of the same type. Modules of a lower rank are "
+        "filled up to rank; the effect is the file's.",
     )
+
+    @property
+    def title(self) -> str:
+        """What people call such an adapter."""
+        return self.type
 
     @property
     def effective_alpha(self) -> float:
         return float(self.rank if self.alpha is None else self.alpha)
 
 
-class OptimSection(Section):
-    """Optimizer and schedule. Steps are optimizer updates."""
+class LoraSection(AdapterSection):
+    """The adapter."""
 
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
+    use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
+    use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
+
+    @property
+    def title(self) -> str:
+        return "DoRA" if self.use_dora else "LoRA"
+
+
+class OptimSection(Section):
+    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates."""
+
+    optimizer: str = Field(description="Optimizer.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(
         0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w is made with i / (w + 1) of the rate."
     )
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 switches it off.")
+
+
+class AdamwSection(OptimSection):
+    """Optimizer and schedule. Steps are optimizer updates."""
+
+    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
+
+
+class ObjectiveSection(Section):
+    """What the model is trained towards. Which keys there are is the family's matter."""
+
+    def metadata(self) -> Mapping[str, object]:
+        """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
+        return {}
+
+
+class DdpmSection(ObjectiveSection):
+    """What the model is trained towards: the noise, or the velocity, of discrete-time diffusion."""
+
+    min_snr_gamma: float = Field(
+        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
+    )
+    noise_offset: float = Field(
+        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
+    )
+    zero_terminal_snr: bool = Field(
+        False,
+        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
+        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
+    )
+
+    def metadata(self) -> Mapping[str, object]:
+        return {
+            "ss_min_snr_gamma": self.min_snr_gamma or None,
+            "ss_noise_offset": self.noise_offset or None,
+            "ss_zero_terminal_snr": self.zero_terminal_snr,
+        }
 
 
 class TrainSection(Section):
@@ -239,17 +281,6 @@ class TrainSection(Section):
     )
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
-    )
-    min_snr_gamma: float = Field(
-        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
-    )
-    noise_offset: float = Field(
-        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
-    )
-    zero_terminal_snr: bool = Field(
-        False,
-        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
-        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
     )
     validation_every_n_steps: int = on_resume(
         0, "Compute the held-out loss this often; 0 means never.", ge=0, le=MAX_STEPS
@@ -392,12 +423,13 @@ class OutputSection(Section):
 
 
 class Recipe(Section):
-    """A whole recipe."""
+    """A whole recipe. Its instances are of the classes that ``recipe_class`` makes."""
 
     model: ModelSection
     data: DataSection
-    lora: LoraSection = LoraSection()
-    optim: OptimSection = OptimSection()
+    lora: AdapterSection
+    optim: OptimSection
+    objective: ObjectiveSection
     train: TrainSection
     sample: SampleSection = SampleSection()
     runtime: RuntimeSection = RuntimeSection()
@@ -410,3 +442,48 @@ class Recipe(Section):
         """(width, height) of previews in pixels: as asked, else the resolution, cut to whole latents."""
         side = max(self.data.resolution // LATENT_PX, 1) * LATENT_PX
         return self.sample.width or side, self.sample.height or side
+
+
+ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection}
+"""The section of each ``lora.type``; the first is that of a recipe that names none."""
+OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection}
+"""The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
+MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
+"""Places of keys that are still read, and where each of them is now."""
+
+
+class FamilySections(Protocol):
+    """The sections of a model family (``families.spec.FamilySpec`` has more)."""
+
+    @property
+    def model_section(self) -> type[ModelSection]: ...
+
+    @property
+    def objective_section(self) -> type[ObjectiveSection]: ...
+
+
+def recipe_class(family: FamilySections, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
+    """The class of recipes of these kinds: ``Recipe`` with their sections in the place of the general ones.
+
+    The same kinds give the same class.
+    """
+    return _recipe_class(family.model_section, family.objective_section, adapter, optimizer)
+
+
+@cache
+def _recipe_class(
+    model: type[ModelSection],
+    objective: type[ObjectiveSection],
+    adapter: type[AdapterSection],
+    optimizer: type[OptimSection],
+) -> type[Recipe]:
+    return create_model(
+        "Recipe",
+        __base__=Recipe,
+        __doc__="A whole recipe.",
+        __module__=__name__,
+        model=(model, ...),
+        lora=(adapter, adapter.model_validate({})),
+        optim=(optimizer, optimizer.model_validate({})),
+        objective=(objective, objective()),
+    )

@@ -46,8 +46,8 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := section_class(part))), None)
 
 
-def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe as ``section.key``, in schema order; the sections themselves too."""
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe class as ``section.key``, in schema order; the sections themselves too."""
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_class(field.annotation)
@@ -56,9 +56,9 @@ def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]
 
 
 @cache
-def _portable_keys() -> tuple[str, ...]:
+def _portable_keys(recipe: type[Recipe]) -> tuple[str, ...]:
     """Keys that may be proposed outside their section."""
-    return tuple(key for key in all_keys() if "." in key and is_portable(key.rpartition(".")[2]))
+    return tuple(key for key in all_keys(recipe) if "." in key and is_portable(key.rpartition(".")[2]))
 
 
 def is_portable(leaf: str) -> bool:
@@ -66,7 +66,7 @@ def is_portable(leaf: str) -> bool:
     return leaf in SPEAK_ALONE if "_" not in leaf else leaf not in NEED_THEIR_SECTION
 
 
-def suggest(name: str, siblings: list[str], section: str, value: str = "...") -> str:
+def suggest(name: str, siblings: list[str], section: str, value: str, recipe: type[Recipe]) -> str:
     """What the writer of the unknown key ``name`` probably wanted, as a sentence; empty when nothing is near.
 
     Args:
@@ -74,6 +74,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str = "...") ->
         siblings: the keys that ``section`` (dotted, "" at the top) does have.
         section: where the key stands.
         value: what was written for it, ready to show.
+        recipe: the class of recipes of these kinds.
     """
     plain = name.lower().replace("-", "_")
     here = f"{section}." if section else ""
@@ -89,9 +90,9 @@ def suggest(name: str, siblings: list[str], section: str, value: str = "...") ->
             return ADVICE[known]
     if len(plain) > MAX_KEY_LETTERS:  # comparing long texts takes long
         return ""
-    elsewhere = [key for key in _portable_keys() if key.rpartition(".")[2] == plain]
+    elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
     near = [here + key for key in siblings if alike(plain, key)][:2]
-    far = [key for key in _portable_keys() if "_" in key and alike(plain, key.rpartition(".")[2])][:2]
+    far = [key for key in _portable_keys(recipe) if "_" in key and alike(plain, key.rpartition(".")[2])][:2]
     proposed = elsewhere or near or far
     if proposed:
         return f"Did you mean {' or '.join(proposed)}?"

@@ -32,6 +32,7 @@ from lora_rocm.device.measure import Call, Work, measure
 from lora_rocm.device.precision import choose_device
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.host.settings import settings_from
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
 
@@ -119,7 +120,7 @@ def _called(call: Call) -> float:
 def main() -> int:
     """Fill the cache as training would, and measure; an error that is not foreseen ends in a traceback."""
     job = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    recipe = Recipe.model_validate(job["shapes"])
+    recipe = recipe_from(job["shapes"])
     device, settings = choose_device(recipe.runtime.device), settings_from(os.environ)
     apply(settings, device)
     if recipe.runtime.threads:

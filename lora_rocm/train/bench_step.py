@@ -23,6 +23,7 @@ from lora_rocm.device.failure import device_fault, machine_error, settle
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host.settings import Settings, settings_from
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
 from lora_rocm.train.bench_bare import COMPILED, Inputs, inputs_of
@@ -59,7 +60,7 @@ def _told(error: LoraRocmError) -> int:
 
 
 def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:
-    recipe = recipe_for(Recipe.model_validate(job["recipe"]), job["random_weights"], folder)
+    recipe = recipe_for(recipe_from(job["recipe"]), job["random_weights"], folder)
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings)
     apply(settings, device)

@@ -41,6 +41,7 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
@@ -318,7 +319,7 @@ def main() -> int:
     """Count the recipe in the job file that the first argument names."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(Recipe.model_validate(job["recipe"]), settings_from(os.environ), job["for_card"])
+        found = _found(recipe_from(job["recipe"]), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

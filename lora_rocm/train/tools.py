@@ -25,6 +25,7 @@ from lora_rocm.errors import AdapterError, MachineError, StorageError
 from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
 from lora_rocm.host.files import followed, write_atomic
 from lora_rocm.host.settings import Settings, settings_from
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
@@ -158,7 +159,7 @@ def _recipe_for(job: Job, lora: Path) -> Recipe:
         )
     if found is None:
         model = {"name_or_path": job["base"], "config": job["config"]}
-        return Recipe.model_validate({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
+        return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
     recipe = load_recipe(found).recipe
     if job["base"] is None:
         return recipe

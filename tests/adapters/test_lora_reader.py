@@ -21,7 +21,7 @@ from lora_rocm.adapters.lora_entry import LoraEntry
 from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, components_of, read_lora
 from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.train import export
 from lora_rocm.train.comfy import apply_comfy
 from lora_rocm.train.facts import Facts

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.families.base import Tensors, TensorSpec
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import DataSection, Recipe
 
 
@@ -116,6 +117,6 @@ def make() -> SimpleNamespace:
 
     def recipe(data: DataSection, **keys: Any) -> Recipe:
         sections = {"model": {"name_or_path": "builtin:tiny-sdxl"}, "train": {"max_train_steps": 4}, **keys}
-        return Recipe(data=data, **sections)
+        return recipe_from({"data": data, **sections})
 
     return SimpleNamespace(picture=picture, data=data, recipe=recipe)

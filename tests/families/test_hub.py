@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families import hub
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import tiny_recipe
 
 COMMIT = "0123456789012345678901234567890123456789"

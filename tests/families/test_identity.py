@@ -16,7 +16,7 @@ from lora_rocm.data.cache import HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families import loading
 from lora_rocm.families.loading import WeightsVersion
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.weightfiles import read_header
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
 

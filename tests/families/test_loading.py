@@ -16,7 +16,7 @@ from lora_rocm.data.proven import plain_door
 from lora_rocm.errors import ModelError
 from lora_rocm.families import loading, sdxl_check
 from lora_rocm.families.loading import Source
-from lora_rocm.families.sdxl import LAYOUT, Sdxl
+from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import (
     tiny_pipeline,
     tiny_recipe,

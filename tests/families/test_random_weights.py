@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_rocm.families.random_weights import POOL, RandomSource, random_source
-from lora_rocm.families.sdxl import LAYOUT, Sdxl
+from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.recipe.load import load_recipe
 
 CPU = torch.device("cpu")

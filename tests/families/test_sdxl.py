@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_rocm.data.proven import plain_door
-from lora_rocm.families.base import FAMILIES, LoadedModel, family_for
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.base import LoadedModel, family_for
+from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_the_reference(tiny_sdxl: Path, prediction: str, 
     recipe = tiny_recipe(
         tiny_sdxl,
         model={"prediction_type": prediction},
-        train={"zero_terminal_snr": zero_snr, "min_snr_gamma": gamma},
+        objective={"zero_terminal_snr": zero_snr, "min_snr_gamma": gamma},
     )
     family = Sdxl(recipe)
     model = family.load(torch.float32, CPU)
@@ -100,7 +100,7 @@ def test_size_conditioning_is_the_pipeline_s(tiny_sdxl: Path) -> None:
 
 
 def test_draws_are_per_sample_and_fixed_ones_stay_at_their_place(tiny_sdxl: Path) -> None:
-    family = Sdxl(tiny_recipe(tiny_sdxl, train={"noise_offset": 0.1}))
+    family = Sdxl(tiny_recipe(tiny_sdxl, objective={"noise_offset": 0.1}))
     both = family.draw(batch_of(family), SEEDS).tensors
     second = family.draw(batch_of(family, 1), SEEDS[1:]).tensors
     assert all(torch.equal(both[name][1:], second[name]) for name in both)
@@ -193,4 +193,3 @@ def test_loaded_weights_are_the_file_s(tiny_sdxl: Path) -> None:
 
 def test_the_registry_finds_it(tiny_sdxl: Path) -> None:
     assert isinstance(family_for(tiny_recipe(tiny_sdxl)), Sdxl)
-    assert "sdxl" in FAMILIES

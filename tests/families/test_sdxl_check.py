@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import (
     read_json,
     tiny_pipeline,

@@ -15,7 +15,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from lora_rocm.data.caption_length import lost_ends
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl_encoders import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.text import CLIP_TOKENS, load_tokenizer, token_limit
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl

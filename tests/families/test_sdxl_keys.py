@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.families import sdxl_keys
-from lora_rocm.families.sdxl import LAYOUT, Sdxl
+from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import tiny_pipeline
 
 CONFIG = UNet2DConditionModel.load_config(LAYOUT.configs / "unet")

@@ -15,7 +15,7 @@ from PIL import Image
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families import sdxl_encoders, sdxl_preview
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
@@ -69,7 +69,7 @@ def test_v_prediction_and_zero_terminal_snr_are_respected(tmp_path: Path) -> Non
     folder = write_tiny_sdxl(tmp_path / "m")
     plain = pixels(draw(folder, [REQUEST])[0])
     velocity = pixels(draw(folder, [REQUEST], model={"prediction_type": "v_prediction"})[0])
-    zero = draw(folder, [REQUEST], model={"prediction_type": "v_prediction"}, train={"zero_terminal_snr": True})[0]
+    zero = draw(folder, [REQUEST], model={"prediction_type": "v_prediction"}, objective={"zero_terminal_snr": True})[0]
     assert abs(plain - velocity).max() > 3
     assert abs(pixels(zero) - velocity).max() > 3
 

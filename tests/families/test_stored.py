@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.sdxl import LAYOUT, Sdxl
+from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
 
 CPU = torch.device("cpu")

@@ -12,18 +12,15 @@ from lora_rocm.host.environ import RULES, EnvPlan, environment_json, plan
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.quirks import SETTING, Situation
 from lora_rocm.host.settings import VARIABLE, settings_from
-from lora_rocm.recipe.schema import DataSection, Recipe, RuntimeSection, SdxlModel, TrainSection
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
 from tests.golden import machines
 from tests.host.situations import facts_of, situation
 
 
 def recipe(**runtime: object) -> Recipe:
-    return Recipe(
-        model=SdxlModel(name_or_path="builtin:tiny-sdxl"),
-        data=DataSection(path="pics"),
-        train=TrainSection(max_train_steps=1),
-        runtime=RuntimeSection.model_validate(runtime),
-    )
+    sections = {"model": {"name_or_path": "builtin:tiny-sdxl"}, "data": {"path": "pics"}, "runtime": runtime}
+    return recipe_from({**sections, "train": {"max_train_steps": 1}})
 
 
 def start(environ: dict[str, str] | None = None, **runtime: object) -> Situation:

@@ -20,6 +20,7 @@ from lora_rocm.host.environ import plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of, workloads_of
 from lora_rocm.host.quirks import Situation
+from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.host.situations import facts_of, situation, with_torch
@@ -51,11 +52,12 @@ IN_TRAINING: dict[str, Any] = {
 IN_PREVIEWS = (
     "model.name_or_path", "data.resolution", "train.mixed_precision", "runtime.device", "sample.width", "sample.height",
 )  # fmt: skip
+KEYS = tuple(all_keys(kinds_of({}).recipe))
 MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")
 NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
-    **dict.fromkeys(("model.prediction_type", "train.min_snr_gamma", "train.noise_offset"), "another formula"),
-    "train.zero_terminal_snr": "another table",
+    **dict.fromkeys(("model.prediction_type", "objective.min_snr_gamma", "objective.noise_offset"), "another formula"),
+    "objective.zero_terminal_snr": "another table",
     **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which pictures"),
     **dict.fromkeys(("data.recursive", "data.exclude"), "which pictures"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
@@ -65,10 +67,11 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     "data.upscale": "which bucket a small picture has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
     **dict.fromkeys(("lora.alpha", "lora.use_rslora", "lora.init_from"), "another number in the same tensors"),
+    "lora.type": "the adapter's title says it",
     **dict.fromkeys(("train.max_train_steps", "train.epochs", "train.seed"), "more of the same"),
     "train.gradient_accumulation_steps": "one after the other",
-    **dict.fromkeys((key for key in all_keys() if key.partition(".")[0] in MANY_KEYS_OF and "." in key), "no tensors"),
-    **dict.fromkeys((key for key in all_keys() if key.startswith("sample.")), "previews: see IN_PREVIEWS"),
+    **dict.fromkeys((key for key in KEYS if key.partition(".")[0] in MANY_KEYS_OF and "." in key), "no tensors"),
+    **dict.fromkeys((key for key in KEYS if key.startswith("sample.")), "previews: see IN_PREVIEWS"),
     **dict.fromkeys(("runtime.workers", "runtime.worker_timeout_s", "runtime.persistent_workers"), "main memory"),
     **dict.fromkeys(("runtime.workers_on_windows", "runtime.pin_memory", "runtime.threads"), "main memory"),
     **dict.fromkeys(("runtime.deterministic", "runtime.canary_every_n_steps", "runtime.profile"), "which kernels"),
@@ -365,7 +368,7 @@ def test_workloads_differ_in_what_decides_memory_and_in_nothing_else() -> None:
 
 def test_each_key_of_a_recipe_was_decided_whether_it_is_part_of_the_size() -> None:
     assert IN_TRAINING.keys() <= ALL_VALUES.keys() and not IN_TRAINING.keys() & set(NO_PART_OF_THE_SIZE)
-    assert {*IN_TRAINING, *NO_PART_OF_THE_SIZE} >= {key for key in all_keys() if "." in key}
+    assert {*IN_TRAINING, *NO_PART_OF_THE_SIZE} >= {key for key in KEYS if "." in key}
 
 
 def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(start: Situation) -> None:

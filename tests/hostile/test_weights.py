@@ -23,10 +23,10 @@ from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families import sdxl_check
 from lora_rocm.families.base import family_for
 from lora_rocm.families.loading import builtin_folder, resolve
-from lora_rocm.families.sdxl import Sdxl
+from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import SdxlModel
 from tests.hostile import attacks
 
 MAX_BYTES = 64 << 20
@@ -155,7 +155,7 @@ def test_pickles_are_not_opened(model: tuple[Any, Any], tmp_path: Path) -> None:
         with pytest.raises(AdapterError):
             read_lora(family, components, path)
         with pytest.raises(ModelError):
-            read_header(resolve(SdxlModel(name_or_path=str(path)), family.source.layout).single_file or path)
+            read_header(resolve(SdxlSection(name_or_path=str(path)), family.source.layout).single_file or path)
     assert not (tmp_path / attacks.MARK).exists()
     exec(compile(attacks.payload(tmp_path), "control", "exec"))  # control: run, it does leave a trace
     assert (tmp_path / attacks.MARK).exists()
@@ -177,7 +177,7 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     (folder / "model_index.json").write_text(json.dumps({**found, **index}), encoding="utf-8")
     layout = family_for(load_recipe("demo.yaml").recipe).source.layout
     with contextlib.suppress(ModelError):
-        sdxl_check.check(resolve(SdxlModel(name_or_path=str(folder)), layout))
+        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ModelError, match="not readable"):
-        sdxl_check.check(resolve(SdxlModel(name_or_path=str(folder)), layout))
+        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))

@@ -6,7 +6,7 @@ import pytest
 
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.yaml_tree import dotted
 
 GOOD: dict[str, Any] = {
@@ -21,8 +21,8 @@ def problems_of(**changes: Any) -> list[Problem]:
 
     data = GOOD | changes
     with pytest.raises(ValidationError) as caught:
-        Recipe.model_validate(data)
-    return explain(caught.value, data, dotted)
+        recipe_from(data)
+    return explain(caught.value, data, dotted, kinds_of(data))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_share_of_the_warm_up_is_counted_in_steps() -> None:
     ],
 )
 def test_true_is_no_number(changes: dict[str, Any], where: list[str]) -> None:
-    assert [problem.where for problem in boolean_problems(GOOD | changes, dotted)] == where
+    assert [problem.where for problem in boolean_problems(GOOD | changes, dotted, kinds_of(GOOD | changes))] == where
 
 
 def test_shown_is_short_and_printable() -> None:

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import DataSource, Recipe
+from lora_rocm.recipe.schema import DataSource
 from lora_rocm.recipe.suggest import section_class
 
 MINIMAL = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: {max_train_steps: 10}\n"
@@ -20,8 +21,10 @@ NO_UPPER_LIMIT = {
     "optim.text_encoder_learning_rate": "as learning_rate",
 }
 
+RECIPE = kinds_of({}).recipe
 
-def fields_of(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+
+def fields_of(model: type[BaseModel] = RECIPE, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         section = section_class(field.annotation)
         if section is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -166,6 +167,85 @@ def test_a_layer_takes_back_the_other_of_a_pair() -> None:
     assert (recipe.train.epochs, recipe.train.max_train_steps, recipe.data.path) == (2, None, None)
     back = load_recipe("child.yaml", ["train.max_train_steps=3", "data.path=b"]).recipe
     assert (back.train.epochs, back.train.max_train_steps, back.data.sources) == (None, 3, ())
+
+
+# keys that have moved
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (MINIMAL + "  min_snr_gamma: 5\n  noise_offset: 0.1\n", []),
+        (MINIMAL, ["train.min_snr_gamma=5", "train.noise_offset=0.1"]),
+        (MINIMAL, ["train={min_snr_gamma: 5, noise_offset: 0.1}"]),
+        ("base: old.yaml\n", []),
+        ("base: old.yaml\nobjective: {noise_offset: 0.1}\n", []),
+        (MINIMAL + "objective: {min_snr_gamma: 1, noise_offset: 0.1}\n", ["train.min_snr_gamma=5"]),
+    ],
+)
+def test_the_old_place_of_a_key_is_read_with_one_notice(text: str, overrides: list[str]) -> None:
+    Path("old.yaml").write_text(MINIMAL + "  min_snr_gamma: 5\n  noise_offset: 0.1\n", encoding="utf-8")
+    Path("r.yaml").write_text(text, encoding="utf-8")
+    Path("new.yaml").write_text(MINIMAL + "objective: {min_snr_gamma: 5, noise_offset: 0.1}\n", encoding="utf-8")
+    loaded, new = load_recipe("r.yaml", overrides), load_recipe("new.yaml")
+    assert loaded.recipe == new.recipe and new.notices == ()
+    (notice,) = loaded.notices
+    assert "train.min_snr_gamma is objective.min_snr_gamma now" in notice and notice.endswith("write the new one.")
+
+
+def test_a_new_place_above_an_old_one_counts_without_a_notice() -> None:
+    Path("old.yaml").write_text(MINIMAL + "  min_snr_gamma: 5\n", encoding="utf-8")
+    loaded = load_recipe("old.yaml", ["objective.min_snr_gamma=1"])
+    assert loaded.notices == () and loaded.recipe == load_recipe("recipe.yaml", ["objective.min_snr_gamma=1"]).recipe
+
+
+def test_both_places_in_one_file_are_an_error_with_both_lines() -> None:
+    Path("both.yaml").write_text(MINIMAL + "  noise_offset: 0\nobjective:\n  noise_offset: 0\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="both.yaml:9") as caught:
+        load_recipe("both.yaml")
+    assert wheres(caught) == ["both.yaml:7 train.noise_offset"]
+    assert load_recipe("recipe.yaml", ["train.noise_offset=0", "objective.min_snr_gamma=5"]).recipe  # a control
+
+
+@pytest.mark.parametrize(
+    ("more", "where", "words"),
+    [
+        ("  min_snr_gamma: -1\n", "bad.yaml:7 train.min_snr_gamma", "at least 0"),
+        ("  min_snr_gamma: true\n", "bad.yaml:7 train.min_snr_gamma", "expected a number"),
+        ("  min_snr_gamma: [1]\n", "bad.yaml:7 train.min_snr_gamma", "expected a number"),
+        ("  min_snr_gama: 1\n", "bad.yaml:7 train.min_snr_gama", "objective.min_snr_gamma"),
+        ("  min_snr_gamma: 1\nobjective: 3\n", "bad.yaml:8 objective", "a section with keys"),
+    ],
+)
+def test_an_error_at_an_old_place_names_that_place(more: str, where: str, words: str) -> None:
+    Path("bad.yaml").write_text(MINIMAL + more, encoding="utf-8")
+    with pytest.raises(RecipeError, match=words) as caught:
+        load_recipe("bad.yaml")
+    assert wheres(caught) == [where]
+
+
+# kinds
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.family=sdlx", "expected one of sdxl; got 'sdlx' .*Did you mean sdxl"),
+        ("model.family=[sdxl]", "expected one of sdxl; got"),
+        ("lora.type=lokr", "expected one of lora; got 'lokr'"),
+        ("optim.optimizer=prodigyy", "expected one of adamw; got 'prodigyy'"),
+    ],
+)
+def test_a_kind_that_does_not_exist(override: str, words: str) -> None:
+    key = override.partition("=")[0]
+    foreign = f"{key.partition('.')[0]}.a_key_of_it=1"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipe.yaml", [override, foreign, "lora.rank=x"])
+    assert [where.split()[-1] for where in wheres(caught) if "lora.rank" not in where] == [key]  # not its keys
+    (problem,) = [problem for problem in caught.value.problems if problem.where.endswith(key)]
+    assert re.search(words, f"{problem.what} {problem.fix}")
+    with pytest.raises(RecipeError, match="no such key"):
+        load_recipe("recipe.yaml", [foreign])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lora_rocm.errors import MachineError, NonFiniteError, StorageError, UserErr
 from lora_rocm.host.changes import CHANGES, SEEN_OF_CODE, Seen
 from lora_rocm.host.environ import plan
 from lora_rocm.host.quirks import Situation
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.run.judge import (
     MAX_ROLLBACKS,
     WORDS,
@@ -49,7 +49,7 @@ def on(machine: str, environ: dict[str, str] | None = None, **runtime: Any) -> S
         "train": {"max_train_steps": 4, "batch_size": 4},
         "runtime": runtime,
     }
-    return situation(machine, environ, recipe=Recipe.model_validate(sections))
+    return situation(machine, environ, recipe=recipe_from(sections))
 
 
 def failure(seen: Seen | None, phase: str = "step", code: str = "x", **more: Any) -> Failure:

@@ -12,6 +12,7 @@ import pytest
 
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
 from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
@@ -190,7 +191,7 @@ def test_what_is_no_memory_of_a_card(text: str) -> None:
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
     base = {"model": {"name_or_path": "x"}, "data": {"path": "x"}, "train": {"max_train_steps": 1, "batch_size": 4}}
-    return Recipe.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+    return recipe_from({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Foo
     for name, value in changes.items():
         section, key = name.split(".")
         sections[section][key] = value
-    now = Recipe.model_validate(sections)
+    now = recipe_from(sections)
     side, rank = now.data.resolution, now.lora.rank
     adapter = {name: getattr(footprint, name) * rank // asked.lora.rank for name in command.ADAPTER}
     return now, replace(footprint.with_area(side, side), **adapter)

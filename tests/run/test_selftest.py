@@ -22,6 +22,7 @@ from lora_rocm.host.here import situation_here
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.stack import stack_of
 from lora_rocm.host.verdict import Result, Stack, Verdict, stored
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import selftest
 from lora_rocm.run.selftest import child_command, ensure, run_checks, self_test, store
@@ -161,7 +162,7 @@ def machine(name: str, folder: Path, **recipe: Any) -> Situation:
 
 
 def make_recipe(**runtime: Any) -> Recipe:
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": "builtin:tiny-sdxl"},
             "data": {"path": "."},

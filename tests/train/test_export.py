@@ -229,7 +229,7 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         folder,
         lora={"rank": 4, "alpha": 2.0, "use_rslora": True},
         output=output,
-        train={"min_snr_gamma": 5.0},
+        objective={"min_snr_gamma": 5.0},
         data={"trigger_word": "zibu"},
     )
     export.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)

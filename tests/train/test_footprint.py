@@ -24,6 +24,7 @@ from lora_rocm.families.loading import builtin_folder
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import MAX_RANK, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
@@ -36,7 +37,7 @@ SIDE_PX = 96
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": "random:builtin:tiny-sdxl"},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
@@ -268,7 +269,7 @@ def test_the_largest_bucket() -> None:
 
 
 def _data(data: dict[str, Any]) -> Any:
-    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
+    return recipe_from({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

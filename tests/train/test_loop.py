@@ -15,7 +15,7 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
@@ -93,7 +93,7 @@ class Rig:
         groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
         weights = FlatWeights(self.parameters)
         self.optimizer = GatedAdamW(
-            weights, groups, OptimSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+            weights, groups, AdamwSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(

@@ -17,6 +17,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.families.base import Draws, LoadedModel, LossTerms, family_for
 from lora_rocm.families.recompute import Run
 from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import memory_plan
 from lora_rocm.run.memory_plan import (
@@ -82,7 +83,7 @@ class Chain:
 
 
 def recipe(memory: str = "auto", **train: Any) -> Recipe:
-    return Recipe.model_validate(
+    return recipe_from(
         {
             "model": {"name_or_path": "random:builtin:tiny-sdxl"},
             "data": {"path": "x"},

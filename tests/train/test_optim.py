@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.optim import LOSS_SCALE_GROWTH_INTERVAL, GatedAdamW, learning_rate_factor
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
 
 
-def make(optim: OptimSection | None = None, *, ema: float = 0.9, scale: bool = False) -> GatedAdamW:
+def make(optim: AdamwSection | None = None, *, ema: float = 0.9, scale: bool = False) -> GatedAdamW:
     generator = torch.Generator().manual_seed(3)
     parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10, "ema_decay": ema, "use_loss_scale": scale}
-    return GatedAdamW(FlatWeights(parameters), groups, optim or OptimSection(), **how)
+    return GatedAdamW(FlatWeights(parameters), groups, optim or AdamwSection(), **how)
 
 
 def set_gradients(optimizer: GatedAdamW, seed: int, value: float | None = None) -> None:
@@ -90,7 +90,7 @@ def test_the_scale_doubles_after_a_clean_run() -> None:
 
 
 def test_updates_equal_plain_adamw_with_clipping() -> None:
-    optim = OptimSection(max_grad_norm=0.5, weight_decay=0.1)
+    optim = AdamwSection(max_grad_norm=0.5, weight_decay=0.1)
     ours = make(optim)
     reference = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
     plain = torch.optim.AdamW(reference.values(), lr=1e-2, weight_decay=0.1)
@@ -135,18 +135,18 @@ def test_state_round_trip_continues_with_the_same_bytes() -> None:
 
 
 def test_schedules() -> None:
-    warm = OptimSection(lr_warmup_steps=4)
+    warm = AdamwSection(lr_warmup_steps=4)
     assert [learning_rate_factor(warm, n, 10) for n in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0]
-    linear = OptimSection(lr_scheduler="linear")
+    linear = AdamwSection(lr_scheduler="linear")
     assert [round(learning_rate_factor(linear, n, 4), 6) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-    cosine = OptimSection(lr_scheduler="cosine", lr_warmup_steps=2)
+    cosine = AdamwSection(lr_scheduler="cosine", lr_warmup_steps=2)
     assert [round(learning_rate_factor(cosine, n, 6), 6) for n in (2, 4, 6)] == [1.0, 0.5, 0.0]
 
 
 def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     groups = [{"names": ["p"], "lr": 1e-6}]
-    optim = OptimSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
+    optim = AdamwSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
     weights = FlatWeights({"p": parameter})
     optimizer = GatedAdamW(weights, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
     assert optimizer.learning_rate(0) == 1e-4

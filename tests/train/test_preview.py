@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.host.files import write_atomic, write_json
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import preview
@@ -22,7 +23,7 @@ def make_recipe(**sample: object) -> Recipe:
         "train": {"max_train_steps": 1},
         "sample": {"prompts": ["a cat", "ein Hündchen 🐕"], "control_prompts": ["a dog"], "seed": 7, **sample},
     }
-    return Recipe.model_validate(sections)
+    return recipe_from(sections)
 
 
 def draw_round(run_dir: RunDir, updates: int, colours: list[str], size: tuple[int, int] = (64, 48)) -> list[Path]:

@@ -10,7 +10,7 @@ import torch
 
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.errors import StorageError
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.room import CacheRoom, Room
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Room, list[str]]:
     """A run of 10 updates with a checkpoint (11.4 MiB) after every second, and what it says."""
-    recipe = Recipe.model_validate(
+    recipe = recipe_from(
         {
             "model": {"name_or_path": "m"},
             "data": {"path": "d", "resolution": 64},

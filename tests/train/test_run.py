@@ -16,6 +16,7 @@ from PIL import Image
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ResumeError, TransferError
 from lora_rocm.host.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import read_events
@@ -59,7 +60,7 @@ def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
         "cache": {"dir": str(material / "cache")},
         "output": {"save_every_n_steps": 2},
     }
-    return Recipe.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+    return recipe_from({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
 
 
 def start(
@@ -110,7 +111,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
     "shuffled, dropped, mirrored": {
         "data": {"shuffle_caption": True, "caption_dropout_rate": 0.3, "flip_aug": True, "validation_split": 0.2},
-        "train": {"validation_every_n_steps": 2, "noise_offset": 0.05, "min_snr_gamma": 5.0},
+        "train": {"validation_every_n_steps": 2},
+        "objective": {"noise_offset": 0.05, "min_snr_gamma": 5.0},
     },
 }
 

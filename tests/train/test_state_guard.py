@@ -17,7 +17,7 @@ from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, MachineError, StateError
 from lora_rocm.host.changes import SEEN_OF_CODE
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train import relief
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
@@ -157,7 +157,7 @@ def make(device: torch.device = CPU, leaf: torch.dtype = torch.float32, scale: b
     layers = {name: nn.Parameter(torch.randn(70, 90, generator=generator).to(device)) for name in "ab"}
     groups: list[dict[str, Any]] = [{"names": [name], "lr": 1e-2} for name in layers]
     how = {"max_train_steps": 10, "ema_decay": 0.9, "use_loss_scale": scale, "triton": True}
-    return GatedAdamW(FlatWeights(layers, leaf), groups, OptimSection(), **how)
+    return GatedAdamW(FlatWeights(layers, leaf), groups, AdamwSection(), **how)
 
 
 def one_update(optimizer: GatedAdamW, verdict: Tensor = FREE, value: float | None = None) -> None:

@@ -46,7 +46,7 @@ LAYOUT = Layout(
         ),
     },
     tokenizers=("tokenizer", "tokenizer_2"),
-    configs=Path(__file__).parent / "sdxl_config",
+    configs=Path(__file__).parents[1] / "sdxl_config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
@@ -111,7 +111,9 @@ class Sdxl:
         prediction: str = self.recipe.model.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else config.get("prediction_type", "epsilon")
-        zero_snr = self.recipe.train.zero_terminal_snr or "ztsnr" in marks or bool(config.get("rescale_betas_zero_snr"))
+        zero_snr = (
+            self.recipe.objective.zero_terminal_snr or "ztsnr" in marks or bool(config.get("rescale_betas_zero_snr"))
+        )
         return config | {"prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
 
     @property
@@ -190,10 +192,10 @@ class Sdxl:
         """All that the loss needs besides the batch, also what is looked up on the host: so ``loss`` moves nothing."""
         shape = batch["latent_mean"].shape[1:]
         posterior_BCHW = diffusion.normal(rngs, shape)
-        noise_BCHW = diffusion.offset_noise(diffusion.normal(rngs, shape), rngs, self.recipe.train.noise_offset)
+        noise_BCHW = diffusion.offset_noise(diffusion.normal(rngs, shape), rngs, self.recipe.objective.noise_offset)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)
         weight_B = diffusion.min_snr_weight(
-            signal_B, noise_level_B, self.recipe.train.min_snr_gamma, self.schedule.prediction_type
+            signal_B, noise_level_B, self.recipe.objective.min_snr_gamma, self.schedule.prediction_type
         )
         shift_C, scale_C = self.latent_normalisation
         return Draws(
