@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import FileKind
+from lora_rocm.adapters.lokr import LokrAdapter
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.recipe.schema import AdapterSection
 
-KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter}
+KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter, "lokr": LokrAdapter}
 """``lora.type`` -> kind. Of a file that holds several, the first is taken, and then the others are too much."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -166,7 +166,12 @@ class ResolvedSource(SourceOptions):
 
 
 class AdapterSection(Section):
-    """The adapter: the keys that every kind of adapter reads."""
+    """The adapter: the keys that every kind of adapter reads.
+
+    formats: of ``output.formats``, those in which such an adapter can be written.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -208,6 +213,28 @@ class LoraSection(AdapterSection):
     @property
     def title(self) -> str:
         return "DoRA" if self.use_dora else "LoRA"
+
+
+class LokrSection(AdapterSection):
+    """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
+    factor: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_RANK,
+        description="Size of the first matrix; a side that it does not divide is cut by the next smaller number that "
+        "does. -1: near the square root of each side.",
+    )
+    decompose_both: bool = Field(
+        False, description="The first matrix, too, is a product of rank rank where that is smaller."
+    )
+
+    @property
+    def title(self) -> str:
+        return "LoKr"
 
 
 class OptimSection(Section):
@@ -444,7 +471,7 @@ class Recipe(Section):
         return self.sample.width or side, self.sample.height or side
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection}
+ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
