@@ -330,7 +330,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
         bad(arrow_faults, "adapters.lora", "from lora_rocm.train.export import write"),
-        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.lora import Adapter"),
+        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
         bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),

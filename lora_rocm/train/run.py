@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.lora import Adapter, inject
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.canary import Canary

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_rocm.adapters.lora import attach_file, inject
+from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
@@ -46,7 +46,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = _recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
-    text_too = not components_of(lora).isdisjoint(recipe.spec.text_components)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)

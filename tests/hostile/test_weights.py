@@ -23,6 +23,7 @@ from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import builtin_folder, resolve
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
 from lora_rocm.recipe.load import load_recipe
@@ -63,8 +64,12 @@ def bounded(read: Callable[[Path], None], path: Path) -> str:
     return str(caught.value)
 
 
+def as_adapter(path: Path) -> None:
+    components_of(Sdxl, path)
+
+
 @pytest.mark.parametrize("name", attacks.LYING_WEIGHTS)
-@pytest.mark.parametrize("read", [as_base, components_of, as_cache_entry])
+@pytest.mark.parametrize("read", [as_base, as_adapter, as_cache_entry])
 def test_headers_that_lie(tmp_path: Path, read: Callable[[Path], None], name: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(attacks.LYING_WEIGHTS[name])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.lora import inject
 from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for

@@ -67,6 +67,7 @@ class Sdxl:
         preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, keys.TEXT)}
         for preset, pattern in keys.UNET_TARGETS.items()
     }
+    kohya_prefixes = keys.PREFIXES
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -250,3 +251,6 @@ class Sdxl:
 
     def export_key(self, component: str, module: str) -> str:
         return keys.kohya_key(component, module, self.source.config("unet"))
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((self.export_key(component, module), 0, rows),)
