@@ -25,6 +25,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.safe_path import python_command
 from lora_rocm.kernels.lora_layer import with_lean_layers
+from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.recipe.schema import LoraSection, OptimSection
 from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.lora_file import LoraEntry, adaptable, canonical, read_lora
@@ -302,7 +303,7 @@ def _scale_inputs(layer: LoraLayer, entry: LoraEntry) -> None:
     The factors are a buffer, which goes where the layer's weights go.
     """
     base = layer.get_base_layer()
-    factors = entry.input_scale(base.weight.float().cpu())
+    factors = entry.input_scale(dense_weight(base).cpu())
     layer.register_buffer(INPUT_SCALE, factors.view(-1, 1, 1) if isinstance(base, nn.Conv2d) else factors)
     layer.register_forward_pre_hook(_scaled_input)
 
@@ -406,7 +407,7 @@ def _initialise(adapter: Adapter, seed: int) -> None:
         layer.lora_A[PEFT_NAME].weight.copy_(down)
         layer.lora_B[PEFT_NAME].weight.zero_()
         if PEFT_NAME in layer.lora_magnitude_vector:
-            _set_magnitude(layer, _row_norms(layer.get_base_layer().weight))
+            _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
 
 
 def _fill(layer: LoraLayer, entry: LoraEntry) -> None:
@@ -416,7 +417,7 @@ def _fill(layer: LoraLayer, entry: LoraEntry) -> None:
     if PEFT_NAME in layer.lora_magnitude_vector:
         magnitude = entry.magnitude
         if magnitude is None:  # a plain LoRA in a DoRA layer: the magnitudes at which the normalisation does nothing
-            magnitude = _row_norms(layer.get_base_layer().weight.float().cpu() + entry.update())
+            magnitude = _row_norms(dense_weight(layer.get_base_layer()).cpu() + entry.update())
         _set_magnitude(layer, magnitude)
 
 
