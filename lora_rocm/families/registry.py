@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
 from lora_rocm.families.spec import FamilySpec
 
@@ -37,5 +38,5 @@ class Registry:
         return tuple(self._specs)
 
 
-PRODUCT = Registry([SDXL])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2])
 """The families of this program."""
