@@ -55,9 +55,6 @@ class LdmFamily(ABC):
     expected: detect.Expected
     pipeline: type[Any]
     text_components: tuple[str, ...]
-    base_version: str
-    architecture: str
-    implementation: str
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

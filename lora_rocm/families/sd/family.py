@@ -53,7 +53,6 @@ class StableDiffusion(LdmFamily):
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
-    implementation = "https://github.com/Stability-AI/stablediffusion"
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
@@ -107,9 +106,6 @@ class Sd15(StableDiffusion):
     name = "sd15"
     layout = LAYOUT_SD15
     expected = EXPECTED_SD15
-    base_version = "sd_v1"
-    architecture = "stable-diffusion-v1/lora"
-    implementation = "https://github.com/CompVis/stable-diffusion"
 
 
 class Sd2(StableDiffusion):
@@ -118,11 +114,6 @@ class Sd2(StableDiffusion):
     name = "sd2"
     layout = LAYOUT_SD2
     expected = EXPECTED_SD2
-    architecture = "stable-diffusion-v2-512/lora"
-
-    @property
-    def base_version(self) -> str:  # type: ignore[override]
-        return "sd_v2_v" if self.scheduler_config["prediction_type"] == "v_prediction" else "sd_v2"
 
     def published_scheduler(self, source: Source) -> dict[str, Any]:
         """Of a one-file checkpoint what its weights say: the packaged config is of the 768-pixel model."""

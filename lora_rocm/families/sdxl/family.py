@@ -48,9 +48,6 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    base_version = "sdxl_base_v1-0"
-    architecture = "stable-diffusion-xl-v1-base/lora"
-    implementation = "https://github.com/Stability-AI/generative-models"
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
