@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
@@ -142,6 +143,10 @@ class ModelFamily(Protocol):
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         """Load what training needs (frozen, eval-independent of dropout), checked against the family."""
+        ...
+
+    def weight_format(self, component: str) -> WeightFormat:
+        """In which the frozen layers of a trained component are stored; its encoders are dense while they encode."""
         ...
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:

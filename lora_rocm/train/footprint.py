@@ -193,11 +193,12 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
-    for component in model.components.values():
+    for name, component in model.components.items():
         component.to(META).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        family.weight_format(name).pack(component)
     family.fuse(model, triton=on_gpu)
     return model
 

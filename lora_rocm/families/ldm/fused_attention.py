@@ -1,19 +1,17 @@
-"""The attention of an SDXL UNet: query, key and value of one input by one product. See ``fused_unet``."""
+"""The attention of a UNet: query, key and value of one input by one product. See ``fused_unet``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
+from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.kernels.lora_layer import base_of, plain_lora
 from lora_rocm.kernels.lora_linear import lora_projections
-
-if TYPE_CHECKING:
-    from lora_rocm.families.ldm.fused_unet import Fusion
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
