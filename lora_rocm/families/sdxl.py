@@ -20,13 +20,14 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.entry_spec import TensorSpec
 from lora_rocm.data.shape import Shape
 from lora_rocm.families import conversion, diffusion, sdxl_check, sdxl_fused, sdxl_keys, text
-from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors, TensorSpec
+from lora_rocm.families.base import Draws, Encoder, LoadedModel, LossTerms, PreviewRequest, Tensors
 from lora_rocm.families.loading import WEIGHTS_MEMORY, Layout, Part, Source, resolve
 from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
-from lora_rocm.families.sdxl_encoders import TextEncoder, TokenEncoder, VaeEncoder
+from lora_rocm.families.sdxl_encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.sdxl_preview import draw_pictures
 from lora_rocm.families.weightfiles import legacy_model_hash
 
@@ -50,7 +51,6 @@ LAYOUT = Layout(
     configs=Path(__file__).parent / "sdxl_config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
-TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
 
 class Sdxl:
@@ -120,11 +120,12 @@ class Sdxl:
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.outputs.items()}
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def encoders(self) -> Sequence[Encoder]:
-        words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
-        return [VaeEncoder(self.source), words(self.source)]
+        if self.recipe.lora.train_text_encoder:
+            return [VaeEncoder(self.source), TokenEncoder(self.source)]
+        return [VaeEncoder(self.source), TextEncoder(self.source, 1), TextEncoder(self.source, 2)]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
@@ -172,8 +173,10 @@ class Sdxl:
         if self.recipe.lora.train_text_encoder:
             ids = torch.zeros(rows, text.CLIP_TOKENS, dtype=torch.int64)
             return batch | {"input_ids_1": ids, "input_ids_2": ids.clone()}
-        prompt = torch.zeros(rows, text.CLIP_TOKENS, int(unet["cross_attention_dim"]))
-        return batch | {"prompt_embeds": prompt, "pooled_embeds": torch.zeros(rows, pooled)}
+        for number, name in enumerate(TEXT_COMPONENTS, 1):
+            size = int(self.source.config(name)["hidden_size"])
+            batch[f"prompt_embeds_{number}"] = torch.zeros(rows, text.CLIP_TOKENS, size)
+        return batch | {"pooled_embeds": torch.zeros(rows, pooled)}
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
@@ -242,8 +245,9 @@ class Sdxl:
         return LossTerms(squared_B * draws["snr_weight"])
 
     def _text(self, model: LoadedModel, batch: Tensors) -> tuple[Tensor, Tensor]:
-        if "prompt_embeds" in batch:
-            return batch["prompt_embeds"], batch["pooled_embeds"]
+        if "pooled_embeds" in batch:
+            prompt_BSD = torch.cat([batch["prompt_embeds_1"], batch["prompt_embeds_2"]], dim=-1)
+            return prompt_BSD, batch["pooled_embeds"]
         encoders = [model.components[name] for name in self.text_components]
         return text.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
 
