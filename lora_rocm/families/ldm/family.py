@@ -146,7 +146,7 @@ class LdmFamily(ABC):
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.outputs.items()}
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer of each text encoder, and how many tokens it reads."""
