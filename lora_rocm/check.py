@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.printable import legible
-from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.wording import size_text
 
@@ -30,13 +31,15 @@ MAX_NAMED = 20
 KEPT_WEIGHTS = 50
 
 
-def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False) -> None:
+def check(
+    recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False, registry: Registry = PRODUCT
+) -> None:
     """Validate a recipe and its dataset and print what training would do.
 
     Raises:
         LoraRocmError: what is wrong; a ``RecipeError`` or ``DataError`` says it with file and line.
     """
-    loaded = load_recipe(recipe_path, overrides)
+    loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
     if schema_only:
@@ -230,12 +233,8 @@ class _Weighing:
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     """Changes with what is asked of the base, and with the names of files that are given for it."""
     model = recipe.model
-    names = [
-        name
-        for name in (model.name_or_path, getattr(model, "config", None), getattr(model, "vae", None))
-        if name and not name.startswith(BUILTIN)
-    ]
-    files = [str(file) for name in names for file in _files(Path(name))]  # a new one may count for more than the others
+    # Names of files too: a new one may be read in place of another.
+    files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
     parts = [__version__, model.model_dump(mode="json"), recipe.objective.model_dump(mode="json"), precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()

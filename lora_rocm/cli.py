@@ -187,8 +187,8 @@ def sample(
     source: LoraPath,
     prompt: Annotated[str, typer.Option(help="What to draw.")],
     negative_prompt: Annotated[str, typer.Option(help="What to stay away from.")] = "",
-    width: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
-    height: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
@@ -198,6 +198,9 @@ def sample(
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")
     ] = None,
 ) -> int:
     """Draw pictures with a LoRA."""
@@ -217,6 +220,7 @@ def sample(
         output=output,
         base=base,
         config=config,
+        family=family,
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families.registry import PRODUCT, Registry
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -106,16 +105,12 @@ class ModelFamily(Protocol):
     all_components: names of all components that a run loads at one time or another.
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
-    base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
     """
 
     name: str
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
     all_components: tuple[str, ...]
-    base_version: str
-    architecture: str
-    implementation: str
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -224,15 +219,10 @@ class ModelFamily(Protocol):
         ...
 
 
-def family_for(recipe: Recipe, registry: Registry = PRODUCT) -> ModelFamily:
-    """The family object of a recipe, imported on demand.
-
-    Args:
-        recipe: of a family of ``registry``.
-        registry: the families there are.
-    """
+def family_for(recipe: Recipe) -> ModelFamily:
+    """The family object of a recipe, imported on demand."""
     import importlib
 
-    module, _, attribute = registry[recipe.model.family].implementation.partition(":")
+    module, _, attribute = recipe.spec.implementation.partition(":")
     family: ModelFamily = getattr(importlib.import_module(module), attribute)(recipe)
     return family

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.environ import plan as environment_plan
 from lora_rocm.host.files import write_json
 from lora_rocm.host.here import situation_here
@@ -71,7 +72,9 @@ class RecipeJob(Job):
     eager_modes: tuple[Mode, ...] = MODES
 
 
-def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool) -> int:
+def plan(
+    recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool, registry: Registry = PRODUCT
+) -> int:
     """Print what each way of computing a step takes, and the one that training would choose.
 
     Args:
@@ -79,11 +82,12 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
         as_json: print one object.
+        registry: the families there are.
 
     Raises:
         LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
     """
-    loaded = load_recipe(recipe_path, overrides)
+    loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)

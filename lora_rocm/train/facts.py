@@ -50,11 +50,11 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         facts: what happened.
         network: ss_network_dim, ss_network_alpha and ss_network_args of the tensors that are written.
     """
-    optim, train = recipe.optim, recipe.train
+    optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
     values: dict[str, Any] = {
-        "ss_v2": "False",
-        "ss_base_model_version": family.base_version,
+        **names.extra,
+        "ss_base_model_version": names.base_version or None,
         "ss_network_module": "networks.lora",
         **network,
         "ss_output_name": recipe.output.name,
@@ -104,8 +104,8 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
     side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
-        "architecture": family.architecture,
-        "implementation": family.implementation,
+        "architecture": recipe.spec.metadata.architecture,
+        "implementation": recipe.spec.metadata.implementation,
         "title": recipe.output.name,
         "resolution": f"{side}x{side}",
         "description": recipe.output.description,

@@ -36,6 +36,7 @@ from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
@@ -314,11 +315,11 @@ def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Ten
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 
 
-def main() -> int:
+def main(registry: Registry = PRODUCT) -> int:
     """Count the recipe in the job file that the first argument names."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(recipe_from(job["recipe"]), settings_from(os.environ), job["for_card"])
+        found = _found(recipe_from(job["recipe"], registry), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code

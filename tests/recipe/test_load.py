@@ -240,7 +240,10 @@ def test_an_error_at_an_old_place_names_that_place(more: str, where: str, words:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.family=sdlx", "expected one of sdxl; got 'sdlx' .*Did you mean sdxl"),
+        ("model.family=sdlx", "no such model family Did you mean sdxl"),
+        ("model.family=chroma", "chroma is not supported yet Families that can be trained: sdxl"),
+        ("model.family=Flux1", "no such model family Did you mean flux. It is not supported yet"),
+        ("model.family=llama", "no such model family Families that can be trained: sdxl"),
         ("model.family=[sdxl]", "expected one of sdxl; got"),
         ("lora.type=lokr", "expected one of lora; got 'lokr'"),
         ("optim.optimizer=prodigyy", "expected one of adamw, prodigy; got 'prodigyy'.*Write prodigy"),
@@ -337,7 +340,7 @@ def test_require_files_names_line_and_path(in_folder: Path) -> None:
 
 def test_files_and_folders_are_not_mixed_up(in_folder: Path) -> None:
     (in_folder / "file").touch()
-    keys = ("data.path", "model.config", "cache.dir", "output.dir")
+    keys = ("model.config", "data.path", "cache.dir", "output.dir")
     loaded = load_recipe("recipe.yaml", [f"{key}=file{'/below' if key == 'cache.dir' else ''}" for key in keys])
     with pytest.raises(RecipeError) as caught:
         loaded.require_files()

@@ -62,9 +62,6 @@ class Sdxl:
         preset: {"unet": pattern, **dict.fromkeys(TEXT_COMPONENTS, sdxl_keys.TEXT)}
         for preset, pattern in sdxl_keys.UNET_TARGETS.items()
     }
-    base_version = "sdxl_base_v1-0"
-    architecture = "stable-diffusion-xl-v1-base/lora"
-    implementation = "https://github.com/Stability-AI/generative-models"
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
