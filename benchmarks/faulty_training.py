@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
-from lora_rocm.data.batches import Batch
+from lora_rocm.data.batch import Batch
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
@@ -179,15 +180,15 @@ class Run:
             self.iteration = iteration
             tensors = make_batch(self.seed, iteration)
             count = len(tensors["weight"])
-            yield {
-                "tensors": tensors,
-                "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-                "sample_keys": [f"{iteration}-{row}" for row in range(count)],
-                "positions": list(range(count)),
-                "bucket": (1, 1),
-                "iteration": iteration,
-                "micro": 0,
-            }
+            yield Batch(
+                tensors=tensors,
+                fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+                sample_keys=tuple(f"{iteration}-{row}" for row in range(count)),
+                positions=tuple(range(count)),
+                shape=Shape.of(tokens=1),
+                iteration=iteration,
+                micro=0,
+            )
             iteration += 1
 
 

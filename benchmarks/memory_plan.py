@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
@@ -164,7 +165,7 @@ class Setup:
         self.in_force = plan
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        batch = self.family.example(side_px, side_px, rows)
+        batch = self.family.example(Shape.of(h=side_px, w=side_px), rows)
         draws = self.family.objective.draw(batch, list(range(rows))).tensors
         batch["weight"] = torch.full((rows,), 1.0 / rows)
         return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]

@@ -24,6 +24,7 @@ HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "d
 LIGHT_DATA = {
     "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
     "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
+    "shape", "entry_spec",
 }  # fmt: skip
 LIGHT_UNITS = {"errors", "recipe", "specs", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.
@@ -46,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "": set(),
 }
 # data gets encoders as callables: it may know the shapes of the interface, not a family.
-FAMILY_TYPES = {"Encoder", "TensorSpec", "Tensors"}
+FAMILY_TYPES = {"Encode", "Encoder", "Inputs", "Tensors"}
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),

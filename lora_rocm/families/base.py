@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.data.shape import Shape
 from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
@@ -26,30 +28,32 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One cached tensor: ``dtype`` as torch names it ("float32"), ``dims`` one letter a dimension ("CHW")."""
-
-    dtype: str
-    dims: str
+Inputs = Mapping[str, Tensor | str]
+"""What an encoder reads of one sample, by ``EntrySpec.inputs``: "image" is pixels_CHW (float32 in [-1, 1])."""
+Encode = Callable[[Inputs], Tensors]
 
 
 class Encoder(Protocol):
-    """Turns pictures or captions into tensors to cache.
+    """Turns images, captions, or both into the tensors of one cached entry.
 
-    kind: "image" (``encode`` takes pixels_CHW, float32 in [-1, 1]) or "text" (``encode`` takes a str).
-    fingerprint: identity of weights and settings; part of every cache key, known without loading the weights.
-    outputs: name -> TensorSpec of what one ``encode`` call returns (without a batch dimension).
+    Encoders are loaded one at a time, in the order in which the family names them.
     """
 
-    kind: str
-    fingerprint: str
-    outputs: Mapping[str, TensorSpec]
+    @property
+    def entry(self) -> EntrySpec:
+        """What ``encode`` takes, and what it returns."""
+        ...
 
-    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
-        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping both frees the memory.
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and settings; part of every cache key, known without loading the weights."""
+        ...
 
-        Weights and items go to the device through the door, and what was made comes back through it.
+    def load(self, door: DeviceTransfer) -> Encode:
+        """Load the weights and return ``encode``: one sample's inputs in, CPU tensors out. Dropping both frees memory.
+
+        Weights and inputs go to the device through the door, and what was made comes back through it. The precision of
+        the weights is the encoder's own choice. An encoder of captions may be loaded on the CPU if the GPU is full.
         """
         ...
 
@@ -113,7 +117,7 @@ class ModelFamily(Protocol):
     def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
+        """The encoders, one for each cached entry; with ``train_text_encoder`` captions become token ids only."""
         ...
 
     def examine(self) -> Sequence[Path]:
@@ -157,8 +161,8 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
-        """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        """A batch of a bucket as the caches would give it, all zero, on the CPU: for the sizes of its tensors."""
         ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:

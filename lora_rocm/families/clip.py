@@ -73,11 +73,15 @@ def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tens
         (prompt_BSD: the penultimate hidden states concatenated in width, pooled_BD), as
         ``StableDiffusionXLPipeline.encode_prompt`` makes them.
     """
-    states = []
-    for encoder, ids in zip(encoders, ids_BS, strict=True):
-        output = encoder(ids, attention_mask=_causal(ids), output_hidden_states=True)
-        states.append(output.hidden_states[-2])
-    return torch.cat(states, dim=-1), output.text_embeds
+    outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
+    return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
+
+
+def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """What one CLIP encoder makes: (the penultimate hidden states [B, S, D], the pooled embedding [B, D])."""
+    output = encoder(ids_BS, attention_mask=_causal(ids_BS), output_hidden_states=True)
+    pooled_BD = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return output.hidden_states[-2], pooled_BD
 
 
 def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:

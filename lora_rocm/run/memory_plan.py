@@ -85,9 +85,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one recipe, at its largest pictures.
+    """Of one recipe, at its largest samples.
 
     Attributes:
+        shape: of these samples, in words; cost: what activations and work are proportional to.
         weight_bytes: frozen weights, on the device where nothing is offloaded.
         adapter_bytes: trained weights, a pass's gradients, moments and average.
         gradient_bytes: the buffer in which gradients add up: made when activations have gone, unless it is kept.
@@ -99,8 +100,8 @@ class Footprint:
         narrow_layers: adapted layers whose inputs or outputs are fewer than the rank.
     """
 
-    height: int
-    width: int
+    shape: str
+    cost: int
     weight_bytes: int
     adapter_bytes: int
     gradient_bytes: int
@@ -120,9 +121,8 @@ class Footprint:
         moments = tuple(Moment(**moment) for moment in value["moments"])
         return cls(**{**value, "blocks": blocks, "moments": moments, "work": Work(**value["work"])})
 
-    def with_area(self, height: int, width: int) -> Footprint:
-        """For pictures of another size: activations and work go with the area (attention is fused)."""
-        share = height * width / (self.height * self.width)
+    def scaled(self, share: float) -> Footprint:
+        """For samples of another cost: activations and work are proportional to it (attention is fused)."""
         blocks = tuple(
             replace(
                 block,
@@ -136,9 +136,16 @@ class Footprint:
             for block in self.blocks
         )
         moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
-        more = {} if self.recomputed_bytes is None else {"recomputed_bytes": int(self.recomputed_bytes * share)}
+        recomputed_bytes = None if self.recomputed_bytes is None else int(self.recomputed_bytes * share)
         work = _scaled(self.work, share)
-        return replace(self, height=height, width=width, blocks=blocks, moments=moments, work=work, **more)
+        return replace(
+            self,
+            cost=int(self.cost * share),
+            blocks=blocks,
+            moments=moments,
+            work=work,
+            recomputed_bytes=recomputed_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _milder_first(recipe: Recipe, fits: Callable[[int, int], bool]) -> Iterator[
 
 def _reduced(recipe: Recipe, footprint: Footprint, side: int, rank: int) -> Footprint:
     share = (side / _resolution(recipe)) ** 2
-    smaller = footprint.with_area(int(footprint.height * share), footprint.width) if share != 1 else footprint
+    smaller = footprint.scaled(share) if share != 1 else footprint
     return replace(smaller, **{name: getattr(smaller, name) * rank // recipe.lora.rank for name in ADAPTER})
 
 
@@ -280,8 +280,8 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 def _facts(footprint: Footprint) -> dict[str, Any]:
     """What is worth printing of a footprint."""
     whole = footprint.to_json()
-    keys = ("height", "width", "weight_bytes", *ADAPTER, "work")
-    return {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
+    keys = ("weight_bytes", *ADAPTER, "work")
+    return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
 
 
 def _lines(
@@ -296,7 +296,7 @@ def _lines(
 ) -> Iterator[str]:
     train = recipe.train
     yield (
-        f"{name}: {footprint.width} x {footprint.height} pixels, batch {train.batch_size} x "
+        f"{name}: {footprint.shape}, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))

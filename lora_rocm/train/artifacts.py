@@ -266,7 +266,7 @@ class Artifacts:
             num_epochs=self.recipe.train.epochs or epochs + 1,
             num_images=sum(found.bucket_counts.values()),
             tag_frequency=found.tag_frequency,
-            buckets={f"{width}x{height}": count for (height, width), count in found.bucket_counts.items()},
+            buckets={str(shape): count for shape, count in found.bucket_counts.items()},
             dataset_dirs=found.folders,
             base_name=Path(self.recipe.model.name_or_path).name,
             vae_name=Path(self.recipe.model.vae).name if self.recipe.model.vae else "",

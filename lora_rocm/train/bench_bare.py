@@ -48,11 +48,11 @@ def inputs_of(bench: Bench) -> Inputs:
     """The first micro-batch of a run, and how it computes now."""
     trainer = bench.trainer
     batch = next(trainer.open_batches(0))
-    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch["positions"]]
+    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch.positions]
     layers: dict[str, list[str]] = {}
     for component, path, _ in bench.artifacts.adapter.modules.values():
         layers.setdefault(component, []).append(path)
-    tensors = {name: tensor.clone() for name, tensor in batch["tensors"].items()}
+    tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
     return Inputs(tensors, trainer.family.objective.draw(tensors, seeds).tensors, layers, trainer.relief.recomputes)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.reduction import losses
@@ -21,11 +22,9 @@ from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import Graphs, Passed
 
 
-def send_zeros(
-    family: ModelFamily, transfer: DeviceTransfer, height: int, width: int, rows: int
-) -> tuple[Tensors, Tensors]:
-    """(batch, draws) on the device for a pass of which only the size matters, in pixels; all weigh nothing."""
-    batch = family.example(height, width, rows)
+def send_zeros(family: ModelFamily, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
+    """(batch, draws) on the device for a pass of which only the shape matters; every row has weight 0."""
+    batch = family.example(shape, rows)
     draws = family.objective.draw(batch, [0] * rows).tensors
     batch["weight"] = torch.zeros(rows)
     tensors = {**batch, **draws}

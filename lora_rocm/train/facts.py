@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.recipe.schema import Recipe
 
@@ -119,7 +120,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
-    shapes = [([int(side) for side in name.split("x")], count) for name, count in sorted(buckets.items())]
+    shapes = [(Shape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
     return {"buckets": {str(i): {"resolution": shape, "count": count} for i, (shape, count) in enumerate(shapes)}}
 
 

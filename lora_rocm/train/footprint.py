@@ -27,7 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
-from lora_rocm.data.buckets import bucket_sizes
+from lora_rocm.data.buckets import largest_shape
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import machine_error
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
@@ -143,19 +144,19 @@ def counted(
     family: ModelFamily,
     dtype: torch.dtype,
     settings: Settings,
-    bucket_hw: tuple[int, int],
+    shape: Shape,
     on_gpu: bool = True,
 ) -> Footprint:
-    """The footprint at pictures of a size; remembered beside the caches, since counting takes seconds."""
+    """The footprint at samples of a shape; remembered beside the caches, since counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, [plain, *bucket_hw, on_gpu])
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
             return Footprint.from_json(kept[key])
-    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, *bucket_hw, plain)
+    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found
@@ -176,14 +177,6 @@ def _remembered(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def largest_bucket(recipe: Recipe) -> tuple[int, int]:
-    """(height, width) of the bucket with the largest area, whether or not a picture falls into it."""
-    data = recipe.data
-    resolution = max(source.resolution for source in data.resolved_sources())
-    sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)
-    return max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1])))
 
 
 def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
@@ -207,10 +200,10 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
 
 
 def count(
-    family: ModelFamily, model: LoadedModel, recipe: Recipe, height: int, width: int, plain_attention: bool = False
+    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
 ) -> Footprint:
     """One pass of one sample over a model on the meta device."""
-    batch, draws = _inputs(family, height, width)
+    batch, draws = _inputs(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
     buffers = [b for component in model.components.values() for b in component.buffers()]
     trained = [p for p in parameters if p.requires_grad]
@@ -238,8 +231,8 @@ def count(
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
-        height=height,
-        width=width,
+        shape=str(shape),
+        cost=shape.cost,
         weight_bytes=sum(map(_bytes, frozen.values())),
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
@@ -306,8 +299,8 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    batch = family.example(height, width, 1)
+def _inputs(family: ModelFamily, shape: Shape) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    batch = family.example(shape, 1)
     draws = family.objective.draw(batch, [0]).tensors
     to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
@@ -341,7 +334,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
-    how, is_here = (dtype, settings, largest_bucket(recipe), on_gpu), True
+    how, is_here = (dtype, settings, largest_shape(recipe.data), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
         found = counted(recipe, family_for(recipe), *how)

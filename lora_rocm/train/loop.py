@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import Batch, split
+from lora_rocm.data.batch import Batch, split
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import usage
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
@@ -205,16 +205,16 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
         """One micro-batch, or a part of one: the gradient of the weighted sum accumulates."""
-        work.iteration = batch["iteration"]
-        work.samples += batch["sample_keys"]
-        where = (self.seed, self.position.attempt, batch["iteration"])
-        seeds = [seed_for(*where, index) for index in batch["positions"]]
-        draws = self.family.objective.draw(batch["tensors"], seeds).tensors
+        work.iteration = batch.iteration
+        work.samples += batch.sample_keys
+        where = (self.seed, self.position.attempt, batch.iteration)
+        seeds = [seed_for(*where, index) for index in batch.positions]
+        draws = self.family.objective.draw(batch.tensors, seeds).tensors
         if self.dropout:  # PEFT's dropout draws from the global generator
-            torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
+            torch.manual_seed(seed_for(*where, "dropout", batch.positions[0]))
         tensors, clock = self.transfer.send(
-            {**batch["tensors"], **draws},
-            {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
+            {**batch.tensors, **draws},
+            {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
         )
         work.clocks.append(clock)
         sent_draws = {name: tensors.pop(name) for name in draws}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.graph_check import capture_on_gpu
@@ -176,14 +177,11 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         session.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
-    find = partial(
-        prepare,
-        recipe,
-        family,
+    encoding = Encoding(
         cache,
         start.device,
-        CacheRoom(cache, session.cache_progress, session.notice),
-        say=session.notice,
+        report=CacheRoom(cache, session.cache_progress, session.notice),
+        notice=session.notice,
         repaired=session.repaired,
         tiles=start.settings.vae_tiling,
         tiles_needed=lambda: tell("vae-tiling", session.emit),
@@ -192,16 +190,16 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
     )
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
-        return data_of(start, family, cache, find())
+        return data_of(start, family, cache, prepare(recipe, family, encoding))
     try:
-        prepared = find()
+        prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
         session.notice("The training pictures are not those of the checkpoint, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
         session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
-        prepared = find(facts=kept.facts)
+        prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 
 
@@ -226,7 +224,7 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
         samples=len(prepared.items),
         set_aside=[problem.to_json() for problem in prepared.set_aside],
         notices=list(prepared.notices),
-        buckets={f"{width}x{height}": count for (height, width), count in prepared.facts.bucket_counts.items()},
+        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
@@ -244,9 +242,17 @@ def _runtime(start: Start) -> RuntimeSection:
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
-    largest_hw = max(sizes, key=lambda hw: hw[0] * hw[1])
-    how = (start.device, start.dtype, start.settings, largest_hw, start.session.notice, len(sizes))
-    return decide(start.recipe, family, *how)
+    largest = max(sizes, key=lambda shape: shape.order)
+    return decide(
+        start.recipe,
+        family,
+        start.device,
+        start.dtype,
+        start.settings,
+        largest,
+        start.session.notice,
+        len(sizes),
+    )
 
 
 def _load_model(

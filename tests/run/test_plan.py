@@ -21,6 +21,9 @@ from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
 GIB = 2**30
 
 
+WORK = Work(3e13, 3e10, 300)
+
+
 def net() -> Footprint:
     """Something of SDXL's size: 5 GiB of weights, 5 GiB of activations a sample in ten blocks."""
     blocks = tuple(
@@ -37,7 +40,9 @@ def net() -> Footprint:
         for n in range(10)
     )
     moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
-    return Footprint(1024, 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, Work(3e13, 3e10, 300))
+    return Footprint(
+        "1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, Work(3e13, 3e10, 300)
+    )
 
 
 @pytest.fixture
@@ -220,7 +225,7 @@ def test_what_is_compiled_is_not_offloaded_by_auto(compiled: str, memory: str, m
     assert job_of(asked, Settings(), on_gpu=True, can_offload=True).modes == modes
     needs_little = int(4.3 * GIB)  # of the weights alone there are 5
     found = choose(
-        needs_little, net().with_area(256, 256), job_of(asked, Settings(), on_gpu=True, can_offload=True), Rates()
+        needs_little, net().scaled((256 / 1024) ** 2), job_of(asked, Settings(), on_gpu=True, can_offload=True), Rates()
     )
     assert (found is not None and found.mode == "offload") is ("offload" in modes)
 
@@ -262,7 +267,8 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
         side = int(error.fix.split("data.resolution to ")[1].split()[0].rstrip(":"))
         free = Job(4, graphs=True)
         fits = [
-            choose(int(limit_gib * GIB), net().with_area(s, s), free, Rates()) is not None for s in (side, side + 64)
+            choose(int(limit_gib * GIB), net().scaled((s / 1024) ** 2), free, Rates()) is not None
+            for s in (side, side + 64)
         ]
         assert fits == [True, False]
 
@@ -283,7 +289,7 @@ def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Foo
     now = recipe_from(sections)
     side, rank = now.data.resolution, now.lora.rank
     adapter = {name: getattr(footprint, name) * rank // asked.lora.rank for name in command.ADAPTER}
-    return now, replace(footprint.with_area(side, side), **adapter)
+    return now, replace(footprint.scaled((side / asked.data.resolution) ** 2), **adapter)
 
 
 NEAREST: dict[str, dict[str, Any]] = {
@@ -356,7 +362,7 @@ def test_what_compiling_forbids_is_named_before_smaller_pictures() -> None:
 @pytest.mark.parametrize("own", [512, None])  # None: the control
 def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
     asked = recipe(data={"path": None, "sources": [{"path": "x", "resolution": own}], "resolution": 1024})
-    large = replace(net(), height=own or 1024, width=own or 1024)
+    large = replace(net(), cost=(own or 1024) ** 2)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     error = does_not_fit(asked, large, job, Rates(), int(2.2 * GIB))
     side = int(error.fix.split(" to ")[1].split(":")[0])

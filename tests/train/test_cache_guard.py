@@ -62,7 +62,7 @@ def entries(place: Path, kind: str = "*") -> dict[str, bytes]:
 def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sound")
     fill(material, place)
-    assert len(entries(place, "image")) == IMAGES and entries(place, "text")
+    assert len(entries(place, "image")) == IMAGES and entries(place, "text_1")
     return place
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.ldm.fused_unet import fuse
@@ -31,12 +32,13 @@ from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, 
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.adapter import inject
 from lora_rocm.train.flat import FlatWeights
-from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model, largest_bucket
+from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
 from lora_rocm.train.ledger import Ledger
 from lora_rocm.train.optim import GatedAdamW
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
+SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
@@ -66,7 +68,7 @@ class Real:
         """The most that a pass takes beside weights and gradients, in bytes."""
         together = TOGETHER if chosen is None else 1
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
-        batch = self.family.example(SIDE_PX, SIDE_PX, rows)
+        batch = self.family.example(SHAPE, rows)
         draws = self.family.objective.draw(batch, list(range(rows))).tensors
         gc.collect()
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
@@ -90,7 +92,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
     real = Real(its)
     hollow = hollow_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
-    return count(real.family, hollow, its, SIDE_PX, SIDE_PX), real
+    return count(real.family, hollow, its, SHAPE), real
 
 
 class ToyFamily:
@@ -111,8 +113,8 @@ class ToyFamily:
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["net"])  # type: ignore[call-overload]
 
-    def example(self, height: int, width: int, rows: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(rows, height * width, 64)}
+    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, shape.cost, 64)}
 
     def draw(self, batch: Any, seeds: Any) -> Draws:
         return Draws({})
@@ -131,7 +133,7 @@ def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> 
     found = []
     for by_keyword in (False, True):
         family: Any = ToyFamily(by_keyword)
-        found.append(count(family, family.model(), recipe(tmp_path), 8, 8))
+        found.append(count(family, family.model(), recipe(tmp_path), Shape.of(h=8, w=8)))
     assert found[0] == found[1]
     assert all(block.forward.flops > 0 for block in found[0].blocks)
 
@@ -181,7 +183,7 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
 def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
     found, real = both
     its = recipe(Path("x"))
-    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SIDE_PX, SIDE_PX, True)
+    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SHAPE, True)
     assert activation_bytes(plain, ()) > activation_bytes(found, ())
 
 
@@ -190,7 +192,7 @@ def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint,
     family = family_for(its)
     model = hollow_model(family, its, torch.float32, False)
     assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
-    found = count(family, model, its, SIDE_PX, SIDE_PX)
+    found = count(family, model, its, SHAPE)
     assert found.weight_bytes > both[0].weight_bytes and found.adapter_bytes > both[0].adapter_bytes
 
 
@@ -265,18 +267,8 @@ def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[st
 def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprint, Real]) -> None:
     its = recipe(Path("x"), rank=MAX_RANK)
     family = family_for(its)
-    found = count(family, hollow_model(family, its, torch.float32), its, SIDE_PX, SIDE_PX)
+    found = count(family, hollow_model(family, its, torch.float32), its, SHAPE)
     assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
-
-
-def test_the_largest_bucket() -> None:
-    assert largest_bucket(recipe(Path("x"))) == (SIDE_PX, SIDE_PX)
-    data = {"sources": ({"path": "a", "resolution": 512}, {"path": "b", "resolution": 700}), "enable_bucket": False}
-    assert largest_bucket(recipe(Path("x")).model_copy(update={"data": _data(data)})) == (640, 640)
-
-
-def _data(data: dict[str, Any]) -> Any:
-    return recipe_from({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,20 +276,20 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
     memory.parent.mkdir()
     made: list[str] = []
-    fake = Footprint(SIDE_PX, SIDE_PX, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
+    fake = Footprint(str(SHAPE), SHAPE.cost, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
     monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
     monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
 
-    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, size: tuple[int, int] = (96, 96)) -> Footprint:
-        return counted(which, family, dtype, Settings(), size)
+    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Footprint:
+        return counted(which, family, dtype, Settings(), shape)
 
     assert ask() == fake == ask() and len(made) == 1
     ask(dtype=torch.bfloat16)
-    ask(size=(64, 96))
+    ask(shape=Shape.of(h=64, w=96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
-    counted(its, family, torch.float32, Settings(triton=False), (96, 96))  # plain PyTorch keeps more
-    counted(its, family, torch.float32, Settings(), (96, 96), on_gpu=False)
+    counted(its, family, torch.float32, Settings(triton=False), SHAPE)  # plain PyTorch keeps more
+    counted(its, family, torch.float32, Settings(), SHAPE, on_gpu=False)
     assert len(made) == 5, "both are without Triton"
     made.pop()
     ask(recipe(tmp_path, alpha=3.0))  # of no weight here
@@ -314,7 +306,7 @@ def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) 
     its = recipe(Path("x"))
     hollow = hollow_model(real.family, its, torch.float32, False)
     fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
-    kernels = count(real.family, hollow, its, SIDE_PX, SIDE_PX)
+    kernels = count(real.family, hollow, its, SHAPE)
     assert kernels.work.flops == found.work.flops
     assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
 
@@ -364,7 +356,7 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
 def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    nothing = Footprint(8, 8, 0, 0, 0, 0, (), (), Work())
+    nothing = Footprint("8x8", 64, 0, 0, 0, 0, (), (), Work())
 
     def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
         if not family.recipe.model.name_or_path.startswith("random:"):

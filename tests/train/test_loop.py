@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.data.batch import Batch
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
@@ -18,7 +20,7 @@ from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.flat import FlatWeights
-from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
+from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
 from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
@@ -61,15 +63,15 @@ def batches(
             for micro in range(accumulation):
                 rows = slice(micro * size, (micro + 1) * size)
                 tensors = {"x": x_ND[rows].clone(), "weight": torch.full((size,), 1.0 / EFFECTIVE_BATCH)}
-                yield {
-                    "tensors": tensors,
-                    "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-                    "sample_keys": [f"picture-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]],
-                    "positions": list(range(EFFECTIVE_BATCH))[rows],
-                    "bucket": (1, WIDTH),
-                    "iteration": iteration,
-                    "micro": micro,
-                }
+                yield Batch(
+                    tensors=tensors,
+                    fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+                    sample_keys=tuple(f"image-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]),
+                    positions=tuple(range(EFFECTIVE_BATCH)[rows]),
+                    shape=Shape.of(tokens=WIDTH),
+                    iteration=iteration,
+                    micro=micro,
+                )
             iteration += 1
 
     return open_from
@@ -187,7 +189,7 @@ def test_without_the_guard_the_same_fault_changes_the_result(monkeypatch: pytest
 def test_when_every_method_fails_nothing_is_trained_on_it() -> None:
     rig = Rig(copy=Corruptor(set(range(9, 99)), ("unpinned", "clone", "chunked")))
     reference = Rig().fit(4)
-    with pytest.raises(TransferError, match="picture-4"):
+    with pytest.raises(TransferError, match="image-4"):
         rig.fit(12)
     assert rig.trainer.position.updates == 4 and same(rig, reference)
 
@@ -205,8 +207,8 @@ def test_splitting_into_micro_batches_gives_the_same_updates_to_rounding() -> No
 def test_a_nonfinite_update_is_skipped_and_the_guilty_sample_named(accumulation: int, scale: bool) -> None:
     rig = Rig(accumulation=accumulation, poison=3, scale=scale).fit(6)
     incident = rig.of_type("incident")
-    assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["picture-3-1"])]
-    assert "not finite is the loss of picture-3-1 (1 of 4 samples)" in incident[0]["detail"]
+    assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["image-3-1"])]
+    assert "not finite is the loss of image-3-1 (1 of 4 samples)" in incident[0]["detail"]
     assert rig.trainer.position == Position(iteration=7, updates=6)
     assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
 
@@ -219,7 +221,7 @@ def test_where_every_loss_is_finite_all_samples_are_named() -> None:
     rig.fit(6)
     first = rig.of_type("incident")[0]
     assert first["kind"] == "nonfinite" and first["samples"] == [
-        f"picture-{first['iteration']}-{row}" for row in range(4)
+        f"image-{first['iteration']}-{row}" for row in range(4)
     ]
     assert "the loss of each sample is finite" in first["detail"]
 

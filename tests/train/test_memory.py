@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import LoadedModel, family_for
@@ -78,8 +79,8 @@ class Chain:
         assert run is not None
         model.components["net"].run = run
 
-    def example(self, height: int, width: int, rows: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(rows, height, WIDTH)}
+    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, shape["h"], WIDTH)}
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         return Draws({"noise": torch.zeros(len(seeds), 1)})
@@ -109,7 +110,7 @@ def small_slack(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def footprint() -> Footprint:
     model = LoadedModel({"net": Layers().to(META)}, torch.float32, META)
-    counted = count(Chain(), model, recipe(), 32, 32)  # type: ignore[arg-type]
+    counted = count(Chain(), model, recipe(), Shape.of(h=32, w=32))  # type: ignore[arg-type]
     return replace(
         counted, gradient_bytes=0, landing_bytes=0
     )  # half of all weights are trained here: that would hide the activations
@@ -332,7 +333,7 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
 ) -> None:
     asked = recipe(memory, gradient_checkpointing=checkpointing)
     settings, family = Settings(micro_batch_parts=2), Chain()
-    found = decide(asked, family, CPU, torch.float32, settings, (32, 32), str)  # type: ignore[arg-type]
+    found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), str)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
@@ -412,5 +413,5 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
 
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
-    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), (64, 64), str)
+    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), str)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.data.batches import split
+from lora_rocm.data.batch import Batch, split
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.memory import Usage
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import MachineError
@@ -22,7 +24,7 @@ from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.host.memory import GIB
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import loop, relief
-from lora_rocm.train.loop import Batch, Work
+from lora_rocm.train.loop import Work
 from lora_rocm.train.optim import GatedAdamW
 from tests.tiny_models import FEW_TARGETS
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
@@ -86,7 +88,7 @@ class Watched:
         def opened(first: int) -> Iterator[Batch]:
             for batch in open_batches(first):
                 if follow is not None:
-                    trainer.relief.parts = follow[batch["iteration"]]
+                    trainer.relief.parts = follow[batch.iteration]
                 yield batch
 
         trainer._work, trainer._update, trainer.open_batches = work, update, opened  # type: ignore[method-assign]
@@ -125,7 +127,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
         incidents = hit.rig.of_type("incident")
         assert changes and set(changes) == {"micro-batch-halved"} and len(incidents) == len(changes), hits
         assert all(event["kind"] == "out-of-memory" and FULL in event["detail"] for event in incidents)
-        whole = [[f"picture-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)] for iteration in range(STEPS)]
+        whole = [[f"image-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)] for iteration in range(STEPS)]
         assert hit.samples == whole, hits
         reference = Watched(FullAt(), follow=hit.parts, **how)
         assert same(hit.rig, reference.rig), hits
@@ -154,7 +156,7 @@ def test_a_step_that_is_not_made_again_loses_its_samples(monkeypatch: pytest.Mon
     original = Rig().trainer.open_batches
     monkeypatch.setattr("tests.train.test_loop.batches", lambda *how: lambda first: original(first + (first > 0)))
     hit = Watched(FullAt(operations() // STEPS * 3 // 2))
-    assert [names[0] for names in hit.samples] != [f"picture-{iteration}-0" for iteration in range(STEPS)]
+    assert [names[0] for names in hit.samples] != [f"image-{iteration}-0" for iteration in range(STEPS)]
 
 
 def test_an_update_that_has_to_be_sent_again_and_a_full_device_at_once() -> None:
@@ -293,15 +295,15 @@ def test_pools_that_are_in_pieces_again_soon_were_no_cure(monkeypatch: pytest.Mo
 def random_batch(count: int, weights: list[float]) -> Batch:
     generator = torch.Generator().manual_seed(count)
     tensors = {"x": torch.randn(count, WIDTH, generator=generator), "weight": torch.tensor(weights)}
-    return {
-        "tensors": tensors,
-        "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-        "sample_keys": [f"picture-{row}" for row in range(count)],
-        "positions": list(range(count)),
-        "bucket": (1, WIDTH),
-        "iteration": 0,
-        "micro": 0,
-    }
+    return Batch(
+        tensors=tensors,
+        fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+        sample_keys=tuple(f"image-{row}" for row in range(count)),
+        positions=tuple(range(count)),
+        shape=Shape.of(tokens=WIDTH),
+        iteration=0,
+        micro=0,
+    )
 
 
 class Recording(NoisyLine):
@@ -348,20 +350,21 @@ def test_the_summed_gradient_of_the_parts_is_that_of_the_whole(weights: list[lis
 def test_parts_are_rows_in_order_each_once(count: int, parts: int) -> None:
     batch = random_batch(count, [1.0 / count] * count)
     pieces = split(batch, parts)
-    assert len(pieces) <= parts and max(len(piece["positions"]) for piece in pieces) == -(-count // parts)
-    assert sum((piece["sample_keys"] for piece in pieces), []) == batch["sample_keys"]
+    assert len(pieces) <= parts and max(len(piece.positions) for piece in pieces) == -(-count // parts)
+    assert sum((piece.sample_keys for piece in pieces), ()) == batch.sample_keys
     for group in ("tensors", "fingerprints"):
-        for name, rows in batch[group].items():
-            assert torch.equal(torch.cat([piece[group][name] for piece in pieces]), rows)
-    assert all(piece["iteration"] == 0 and piece["bucket"] == (1, WIDTH) for piece in pieces)
+        for name, rows in getattr(batch, group).items():
+            assert torch.equal(torch.cat([getattr(piece, group)[name] for piece in pieces]), rows)
+    assert all(piece.iteration == 0 and piece.shape == batch.shape for piece in pieces)
 
 
 def test_gradients_without_their_weights_differ() -> None:
     """Negative control: parts that each take their own mean are another gradient."""
     batch = random_batch(4, [0.5, 0.25, 0.25, 0.0])
     whole, _, _ = gradient_of([batch], 1)
-    even = {**batch, "tensors": {**batch["tensors"], "weight": torch.full((4,), 0.25)}}
-    even["fingerprints"] = {name: fingerprint(tensor) for name, tensor in even["tensors"].items()}
+    tensors = {**batch.tensors, "weight": torch.full((4,), 0.25)}
+    fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    even = replace(batch, tensors=tensors, fingerprints=fingerprints)
     other, _, _ = gradient_of([even], 2)
     assert not torch.allclose(whole["weight"], other["weight"], rtol=1e-5, atol=1e-6)
 
@@ -369,7 +372,7 @@ def test_gradients_without_their_weights_differ() -> None:
 def test_the_rig_is_a_linear_layer() -> None:
     """What the tests above rest on: batches of the rig have rows enough to be cut."""
     first = next(batches(1)(0))
-    assert len(first["positions"]) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
+    assert len(first.positions) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
 
 
 def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.entry_spec import TensorSpec
+from lora_rocm.data.shape import Shape
 from lora_rocm.families import clip
-from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors, TensorSpec
+from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.ldm import detect, fused_unet, keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
@@ -141,7 +143,7 @@ class LdmFamily(ABC):
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.outputs.items()}
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer of each text encoder, and how many tokens it reads."""
@@ -167,7 +169,8 @@ class LdmFamily(ABC):
         unet: Any = model.components["unet"]
         unet.enable_gradient_checkpointing(run or Recomputing(model, together=TOGETHER))
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        height, width = shape["h"], shape["w"]
         vae = self.source.config("vae")
         side_px = 2 ** (len(vae["block_out_channels"]) - 1)
         latents = torch.zeros(rows, int(vae["latent_channels"]), height // side_px, width // side_px)

@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from lora_rocm.families import clip, conversion
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import keys
-from lora_rocm.families.ldm.encoders import TextEncoder, TokenEncoder, VaeEncoder
+from lora_rocm.families.ldm.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.loading import Layout, Part
 from lora_rocm.families.sdxl.detect import EXPECTED
@@ -37,7 +37,6 @@ LAYOUT = Layout(
     configs=Path(__file__).parent / "config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
-TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
 
 class Sdxl(LdmFamily):
@@ -50,8 +49,9 @@ class Sdxl(LdmFamily):
     text_components = TEXT_COMPONENTS
 
     def encoders(self) -> Sequence[Encoder]:
-        words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
-        return [VaeEncoder(self.source), words(self.source)]
+        if self.recipe.lora.train_text_encoder:
+            return [VaeEncoder(self.source), TokenEncoder(self.source)]
+        return [VaeEncoder(self.source), TextEncoder(self.source, 1), TextEncoder(self.source, 2)]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
@@ -65,8 +65,11 @@ class Sdxl(LdmFamily):
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {"input_ids_1": ids, "input_ids_2": ids.clone()}
         pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
-        prompt = torch.zeros(rows, clip.CLIP_TOKENS, int(unet["cross_attention_dim"]))
-        return {"prompt_embeds": prompt, "pooled_embeds": torch.zeros(rows, pooled)}
+        batch = {"pooled_embeds": torch.zeros(rows, pooled)}
+        for number, name in enumerate(TEXT_COMPONENTS, 1):
+            width = int(self.source.config(name)["hidden_size"])
+            batch[f"prompt_embeds_{number}"] = torch.zeros(rows, clip.CLIP_TOKENS, width)
+        return batch
 
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
         prompt_BSD, pooled_BD = self._text(model, batch)
@@ -80,8 +83,9 @@ class Sdxl(LdmFamily):
         return {"prompt_embeds": prompt_BSD, "pooled_prompt_embeds": pooled_BD}
 
     def _text(self, model: LoadedModel, batch: Tensors) -> tuple[Tensor, Tensor]:
-        if "prompt_embeds" in batch:
-            return batch["prompt_embeds"], batch["pooled_embeds"]
+        if "pooled_embeds" in batch:
+            prompt_BSD = torch.cat([batch["prompt_embeds_1"], batch["prompt_embeds_2"]], dim=-1)
+            return prompt_BSD, batch["pooled_embeds"]
         encoders = [model.components[name] for name in self.text_components]
         return clip.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
 
