@@ -19,16 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import Position, Trainer
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
@@ -128,17 +129,17 @@ class UncheckedTransfer(WatchedTransfer):
         pass
 
 
-def make_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedAdamW]:
+def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedOptimizer]:
     """A small model, the same each time, and the product's optimizer for it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES * (len(NAMES) - 1), 8), nn.Tanh(), nn.Linear(8, FEATURES)).to(device)
     parameters = dict(net.named_parameters())
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
-    return net, GatedAdamW(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
+    return net, make_optimizer(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
 
 
-def state_of(optimizer: GatedAdamW) -> Tensor:
+def state_of(optimizer: GatedOptimizer) -> Tensor:
     """All that a step changes, as bytes on the CPU: parameters, average, moments, step counts."""
     tensors = [*optimizer.parameters.values(), *optimizer.ema.values(), *optimizer.state().values()]
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).cpu().view(torch.int32)
@@ -151,7 +152,7 @@ class Run:
         self.seed, self.bus, self.iteration = seed, bus, 0
         self.told: Callable[[str, dict[str, Any]], None] = lambda event_type, fields: None
         self.stop = False
-        net, self.optimizer = make_optimizer(device)
+        net, self.optimizer = small_optimizer(device)
         model = LoadedModel({"net": net}, torch.float32, device)
         family: Any = Mixture()
         self.transfer = kind(device, pin=device.type == "cuda", copy=bus or copy_to_device)

@@ -270,10 +270,10 @@ def lora_file(rng: random.Random) -> bytes:
 
 def read_lora(path: Path) -> None:
     """Read it for the tiny model."""
-    from lora_rocm.train.lora_file import components_of, read_lora
+    from lora_rocm.adapters.lora_reader import components_of, read_lora
 
     family, components = model()
-    components_of(path)
+    components_of(family, path)
     for entry in read_lora(family, components, path).values():
         entry.update()
 

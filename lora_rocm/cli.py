@@ -246,8 +246,9 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 
     from lora_rocm.host.printable import legible
     from lora_rocm.run import status as run_status
+    from lora_rocm.run.prepare import open_run
 
-    found = run_status.status(run_status.open_run(run))
+    found = run_status.status(open_run(run))
     typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
 
 
@@ -255,8 +256,8 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 @explained
 def report(run: RunPath) -> None:
     """Write report.html of a run (also of one that still goes on)."""
+    from lora_rocm.run.prepare import open_run
     from lora_rocm.run.report import write_report
-    from lora_rocm.run.status import open_run
 
     typer.echo(write_report(open_run(run)))
 

@@ -41,7 +41,9 @@ ARROWS: dict[str, set[str]] = {
     "kernels": {"errors", "recipe", "specs", "host", "run", "device"},
     "data": {"errors", "recipe", "specs", "host", "run", "device", "kernels"},
     "families": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data"},
-    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families"},
+    "adapters": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families"},
+    "optim": {"errors", "recipe", "specs", "host", "device", "kernels", "adapters"},
+    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families", "adapters", "optim"},
     "builtin": set(),
     "__main__": {"cli"},
     "": set(),
@@ -62,6 +64,7 @@ STANDARD_LIBRARY_ONLY = {
     "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
     "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
     "host.remember", "host.files", "host.sources", "host.wheels", "host.printable", "host.safe_path",
+    "host.windows_api",
 }  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
@@ -326,6 +329,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "errors", "from lora_rocm.recipe.schema import Recipe"),
         bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
+        bad(arrow_faults, "adapters.lora", "from lora_rocm.train.export import write"),
+        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
         bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),

@@ -25,7 +25,7 @@ from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import locked
 from tests.program import RECIPE, Program, pictures, snapshot
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 NEW_AT_EACH_START = ("environment", "heartbeat")
 FORMATS = "output.formats=[kohya, peft]"
@@ -35,7 +35,7 @@ FORMATS = "output.formats=[kohya, peft]"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, pictures, a filled cache and a finished run of two steps, ``runs/ok``."""
     root = tmp_path_factory.mktemp("Läufe")
-    write_tiny_sdxl(root / "model")
+    write_tiny_sdxl(root / "model", **SHALLOW)
     pictures(root / "pics")
     every_picture_is_read = RECIPE.replace("max_train_steps: 2", "max_train_steps: 2, batch_size: 2")
     (root / "r.yaml").write_text(every_picture_is_read, encoding="utf-8")

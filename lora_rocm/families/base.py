@@ -98,12 +98,14 @@ class ModelFamily(Protocol):
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
     objective: what is drawn for a batch.
+    kohya_prefixes: component -> what the kohya names of its modules begin with ("lora_unet").
     """
 
     name: str
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
     all_components: tuple[str, ...]
+    kohya_prefixes: Mapping[str, str]
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -213,6 +215,14 @@ class ModelFamily(Protocol):
 
     def export_key(self, component: str, module: str) -> str:
         """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
+        ...
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """Where each of a module's rows (outputs) stands in a kohya file, in their order.
+
+        Each is (kohya name, first row there, number of rows): one of a module that has a weight of its own there,
+        several of one that is cut there; modules that are one weight there name the same, with other first rows.
+        """
         ...
 
 

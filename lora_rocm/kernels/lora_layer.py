@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
@@ -58,6 +59,17 @@ class LoraLinear(Linear):
             return lora_linear(x, base.weight, base.bias, *found)
         bias = None if base.bias is None else base.bias.to(x.dtype)
         return lora_linear(x, base.weight, bias, *found, partial(dense_weight, base, x.dtype))
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """The layer that an adapted one sits on; a layer without an adapter itself."""
+    base: nn.Module = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    return base
+
+
+def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
+    """(A, B, scale) of a layer that a product of several layers may take in one go; None of every other layer."""
+    return layer.plain(x) if isinstance(layer, LoraLinear) else None
 
 
 def _under_autocast(x: Tensor) -> bool:

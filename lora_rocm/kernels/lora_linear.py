@@ -136,7 +136,7 @@ def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tenso
     if join:
         return torch.cat(dy_MO, dim=1) @ weight_OI
     first, *others = weight_OI.split([d.shape[1] for d in dy_MO])
-    dx_MI = dy_MO[0] @ first
+    dx_MI: Tensor = dy_MO[0] @ first
     for d, weight in zip(dy_MO[1:], others, strict=True):
         dx_MI.addmm_(d, weight)
     return dx_MI

@@ -25,7 +25,6 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
-from lora_rocm.recipe.peer_names import RATE_OF_ADAMW
 from lora_rocm.recipe.schema import MOVED, PathRule, Recipe, TimeoutsSection, path_rule
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
@@ -37,7 +36,6 @@ from lora_rocm.recipe.yaml_tree import (
     parse_yaml,
 )
 
-HIGH_RATE = 1e-2
 MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
 # Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
 EITHER_OR: dict[Key, Key] = {
@@ -176,6 +174,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
+    if recipe is not None:
+        problems += unwritable(recipe, layers)
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
@@ -188,15 +188,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
 
 
+def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
+    """A problem where the result is asked for in a form that its kind of adapter has not."""
+    lora = recipe.lora
+    wrong = [form for form in recipe.output.formats if form not in lora.formats]
+    if not wrong:
+        return []
+    what = f"a {lora.title} is not written in the form {wrong[0]}: nothing would read it"
+    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {lora.title}: {', '.join(lora.formats)}.")]
+
+
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Sentences about values that are possible and hardly ever meant."""
     found = []
     for name in ("learning_rate", "text_encoder_learning_rate"):
-        rate = getattr(recipe.optim, name)
-        if rate is not None and rate > HIGH_RATE:
+        rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
+        if rate is not None and not lowest <= rate <= highest:
+            height = "high" if rate > highest else "low"
             found.append(
-                f"{layers.where(('optim', name))}: {rate:g} is very high for {recipe.optim.optimizer}, which usually "
-                f"takes {RATE_OF_ADAMW}. Rates near 1 are meant for Prodigy and D-Adaptation, which are not here."
+                f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
+                f"{recipe.optim.rate_advice}"
             )
     return found
 

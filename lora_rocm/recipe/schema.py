@@ -7,6 +7,7 @@ what anybody trains with, so that a slip of the finger is found before it takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -204,7 +205,12 @@ class ResolvedSource(SourceOptions):
 
 
 class AdapterSection(Section):
-    """The adapter: the keys that every kind of adapter reads."""
+    """The adapter: the keys that every kind of adapter reads.
+
+    formats: of ``output.formats``, those in which such an adapter can be written.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -219,6 +225,11 @@ class AdapterSection(Section):
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     weight_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
+    )
+    init_from: InputFile | None = Field(
+        None,
+        description="Start from this file (kohya, diffusers or PEFT), of the same type. Modules of a lower rank are "
+        "filled up to rank; the effect is the file's.",
     )
 
     @property
@@ -237,19 +248,44 @@ class LoraSection(AdapterSection):
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
-    init_from: InputFile | None = Field(
-        None,
-        description="Start from this LoRA file (kohya, diffusers or PEFT). Modules of a lower rank are filled up to "
-        "rank; the effect is the file's.",
-    )
 
     @property
     def title(self) -> str:
         return "DoRA" if self.use_dora else "LoRA"
 
 
+class LokrSection(AdapterSection):
+    """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
+    factor: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_RANK,
+        description="Size of the first matrix; a side that it does not divide is cut by the next smaller number that "
+        "does. -1: near the square root of each side.",
+    )
+    decompose_both: bool = Field(
+        False, description="The first matrix, too, is a product of rank rank where that is smaller."
+    )
+
+    @property
+    def title(self) -> str:
+        return "LoKr"
+
+
 class OptimSection(Section):
-    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates."""
+    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
+
+    Attributes:
+        usual_rates: lowest and highest learning rate that is not questioned.
+        rate_advice: half a sentence on the rate that it usually takes.
+    """
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    rate_advice: ClassVar[str] = ""
 
     optimizer: str = Field(description="Optimizer.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
@@ -267,9 +303,41 @@ class OptimSection(Section):
 class AdamwSection(OptimSection):
     """Optimizer and schedule. Steps are optimizer updates."""
 
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
+    rate_advice: ClassVar[str] = (
+        "which usually takes 1.0e-4. Rates near 1 are meant for Prodigy: for that set optim.optimizer: prodigy."
+    )
+
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
+
+
+class ProdigySection(OptimSection):
+    """Optimizer and schedule. Steps are optimizer updates. Prodigy estimates the learning rate (arXiv 2306.06101)."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
+    rate_advice: ClassVar[str] = (
+        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
+    )
+
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
+    learning_rate: float = Field(1.0, gt=0, description="Factor of the estimated learning rate.")
+    text_encoder_learning_rate: float | None = Field(
+        None, gt=0, description="Factor for the text encoders; unset means learning_rate."
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
+    beta3: Decay | None = Field(
+        None, description="Decay of the sums that the estimate is made of; unset means the root of the second beta."
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
+    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
+    use_bias_correction: bool = Field(False, description="Adam's correction of the moments, which are zero at first.")
+    safeguard_warmup: bool = Field(
+        False,
+        description="Keep a warm-up of the learning rate from raising the estimate; for lr_warmup_steps.",
+    )
 
 
 class ObjectiveSection(Section):
@@ -481,9 +549,9 @@ class Recipe(Section):
         return self.sample.width or side, self.sample.height or side
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection}
+ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
-OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection}
+OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Places of keys that are still read, and where each of them is now."""

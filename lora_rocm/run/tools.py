@@ -18,8 +18,7 @@ from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run import results
 from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.prepare import holds_run
-from lora_rocm.run.status import open_run
+from lora_rocm.run.prepare import holds_run, open_run
 from lora_rocm.run.wording import number_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"

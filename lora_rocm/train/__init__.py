@@ -1,1 +1,1 @@
-"""The training child: adapter, loop, state, export."""
+"""The training child: loop, state, export."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
 from lora_rocm.device.failure import out_of_memory
@@ -20,18 +21,17 @@ from lora_rocm.device.world import World
 from lora_rocm.errors import DataError, ExportError, MachineError, StateError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.files import write_json
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.results import FileDigest
 from lora_rocm.train import concept, export, preview, state
-from lora_rocm.train.adapter import Adapter
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.memory import Memory
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import Room
 from lora_rocm.train.session import Session
@@ -52,7 +52,7 @@ class Artifacts:
     family: ModelFamily
     model: LoadedModel
     adapter: Adapter
-    optimizer: GatedAdamW
+    optimizer: GatedOptimizer
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared

@@ -9,13 +9,13 @@ from typing import Any
 import psutil
 import torch
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.batches import BatchPlan, loader
 from lora_rocm.families.base import Tensors
 from lora_rocm.train import compiling
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.hooks import CallEvery, Validation
 from lora_rocm.train.loop import Hook, Position, Trainer

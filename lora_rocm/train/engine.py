@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.reduction import losses
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.graphs import Graphs, Passed
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_rocm.data.shape import Shape
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -48,14 +49,13 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         recipe: what was asked for.
         family: knows the base model.
         facts: what happened.
-        network: ss_network_dim, ss_network_alpha and ss_network_args of the tensors that are written.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
     values: dict[str, Any] = {
         **names.extra,
         "ss_base_model_version": names.base_version or None,
-        "ss_network_module": "networks.lora",
         **network,
         "ss_output_name": recipe.output.name,
         "ss_steps": facts.steps,
@@ -71,7 +71,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.learning_rate,
         "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
-        "ss_optimizer": f"torch.optim.AdamW(weight_decay={optim.weight_decay},betas={optim.betas},eps={optim.epsilon})",
+        "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_max_grad_norm": optim.max_grad_norm,

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject_hollow
+from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.data.buckets import largest_shape
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import machine_error
@@ -42,10 +44,11 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
+from lora_rocm.optim.base import AVERAGE_ITEMSIZE
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
-from lora_rocm.train.adapter import PEFT_NAME, inject_hollow
+from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
 
 META = torch.device("meta")
@@ -167,7 +170,8 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    parts = [software, family.name, family.structure, lora, bool(recipe.train.ema_decay), kernels]
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    parts = [software, family.name, family.structure, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -229,6 +233,7 @@ def count(
         for drop in drops:
             drop.remove()
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
+    adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         shape=str(shape),
@@ -241,14 +246,17 @@ def count(
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
-        narrow_layers=_narrow_layers(model, recipe.lora.rank),
+        narrow_layers=adapter.narrow(recipe.lora),
+        smaller=tuple(_smaller(adapter, recipe, model.dtype)),
     )
 
 
-def _narrow_layers(model: LoadedModel, rank: int) -> int:
-    layers = (layer for root in model.components.values() for layer in root.modules() if isinstance(layer, LoraLayer))
-    sides = ((layer.lora_A[PEFT_NAME].weight[0].numel(), len(layer.lora_B[PEFT_NAME].weight)) for layer in layers)
-    return sum(min(inputs, outputs) < rank for inputs, outputs in sides)
+def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
+    """What the adapter would take with milder settings."""
+    shapes = [layer.get_base_layer().weight.shape for _, _, layer in adapter.modules.values()]
+    for setting, section in adapter.smaller(recipe.lora):
+        numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
+        yield SmallerAdapter(setting, *adapter_bytes(numbers, recipe.model_copy(update={"lora": section}), dtype))
 
 
 def _recomputed(
@@ -265,15 +273,16 @@ def _recomputed(
 def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
     """Of so many trained weights, (always, the gradients' buffer, where they land).
 
-    Always: masters and two moments, what the layers work with where these compute in another format (the weights once
-    more), and the gradients that a pass makes.
+    Always: masters and the optimizer's state, what the layers work with where these compute in another format (the
+    weights once more), and the gradients that a pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
-    leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
+    leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
-    average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
+    state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
+    average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (3 * master + average + working + leaf), count * 4, count * leaf
+    return count * (master + state + average + working + leaf), count * 4, count * leaf
 
 
 def _block(name: str, seen: _Seen) -> Block:

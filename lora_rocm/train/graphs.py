@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.failure import device_fault
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.families.base import Tensors
-from lora_rocm.train.flat import FlatWeights
 
 TOLERANCE = 1e-2
 """Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some
@@ -192,7 +192,7 @@ class Graphs:
         )
 
     def _norms(self, flat_N: Tensor) -> dict[str, float]:
-        """Kind of weight (the last part of its name: lora_A, lora_B, magnitude) -> norm of all of that kind."""
+        """Role of a weight in the adapter (the last part of its name) -> norm of all of that role."""
         kinds: dict[str, list[Tensor]] = {}
         for name, part in self.weights.views(flat_N).items():
             kinds.setdefault(name.rpartition(".")[2], []).append(part)

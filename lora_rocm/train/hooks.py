@@ -107,6 +107,8 @@ class TensorBoard:
         with self._given_up():
             for name in self.SCALARS.get(event["type"], ()) if self._writer else ():
                 self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
+            for name, value in event.get("optimizer", {}).items() if self._writer else ():
+                self._writer.add_scalar(f"{event['type']}/{name}", value, event["updates"])
             if event["type"] in ("end", "error") and self._writer:
                 self._writer.close()
                 self._writer = None

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.encoding import Encoding
@@ -21,11 +23,12 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.prepare import accept
 from lora_rocm.train import compiling, state
-from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.assemble import first_pass, new_trainer
 from lora_rocm.train.base_seal import Seals, broken, seals_of
@@ -34,7 +37,6 @@ from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.memory import Memory, decide
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
@@ -125,7 +127,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter, triton = _load_model(start, family, transfer, memory)
-    optimizer = GatedAdamW(
+    optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
         recipe.optim,
@@ -308,7 +310,7 @@ def _require_same_base_and_data(
 
 
 def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedAdamW
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
 ) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door."""
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
@@ -33,9 +35,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import emit
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import export, state
-from lora_rocm.train.adapter import attach_file, inject
 from lora_rocm.train.facts import Facts
-from lora_rocm.train.lora_file import components_of
 from lora_rocm.train.preview import png
 
 Job = dict[str, Any]
@@ -47,7 +47,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = _recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
-    text_too = not components_of(lora).isdisjoint(recipe.spec.text_components)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)

@@ -16,17 +16,18 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
+from lora_rocm.adapters import lora_reader
+from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.data.entries import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import builtin_folder, resolve
 from lora_rocm.families.sdxl.detect import EXPECTED
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.train import lora_file
-from lora_rocm.train.lora_file import components_of, read_lora
 from tests.hostile import attacks
 
 MAX_BYTES = 64 << 20
@@ -64,8 +65,12 @@ def bounded(read: Callable[[Path], None], path: Path) -> str:
     return str(caught.value)
 
 
+def as_adapter(path: Path) -> None:
+    components_of(Sdxl, path)
+
+
 @pytest.mark.parametrize("name", attacks.LYING_WEIGHTS)
-@pytest.mark.parametrize("read", [as_base, components_of, as_cache_entry])
+@pytest.mark.parametrize("read", [as_base, as_adapter, as_cache_entry])
 def test_headers_that_lie(tmp_path: Path, read: Callable[[Path], None], name: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(attacks.LYING_WEIGHTS[name])
@@ -140,7 +145,7 @@ def test_the_patterns_that_peft_writes_mean_what_they_mean_to_it(
     (entry,) = read_lora(family, components, with_metadata(tmp_path, json.dumps(config), width)).values()
     theirs = {pattern: 8}.get(get_pattern_key([pattern], NAME), 4)
     assert entry.scale == theirs / 2
-    assert lora_file._means(pattern, NAME) == (theirs == 8)
+    assert lora_reader._means(pattern, NAME) == (theirs == 8)
 
 
 def test_pickles_are_not_opened(model: tuple[Any, Any], tmp_path: Path) -> None:

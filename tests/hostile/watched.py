@@ -71,6 +71,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     """How the files of each kind are read, by the first part of their names."""
     import torch
 
+    from lora_rocm.adapters.lora_reader import read_lora
     from lora_rocm.data import rows
     from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
     from lora_rocm.data.samples import load_image, scan
@@ -82,7 +83,6 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     from lora_rocm.run.layout import RunDir
     from lora_rocm.run.report import write_report
     from lora_rocm.run.status import status
-    from lora_rocm.train.lora_file import read_lora
 
     family = family_for(load_recipe("demo.yaml").recipe)
     components = {"unet": family.source.skeleton("unet")}

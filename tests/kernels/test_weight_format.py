@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora_rocm.train.adapter import Adapter, inject
 from torch import Tensor, nn
 
 from lora_rocm.data.shape import Shape
@@ -17,7 +18,6 @@ from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, dense_weight, format_of, is_packed
-from lora_rocm.train.adapter import Adapter, inject
 from lora_rocm.train.footprint import count, hollow_model
 from lora_rocm.train.offload import Offload
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl

@@ -15,7 +15,7 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
-from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, Work, choose
+from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
 from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
 
 GIB = 2**30
@@ -40,9 +40,16 @@ def net() -> Footprint:
         for n in range(10)
     )
     moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
-    return Footprint(
-        "1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, Work(3e13, 3e10, 300)
-    )
+    work = Work(3e13, 3e10, 300)
+    return ranked(Footprint("1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, work))
+
+
+def ranked(footprint: Footprint, rank: int = 16) -> Footprint:
+    """With what lower ranks would take: as a LoRA's, proportional to the rank."""
+    figures = (footprint.adapter_bytes, footprint.gradient_bytes, footprint.landing_bytes)
+    lower = [2**power for power in reversed(range(13)) if 2**power < rank]
+    smaller = (SmallerAdapter(f"lora.rank to {less}", *(value * less // rank for value in figures)) for less in lower)
+    return replace(footprint, smaller=tuple(smaller))
 
 
 @pytest.fixture
@@ -150,7 +157,7 @@ def test_what_cannot_fit_is_an_error_behind_the_table(
 
 
 def test_the_real_child_counts_the_tiny_model(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(data={"resolution": 128}, lora={"rank": 4})
+    path = write(data={"resolution": 128}, lora={"rank": 4, "targets": r".*mid_block.*attn1\.to_q"})
     assert command.plan(path, (), card="8GB", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["precision"] == "bf16"
@@ -276,7 +283,7 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
 def slim() -> Footprint:
     """Little but an adapter and activations: there is a budget for which less of one of them is not enough."""
     blocks = tuple(replace(block, weight_bytes=2**20) for block in net().blocks)
-    return replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks)
+    return ranked(replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks))
 
 
 def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Footprint]:
@@ -302,10 +309,19 @@ NEAREST: dict[str, dict[str, Any]] = {
 }
 
 
-def untrue(asked: Recipe, footprint: Footprint, can_offload: bool, auto_modes: tuple[Mode, ...] | None) -> list[str]:
+BUDGETS_GIB = (0.4, 0.6, 0.75, 1, 1.5, 2, 2.6, 3, 4, 5, 5.5, 5.8, 6.2, 7, 8, 9)
+
+
+def untrue(
+    asked: Recipe,
+    footprint: Footprint,
+    can_offload: bool,
+    auto_modes: tuple[Mode, ...] | None,
+    budgets_gib: tuple[float, ...] = BUDGETS_GIB,
+) -> list[str]:
     """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search; None: the right ones."""
     found = []
-    for budget_bytes in (int(gib * GIB) for gib in (0.4, 0.6, 0.75, 1, 1.5, 2, 2.6, 3, 4, 5, 5.5, 5.8, 6.2, 7, 8, 9)):
+    for budget_bytes in (int(gib * GIB) for gib in budgets_gib):
         job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)
         if choose(budget_bytes, footprint, job, Rates()) is not None:
             continue
@@ -328,7 +344,8 @@ def untrue(asked: Recipe, footprint: Footprint, can_offload: bool, auto_modes: t
 def test_what_is_said_would_fit_does_and_what_is_said_would_not_does_not(
     sections: dict[str, Any], footprint: Footprint, can_offload: bool
 ) -> None:
-    assert not untrue(recipe(**sections), footprint, can_offload, None)
+    budgets_gib = BUDGETS_GIB[::2] if can_offload else BUDGETS_GIB[1::2]
+    assert not untrue(recipe(**sections), footprint, can_offload, None, budgets_gib)
 
 
 def test_a_search_with_more_than_auto_has_here_would_be_seen() -> None:
@@ -371,7 +388,8 @@ def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
 
 
 def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
-    asked, large = recipe(lora={"rank": 64}), replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0)
+    asked = recipe(lora={"rank": 64})
+    large = ranked(replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0), 64)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     error = does_not_fit(asked, large, job, Rates(), int(4.5 * GIB))
     assert error.fix.startswith("Set lora.rank to 16")

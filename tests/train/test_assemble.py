@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.train import assemble
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 
 
 @pytest.mark.parametrize("keeps", [[True], [False], [True, False], [False, True]])

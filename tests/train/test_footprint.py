@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -26,25 +30,37 @@ from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import MAX_RANK, Recipe
+from lora_rocm.recipe.schema import MAX_RANK, AdamwSection, OptimSection, ProdigySection, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
-from lora_rocm.train.adapter import inject
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
 from lora_rocm.train.ledger import Ledger
-from lora_rocm.train.optim import GatedAdamW
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
+BASE = "random:builtin:tiny-sdxl"
+FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = folder / "unet" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | FEWER_LAYERS), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "BASE", f"random:{folder}")
+        yield
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
     return recipe_from(
         {
-            "model": {"name_or_path": "random:builtin:tiny-sdxl"},
+            "model": {"name_or_path": BASE},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
             "lora": {"rank": 4, "targets": "attention"} | lora,
             "train": {"max_train_steps": 1},
@@ -146,7 +162,7 @@ def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], shar
     chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
     measured = real.activations([blocks[index] for index in chosen])
     apart = replace(found, recomputed_bytes=None)
-    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.05)
+    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.07)  # of a few blocks, each counts for much
 
 
 def test_all_that_is_recomputed_is_counted_as_it_is_done(both: tuple[Footprint, Real]) -> None:
@@ -165,7 +181,7 @@ def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint,
     """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
     found, _ = both
     other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
-    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.05)
+    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.07)
 
 
 def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
@@ -204,24 +220,26 @@ def test_what_the_adapter_takes() -> None:
     assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
 
 
+@pytest.mark.parametrize("optim", [AdamwSection(), ProdigySection()], ids=lambda optim: optim.optimizer)
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_adapter_takes_what_weights_and_optimizer_hold(
-    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float
+    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float, optim: OptimSection
 ) -> None:
     its = recipe(Path("x"), weight_dtype=weight_dtype)
-    its = its.model_copy(update={"train": its.train.model_copy(update={"ema_decay": ema_decay})})
+    train = its.train.model_copy(update={"ema_decay": ema_decay})
+    its = its.model_copy(update={"train": train, "optim": optim})
     leaf, size = nn.Parameter(torch.ones(1280)), 1280
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
     how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
-    optimizer = GatedAdamW(weights, groups, its.optim, **how)
+    optimizer = make_optimizer(weights, groups, its.optim, **how)
     leaf.grad = torch.ones_like(leaf)
 
     def held() -> int:
-        holders = [vars(weights).values(), vars(optimizer).values(), optimizer._moments["exp_avg"].values()]
-        holders += [optimizer._moments["exp_avg_sq"].values(), [leaf.grad]]
+        holders = [vars(weights).values(), vars(optimizer).values(), optimizer.rule.buffers.values()]
+        holders += [[leaf.grad]]
         tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -288,6 +306,9 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ask(shape=Shape.of(h=64, w=96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
+    ask(its.model_copy(update={"optim": ProdigySection()}))
+    assert len(made) == 5, "its state is larger"
+    made.pop()
     counted(its, family, torch.float32, Settings(triton=False), SHAPE)  # plain PyTorch keeps more
     counted(its, family, torch.float32, Settings(), SHAPE, on_gpu=False)
     assert len(made) == 5, "both are without Triton"

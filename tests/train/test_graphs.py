@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.train.flat import FlatWeights
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
 from lora_rocm.train.ledger import Ledger
 from tests.train.test_loop import Rig, same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 CPU = torch.device("cpu")
@@ -92,15 +93,17 @@ class Rig:
         stop_after: int | None = None,
         parts: int = 1,
         recomputes: bool = True,
+        optim: OptimSection | None = None,
     ) -> None:
         self.events: list[dict[str, Any]] = []
         torch.manual_seed(0)
         net = nn.Linear(WIDTH, WIDTH)
         self.parameters = dict(net.named_parameters())
-        groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
+        optim = optim or AdamwSection(learning_rate=1e-2)
+        groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": optim.learning_rate}]
         weights = FlatWeights(self.parameters)
-        self.optimizer = GatedAdamW(
-            weights, groups, AdamwSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+        self.optimizer = make_optimizer(
+            weights, groups, optim, max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(
@@ -160,6 +163,48 @@ def test_it_learns() -> None:
     assert rig.finished and len(losses) == 80
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
+
+
+def prodigy_rig(**how: Any) -> Rig:
+    return Rig(optim=ProdigySection(d0=1e-3, weight_decay=0.0), **how)
+
+
+def test_prodigy_learns_and_each_step_tells_its_estimate() -> None:
+    rig = prodigy_rig().fit(80)
+    steps = rig.of_type("step")
+    assert sum(step["loss"] for step in steps[-10:]) < 0.8 * sum(step["loss"] for step in steps[:10])
+    estimates = [step["optimizer"]["prodigy_d"] for step in steps]
+    assert estimates == sorted(estimates) and estimates[0] >= 0.99e-3 and estimates[-1] > 2e-3
+    rates = [step["optimizer"]["effective_learning_rate"] for step in steps]
+    assert rates[1:] == estimates[:-1] and {step["learning_rate"] for step in steps} == {1.0}
+    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW tells nothing
+
+
+@pytest.mark.parametrize("nth", [{9}, {4, 15}], ids=str)
+def test_prodigy_is_not_moved_by_a_corrupted_batch(nth: set[int]) -> None:
+    clean, hit = prodigy_rig().fit(12), prodigy_rig(copy=Corruptor(nth, ("unpinned",))).fit(12)
+    assert same(clean, hit) and hit.of_type("incident")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [False, True])
+def test_prodigy_passes_over_what_is_not_finite(value: float, scale: bool) -> None:
+    rig = prodigy_rig(poison=5, value=value, scale=scale).fit(12)
+    assert rig.finished and [event["kind"] for event in rig.of_type("incident")] == ["nonfinite"]
+    assert all(bool(tensor.isfinite().all()) for tensor in rig.optimizer.state().values())
+
+
+def test_prodigy_goes_on_with_the_same_bytes() -> None:
+    straight, stopped = prodigy_rig().fit(12), prodigy_rig().fit(5)
+    resumed, forgetful = prodigy_rig(), prodigy_rig()
+    for rig in (resumed, forgetful):  # the second is the negative control
+        with torch.no_grad():
+            for name, weight in stopped.weights().items():
+                rig.parameters[name].copy_(weight)
+        rig.trainer.position = replace(stopped.trainer.position)
+    resumed.optimizer.load(stopped.optimizer.state(), stopped.optimizer.ema)
+    forgetful.optimizer.state_guard.reset()
+    assert same(resumed.fit(12), straight) and not same(forgetful.fit(12), straight)
 
 
 @pytest.mark.parametrize("nth", [{1}, {9}, {4, 15}], ids=str)

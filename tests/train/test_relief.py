@@ -22,10 +22,10 @@ from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprin
 from lora_rocm.errors import MachineError
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.host.memory import GIB
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import loop, relief
 from lora_rocm.train.loop import Work
-from lora_rocm.train.optim import GatedAdamW
 from tests.tiny_models import FEW_TARGETS
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
 from tests.train.test_run import bytes_of, make_recipe, material, start
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
     assert number > 100 * STEPS // 2
     generator = random.Random(f"{accumulation} {scale}")
     untouched = Rig(**how).fit(STEPS)
-    for _ in range(20):
+    for _ in range(8):
         most = 2 // accumulation  # then a part is one sample
         hits = sorted(generator.sample(range(1, number + 1), generator.randint(1, most)))
         hit = Watched(FullAt(*hits), **how)
@@ -145,7 +145,7 @@ def test_from_the_first_step_on_it_is_the_run_that_began_with_so_many_parts() ->
 def test_gradients_that_stay_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without dropping what was half added up, the same fault does harm."""
     at = operations() // STEPS - 1  # the end of a backward pass: some gradients are there already
-    monkeypatch.setattr("lora_rocm.train.optim.GatedAdamW.drop_gradients", lambda self: None)
+    monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.drop_gradients", lambda self: None)
     hit = Watched(FullAt(at))
     assert hit.gradients_left
     assert not same(hit.rig, Watched(FullAt(), follow=hit.parts).rig)
@@ -383,15 +383,15 @@ def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypat
         train={"max_train_steps": 4, "ema_decay": 0.9, "gradient_accumulation_steps": 1},
     )
     assert start(recipe, tmp_path / "straight")
-    average = GatedAdamW._average
+    average = GatedOptimizer._average
 
-    def full(self: GatedAdamW, updates: int, held: Tensor) -> None:
+    def full(self: GatedOptimizer, updates: int, held: Tensor) -> None:
         if updates == 2:
             raise torch.OutOfMemoryError(FULL)
         average(self, updates, held)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GatedAdamW, "_average", full)
+        patch.setattr(GatedOptimizer, "_average", full)
         with pytest.raises(torch.OutOfMemoryError):
             start(recipe, tmp_path / "hit")
     assert [updates for updates, _ in RunDir(tmp_path / "hit").list_checkpoints()] == [2]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.data.entry_spec import TensorSpec
 from lora_rocm.data.shape import Shape
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
@@ -57,6 +56,7 @@ class LdmFamily(ABC):
     expected: detect.Expected
     pipeline: type[Any]
     text_components: tuple[str, ...]
+    kohya_prefixes: Mapping[str, str]
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -87,6 +87,9 @@ class LdmFamily(ABC):
 
     @abstractmethod
     def export_key(self, component: str, module: str) -> str: ...
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((self.export_key(component, module), 0, rows),)
 
     @property
     def all_components(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from lora_rocm.families.ldm.fused_attention import merge_projections
@@ -28,6 +27,7 @@ from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
 M = TypeVar("M", bound=nn.Module)
@@ -94,7 +94,7 @@ class FusedGEGLU(GEGLU):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return isinstance(module.proj, nn.Linear | LoraLayer)
+        return isinstance(base_of(module.proj), nn.Linear)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, proj = self.how.geglu, self.proj

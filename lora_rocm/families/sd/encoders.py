@@ -25,8 +25,7 @@ class TextEncoder:
     @cached_property
     def fingerprint(self) -> str:
         weights = self._source.fingerprint("text_encoder")
-        tokenizer = tokenizer_identity(self._source, self._source.layout.tokenizers)
-        return f"text-last{ENCODING_VERSION}-{weights}-{tokenizer}"
+        return f"text-last{ENCODING_VERSION}-{weights}-{tokenizer_identity(self._source, ('tokenizer',))}"
 
     def in_tiles(self) -> None:
         return None
@@ -56,7 +55,7 @@ class TokenEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, self._source.layout.tokenizers)}"
+        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, ('tokenizer',))}"
 
     def in_tiles(self) -> None:
         return None

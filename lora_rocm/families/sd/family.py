@@ -53,6 +53,7 @@ class StableDiffusion(LdmFamily):
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
+    kohya_prefixes = {"unet": "lora_unet", "text_encoder": "lora_te"}
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder

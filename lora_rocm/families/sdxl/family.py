@@ -47,6 +47,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
+    kohya_prefixes = keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
         if self.recipe.lora.train_text_encoder:
@@ -65,11 +66,11 @@ class Sdxl(LdmFamily):
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {"input_ids_1": ids, "input_ids_2": ids.clone()}
         pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
-        batch = {"pooled_embeds": torch.zeros(rows, pooled)}
-        for number, name in enumerate(TEXT_COMPONENTS, 1):
-            width = int(self.source.config(name)["hidden_size"])
-            batch[f"prompt_embeds_{number}"] = torch.zeros(rows, clip.CLIP_TOKENS, width)
-        return batch
+        prompts = {
+            f"prompt_embeds_{number}": torch.zeros(rows, clip.CLIP_TOKENS, int(self.source.config(name)["hidden_size"]))
+            for number, name in enumerate(self.text_components, 1)
+        }
+        return {**prompts, "pooled_embeds": torch.zeros(rows, pooled)}
 
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
         prompt_BSD, pooled_BD = self._text(model, batch)

@@ -185,7 +185,9 @@ def test_autocast_goes_the_plain_way() -> None:
         assert off(run(unet)[:1], run(reference)[:1]) < ROUNDING
 
 
-@pytest.mark.parametrize("how", FUSIONS[:2], ids=["apart", "joined"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(FUSIONS[0], id="apart"), pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow)]
+)
 def test_checkpointing_gives_the_same(how: Fusion, plain: dict[str, tuple[Tensor, Tensor]]) -> None:
     unet = make()
     fuse(unet, how)

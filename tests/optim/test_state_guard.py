@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, MachineError, StateError
 from lora_rocm.host.changes import SEEN_OF_CODE
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train import relief
-from lora_rocm.train.flat import FlatWeights
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
-from lora_rocm.train.optim import GatedAdamW
-from lora_rocm.train.state_guard import StateGuard
 from tests.device.test_frozen import Recorder
+from tests.optim.test_base import BLOCKED, FREE, everything, set_gradients
 from tests.train.test_loop import CPU, Corruptor, Rig, same
-from tests.train.test_optim import BLOCKED, FREE, everything, set_gradients
 from tests.train.test_relief import FullAt
 from tests.train.test_together import Ranks
 
@@ -34,7 +35,7 @@ DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
 BITS = {"top of the mantissa": 1 << 22, "lowest of the mantissa": 1, "sign": -(2**31)}
 AT = 5
 
-Part = Callable[[GatedAdamW], Tensor]
+Part = Callable[[GatedOptimizer], Tensor]
 
 
 def moment(name: str) -> Part:
@@ -152,15 +153,15 @@ def test_a_rank_whose_state_changed_holds_all_back() -> None:
     assert same(ranks.rigs[0], clean.rigs[0]) and ranks.rigs[0].trainer.position.updates == 3
 
 
-def make(device: torch.device = CPU, leaf: torch.dtype = torch.float32, scale: bool = True) -> GatedAdamW:
+def make(device: torch.device = CPU, leaf: torch.dtype = torch.float32, scale: bool = True) -> GatedOptimizer:
     generator = torch.Generator().manual_seed(3)
     layers = {name: nn.Parameter(torch.randn(70, 90, generator=generator).to(device)) for name in "ab"}
     groups: list[dict[str, Any]] = [{"names": [name], "lr": 1e-2} for name in layers]
     how = {"max_train_steps": 10, "ema_decay": 0.9, "use_loss_scale": scale, "triton": True}
-    return GatedAdamW(FlatWeights(layers, leaf), groups, AdamwSection(), **how)
+    return make_optimizer(FlatWeights(layers, leaf), groups, AdamwSection(), **how)
 
 
-def one_update(optimizer: GatedAdamW, verdict: Tensor = FREE, value: float | None = None) -> None:
+def one_update(optimizer: GatedOptimizer, verdict: Tensor = FREE, value: float | None = None) -> None:
     for seed, leaf in enumerate(optimizer.weights.leaves.values()):
         leaf.grad = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(seed)).to(leaf.device, leaf.dtype)
         if value is not None:
@@ -169,7 +170,7 @@ def one_update(optimizer: GatedAdamW, verdict: Tensor = FREE, value: float | Non
     optimizer.step(0, verdict.to(optimizer.weights.masters.device))
 
 
-def is_changed(optimizer: GatedAdamW) -> list[str]:
+def is_changed(optimizer: GatedOptimizer) -> list[str]:
     """What the guard names; none where its verdict is 0."""
     verdict = float(optimizer.state_guard.check())
     failure = optimizer.state_guard.failure(0)

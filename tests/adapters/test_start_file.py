@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.lora import LoraAdapter
+from lora_rocm.adapters.lora_entry import LORA
+from lora_rocm.adapters.lora_reader import read_lora
+from lora_rocm.adapters.start_file import check_start
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.train.adapter import inject
-from lora_rocm.train.lora_file import read_lora
-from lora_rocm.train.start_file import check_start
-from tests.tiny_models import FEW_TARGETS, tiny_recipe, unet_output, write_tiny_sdxl
-from tests.train.lycoris import locon
+from tests.adapters.lycoris import locon
+from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
@@ -38,7 +42,7 @@ SETTING = re.compile(r"(lora\.\w+) to (\[.*?\](?=[,.])|[\w-]+)")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     """(family, its model with text encoders, folder)."""
-    folder = write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    folder = write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_RISING)
     family = family_for(tiny_recipe(folder, lora={"train_text_encoder": True}))
     return family, family.load(torch.float32, CPU), folder
 
@@ -80,7 +84,8 @@ def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | No
         if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d) and re.fullmatch(preset[component], module)
     ]
     try:
-        check_start(family, recipe.lora, adapted, entries, path)
+        stands_in: Any = SimpleNamespace(modules=adapted, files=LORA, unfit=partial(LoraAdapter.unfit, None))
+        check_start(family, recipe.lora, stands_in, LORA, entries, path)
     except AdapterError as error:
         assert error.code == "init-from-unfit" and str(path) in error.where
         found = {key.removeprefix("lora."): value for key, value in SETTING.findall(error.fix)}
@@ -170,7 +175,7 @@ def test_a_dora_with_a_magnitude_an_input_cannot_be_trained_on(world: Any, tmp_p
     path = write(world, tmp_path / "x.safetensors", {MODULES[0]: 2}, wd_on_output=False)
     error = started(world, path, use_dora=True)
     assert error.code == "init-from-axis" and str(path) in error.where
-    assert MODULES[0] in error.what and "[1, 32]" in error.what
+    assert MODULES[0] in error.what and "[1, 16]" in error.what
     assert "OneTrainer" in error.fix and "wd_on_output=True" in error.fix
 
 

@@ -18,7 +18,8 @@ from lora_rocm.device.graph_check import Capture
 from lora_rocm.device.selftest_judge import WrongAnswerError
 from lora_rocm.errors import StateError
 from lora_rocm.kernels.choice import Form
-from lora_rocm.kernels.fingerprint import MAX_BUFFERS, add_fingerprints, compare, renew, words_of
+from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
+from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
 
 
 class StateGuard:
@@ -50,24 +51,24 @@ class StateGuard:
         self._renew: Callable[[], None] = self._renew_now
         self.reset()
 
-    @torch.no_grad()
     def check(self) -> Tensor:
         """Compare every part with what it was; ``changed``, which also tells of earlier checks."""
-        self.changed.fill_(1.0)  # so that a graph that does not run gives no good verdict
-        self._compare()
+        with torch.no_grad():
+            self.changed.fill_(1.0)  # so that a graph that does not run gives no good verdict
+            self._compare()
         return self.changed
 
-    @torch.no_grad()
     def renew(self) -> None:
         """After an update: the parts as they are now are right. Those that ``held`` has kept are right as they were."""
-        self._renew()
+        with torch.no_grad():
+            self._renew()
 
-    @torch.no_grad()
     def reset(self) -> None:
         """Other state was loaded: the parts as they are now are right, and the verdict is forgotten."""
-        for tensor in (self._found_K, self._changed_K, self.changed, self.held):
-            tensor.zero_()
-        self._renew_now()
+        with torch.no_grad():
+            for tensor in (self._found_K, self._changed_K, self.changed, self.held):
+                tensor.zero_()
+            self._renew_now()
 
     def failure(self, updates: int) -> StateError | None:
         """What the checks so far have found; waits for the device."""
@@ -88,7 +89,6 @@ class StateGuard:
         """Of all parts, as of the last update; waits for the device."""
         return " ".join(str(known) for known in self._known_K.tolist())
 
-    @torch.no_grad()
     def use_graphs(self, capture: Capture | None) -> None:
         """Launch ``check`` and ``renew`` as a graph each from now on; None: launch by launch, and forget the graphs.
 
@@ -99,8 +99,9 @@ class StateGuard:
         self._compare, self._renew = self._compare_now, self._renew_now
         if capture is None:
             return
-        graphs = capture(self._compare_now), capture(self._renew_now)
-        self._prove(*graphs)
+        with torch.no_grad():
+            graphs = capture(self._compare_now), capture(self._renew_now)
+            self._prove(*graphs)
         self._compare, self._renew = graphs
 
     def _prove(self, compare_graph: Callable[[], None], renew_graph: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lora_rocm.train.flat import ALIGNMENT, FlatWeights
+from lora_rocm.adapters.flat_params import ALIGNMENT, FlatWeights
 
 SHAPES = {"a.x": (3, 5), "a.y": (64,), "b.z": (1, 2, 1, 1)}
 

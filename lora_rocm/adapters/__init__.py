@@ -1,0 +1,1 @@
+"""Adapters: what is trained beside a frozen base, and the files that it is read from."""

@@ -1,0 +1,255 @@
+"""PEFT's LoRA layers, plain or weight-decomposed (DoRA), with the linear ones computed by ``kernels.lora_layer``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.entry import Form
+from lora_rocm.adapters.lora_entry import LORA, LoraEntry
+from lora_rocm.adapters.names import adaptable, canonical
+from lora_rocm.adapters.targets import either
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.lora_layer import with_lean_layers
+from lora_rocm.kernels.weight_format import dense_weight
+from lora_rocm.recipe.schema import MAX_RANK, AdapterSection, LoraSection
+
+INPUT_SCALE = "dora_input_scale"
+UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
+CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
+    "kohya": (),
+    "diffusers": (
+        "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
+        "A1111 and kohya's tools (do not know these names for SDXL)",
+    ),
+    "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
+}
+DORA_IN_KOHYA_FORM = (
+    "diffusers (drops dora_scale: export the diffusers format for it)",
+    "A1111 (normalises along the other axis) and kohya's networks.lora (knows no DoRA)",
+)
+
+
+class LoraAdapter(Adapter):
+    """The LoRA layers of a model. Roles: lora_A, lora_B, magnitude (of a DoRA)."""
+
+    layer_type = LoraLayer
+    files = LORA
+    readers = {"kohya": ("diffusers", "comfyui"), "diffusers": ("diffusers",), "peft": ("peft",)}
+
+    @classmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        return LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+            lora_dropout=lora.dropout,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            target_modules=pattern,
+        )
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        assert isinstance(config, LoraConfig), "a config of this kind"
+        super().put(component, with_lean_layers(config))
+
+    @classmethod
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
+        use_dora = any(entry.magnitude is not None for entry in entries.values())
+        for component, root in model.components.items():
+            names = {p: canonical(component, p) for p, _ in adaptable(root)}
+            ranks = {path: entries[name].rank for path, name in names.items() if name in entries}
+            if not ranks:
+                continue
+            rank = Counter(ranks.values()).most_common(1)[0][0]
+            others = {f"^{re.escape(module)}": r for module, r in ranks.items() if r != rank}
+            config = LoraConfig(
+                r=rank,
+                lora_alpha=rank,
+                rank_pattern=others,
+                alpha_pattern=dict(others),
+                use_dora=use_dora,
+                target_modules=either(ranks),
+            )
+            cls.insert(root, config)
+        adapter = cls(family, model)
+        adapter.start_from(entries)
+        with torch.no_grad():
+            for name, entry in entries.items():
+                if entry.input_magnitude is not None:
+                    _scale_inputs(adapter.modules[name][2], entry)
+        return adapter
+
+    @classmethod
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        outputs, inputs = shape[0], math.prod(shape[1:])
+        return lora.rank * (outputs + inputs) + (outputs if lora.use_dora else 0)
+
+    @classmethod
+    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
+        for power in range(MAX_RANK.bit_length()):
+            rank = MAX_RANK >> power
+            if rank < lora.rank:
+                yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
+
+    @classmethod
+    def asks_float32(cls, lora: AdapterSection) -> bool:
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        return lora.use_dora
+
+    @staticmethod
+    def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
+        found = {"lora_A": layer.lora_A[name].weight, "lora_B": layer.lora_B[name].weight}
+        if name in layer.lora_magnitude_vector:
+            found["magnitude"] = layer.lora_magnitude_vector[name].weight
+        return found
+
+    @staticmethod
+    def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LoraEntry:
+        magnitude = tensors["magnitude"].flatten() if "magnitude" in tensors else None
+        return LoraEntry(tensors["lora_A"], tensors["lora_B"], trained_scale(layer, name), magnitude)
+
+    def start(self, layer: Any, rng: torch.Generator) -> None:
+        """PEFT's default: A uniform (Kaiming), B zero; DoRA's magnitudes at the base's norms."""
+        down = torch.empty(layer.lora_A[PEFT_NAME].weight.shape)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
+        layer.lora_A[PEFT_NAME].weight.copy_(down)
+        layer.lora_B[PEFT_NAME].weight.zero_()
+        if PEFT_NAME in layer.lora_magnitude_vector:
+            _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
+
+    def fill(self, layer: Any, entry: LoraEntry) -> None:
+        """The layer's scale and rank may be others (no lower rank)."""
+        layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
+        layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
+        if PEFT_NAME in layer.lora_magnitude_vector:
+            magnitude = entry.magnitude
+            if magnitude is None:  # a plain LoRA in a DoRA layer: magnitudes at which the normalisation does nothing
+                magnitude = _row_norms(dense_weight(layer.get_base_layer()).cpu() + entry.update())
+            _set_magnitude(layer, magnitude)
+
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        found: list[tuple[str, str]] = []
+        for name, entry in entries.items():
+            if entry.input_magnitude is not None:
+                raise _other_axis(name, entry.input_magnitude, path)
+        highest = max(entry.rank for entry in entries.values())
+        if highest > lora.rank:
+            what = f"it has rank {highest}, the recipe asks for rank {lora.rank}"
+            found.append((what, f"lora.rank to {highest}"))
+        if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
+            found.append(("it is a DoRA", "lora.use_dora to true"))
+        return found
+
+    def peft_config(self, component: str) -> dict[str, Any]:
+        """Modules are named without ``text_model``, which PEFT's suffix matching accepts with every transformers."""
+        layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
+        ranks = {name: layer.r[PEFT_NAME] for name, layer in layers.items()}
+        alphas = {name: plain_number(layer.lora_alpha[PEFT_NAME]) for name, layer in layers.items()}
+        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+        first = next(iter(layers.values()))
+        return {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": alpha,
+            "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+            "target_modules": sorted(layers),
+            "use_rslora": bool(first.use_rslora[PEFT_NAME]),
+            "use_dora": PEFT_NAME in first.lora_magnitude_vector,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+    def network(self) -> dict[str, str]:
+        """The alpha is that of the file: ``scale * rank``."""
+        layers = [layer for _, _, layer in self.modules.values()]
+        ranks = {layer.r[PEFT_NAME] for layer in layers}
+        alphas = {plain_number(round(trained_scale(layer) * layer.r[PEFT_NAME], 6)) for layer in layers}
+        arguments = {"dora": "True"} if self.needs_float32 else {}
+        return {
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
+            "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
+            "ss_network_args": json.dumps(arguments),
+        }
+
+    def cannot_read(self, form: Form) -> tuple[str, ...]:
+        return DORA_IN_KOHYA_FORM if form == "kohya" and self.needs_float32 else CANNOT_READ[form]
+
+    @property
+    def needs_float32(self) -> bool:
+        """DoRA does: its norms are of the base's weight in the format of the input."""
+        return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
+
+    def narrow(self, lora: AdapterSection) -> int:
+        """Layers whose inputs or outputs are fewer than the rank."""
+        weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
+        return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)
+
+
+def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
+    """What multiplies B @ A at strength 1."""
+    rank = layer.r[name]
+    return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
+
+
+def plain_number(value: float) -> int | float:
+    """A whole number without its ".0"."""
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
+    return AdapterError(
+        "init-from-axis",
+        f"The file is a DoRA with one magnitude an input (dora_scale of {name}: {[1, *magnitudes.shape]}). Training "
+        "here has one an output, which cannot go on from that.",
+        where=f"lora.init_from: {path}",
+        fix="Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on "
+        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
+    )
+
+
+def _scale_inputs(layer: LoraLayer, entry: LoraEntry) -> None:
+    """Apply a DoRA's magnitudes per input, which PEFT's layers have not: W diag(c) x = W (c x).
+
+    The factors are a buffer, which goes where the layer's weights go.
+    """
+    base = layer.get_base_layer()
+    factors = entry.input_scale(dense_weight(base).cpu())
+    layer.register_buffer(INPUT_SCALE, factors.view(-1, 1, 1) if isinstance(base, nn.Conv2d) else factors)
+    layer.register_forward_pre_hook(_scaled_input)
+
+
+def _scaled_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, *others = args
+    factors: Tensor = getattr(layer, INPUT_SCALE)
+    return ((x * factors).to(x.dtype), *others)
+
+
+def _set_magnitude(layer: LoraLayer, magnitude_O: Tensor) -> None:
+    weight = layer.lora_magnitude_vector[PEFT_NAME].weight
+    weight.copy_(magnitude_O.reshape(weight.shape))
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    """Norm of each output row, in float32 (PEFT takes it in the base's format, which in bf16 is off by up to 0.4 %)."""
+    return weight.float().flatten(1).norm(dim=1)

@@ -1,0 +1,311 @@
+"""Files of adapters of any origin, read into one form: kohya and diffusers files, PEFT directories.
+
+Every module's part of a file is an ``Entry``; modules are named ``component.path`` ("unet.mid_block...", and for
+text encoders without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` says
+which tensors of a file are taken; a file with others is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils.state_dict_utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
+from torch import Tensor, nn
+
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
+from lora_rocm.adapters.kinds import file_kinds
+from lora_rocm.adapters.lora_parts import check_config, grouped
+from lora_rocm.adapters.names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.origin import origin_of, title_of
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import ModelFamily
+from lora_rocm.families.weightfiles import Header, read_header, read_tensors
+from lora_rocm.host.plain import read_plain
+
+PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+PICKLES = (".ckpt", ".bin", ".pt", ".pth")
+KOHYA_PREFIXES = ("lora_", "lycoris_")
+OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
+MAX_CONFIG_BYTES = 1 << 22
+PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
+
+
+def components_of(family: ModelFamily, path: Path) -> set[str]:
+    """The components of a family's models that an adapter's file names ("unet", "text_encoder"); it reads names alone.
+
+    Raises:
+        AdapterError: missing, pickle, damaged; a LoRA of another family, or of no model that is known here.
+    """
+    folders = _peft_folders(path)
+    if folders:
+        names = [name or main_component(family) for name in folders]
+        found = set(names)
+    else:
+        names = sorted(read_header(_one_file(path), AdapterError).tensors)
+        found = {_component_of(name, family) for name in names}
+    ours = found & {main_component(family), *family.text_components}
+    origin = origin_of(names)
+    if not ours or (origin is not None and origin.name != family.name):
+        raise _of_another_model(family, names, path)
+    return ours
+
+
+def _component_of(name: str, family: ModelFamily) -> str:
+    """The component that the name of a tensor names; of none that is known, its first part."""
+    prefixes = {f"lora_{component}_": component for component in family.kohya_prefixes}
+    prefixes |= {f"{prefix}_": component for component, prefix in family.kohya_prefixes.items()}
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    return prefixes.get(longest, name.split(".")[0])
+
+
+def read_lora(
+    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+) -> dict[str, Any]:
+    """Read an adapter of this model, whatever its kind and its file's format: module name -> entry.
+
+    Args:
+        family: knows the kohya names.
+        components: the model's components; modules and shapes of the file are checked against them.
+        path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder a component).
+        say: gets a sentence for what is left out because it changes no weight.
+
+    Raises:
+        AdapterError: missing, pickle, damaged, no adapter, more than one kind of it, or an adapter of another model.
+    """
+    return read_adapter(family, components, path, say)[1]
+
+
+def read_adapter(
+    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+) -> tuple[FileKind, dict[str, Entry]]:
+    """``read_lora`` with the kind that the file is of."""
+    paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
+    shapes = {canonical(name, module): tuple(base.weight.shape) for name, module, base in paths}
+    try:
+        folders = _peft_folders(path)
+        if folders:
+            kind, modules = _from_peft(folders, shapes, main_component(family), say)
+            return kind, _fitted(modules, shapes, kind, family, path)
+        header = read_header(_one_file(path), AdapterError)
+        tensors = read_tensors(header, error=AdapterError)
+        kind = _kind_of(tensors)
+        if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
+            return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
+        modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
+        return kind, _fitted(modules, shapes, kind, family, path)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # a config with values of the wrong kind
+        raise file_error(
+            "lora-unreadable", f"This LoRA cannot be understood: {error}.", path, "Use another file."
+        ) from error
+
+
+def _kind_of(names: Iterable[str]) -> FileKind:
+    """The first kind of which a file has factors; the first of all where it has none, which then says so."""
+    names, kinds = list(names), file_kinds()
+    for kind in kinds:
+        roles = (known[1] for name in names if (known := kind.role_of(name)) is not None)
+        if not kind.factors.isdisjoint(roles):
+            return kind
+    return kinds[0]
+
+
+def _from_kohya(
+    groups: Mapping[str, dict[str, Tensor]],
+    family: ModelFamily,
+    components: Mapping[str, nn.Module],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: FileKind,
+    path: Path,
+) -> dict[str, Entry]:
+    """Modules by the family's own names, and by names made of diffusers' paths, as LyCORIS makes them."""
+    table = KeyTable(family, components)
+    keys = {key: table.whole(key) or key for key in table.parts}
+    plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
+    keys = {f"lora_{c}_{module.replace('.', '_')}": canonical(c, module) for c, module in plain} | keys
+    modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
+    entries = _fitted(modules, {**shapes, **table.shapes}, kind, family, path)
+    return table.of_modules(entries)
+
+
+def _modules(
+    groups: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], name_of: Callable[[str], str], kind: FileKind
+) -> dict[str, FileModule]:
+    """Module name -> what the file says of it. Alphas stand in the file, else in a PEFT config (empty: there is none).
+
+    Raises:
+        ValueError: a module stands in the file twice, under two names.
+    """
+    modules: dict[str, FileModule] = {}
+    for key, parts in groups.items():
+        if "alpha" in parts and parts["alpha"].numel() != 1:
+            raise ValueError(f"{key} has an alpha of the shape {list(parts['alpha'].shape)}")
+        if "alpha" in parts:
+            found = FileModule(key, parts, parts["alpha"].float().item())
+        else:
+            alpha = _number(config, "alpha_pattern", kind.config_alpha, key)
+            rank = _number(config, "rank_pattern", "r", key) if kind.config_decides_rank else None
+            found = FileModule(key, parts, alpha, bool(config.get("use_rslora")), rank)
+        if modules.setdefault(name_of(key), found) is not found:
+            raise ValueError(f"{key} and {modules[name_of(key)].key} are the same module")
+    return modules
+
+
+def _number(config: Mapping[str, Any], patterns: str, default: str, module: str) -> float | None:
+    """A module's number in a PEFT config: by the first pattern that means it, else the one of all."""
+    own = config.get(patterns) or {}
+    value = next((own[key] for key in own if _means(key, module)), config.get(default))
+    return None if value is None else float(value)
+
+
+def _from_diffusers(
+    tensors: Mapping[str, Tensor], header: Header, text_components: set[str], kind: FileKind, say: Say
+) -> dict[str, FileModule]:
+    """The diffusers form, new (``lora_A``) and old (``lora.down``, ``to_q_lora``), by diffusers' own name maps."""
+    configs = json.loads(header.metadata.get(DIFFUSERS_METADATA, "{}"))
+    renamed: dict[str, Tensor] = {}
+    for component in {name.split(".")[0] for name in tensors}:
+        part = {
+            name.removeprefix(component + "."): t for name, t in tensors.items() if name.startswith(component + ".")
+        }
+        if not any("lora_A" in name for name in part):
+            if component not in text_components:
+                part = convert_unet_state_dict_to_peft(part)
+            elif any(OLD_DIFFUSERS.search(name) for name in part):
+                part = convert_state_dict_to_peft(convert_state_dict_to_diffusers(part))
+        renamed |= {f"{component}.{name}": tensor for name, tensor in part.items()}
+    whole = {name: tensor for name, tensor in tensors.items() if "." not in name}  # of no component
+    if len(renamed) + len(whole) != len(tensors):
+        raise ValueError("two names in it mean the same tensor")
+    modules: dict[str, FileModule] = {}
+    groups = grouped(renamed | whole, header.path, kind, say)
+    for component in sorted({key.split(".")[0] for key in groups}):
+        config = {k.removeprefix(component + "."): v for k, v in configs.items() if k.startswith(component + ".")}
+        check_config(config, header.path, kind)
+        own = {k.removeprefix(component + "."): v for k, v in groups.items() if k.startswith(component + ".")}
+        modules |= _modules(own, config, partial(canonical, component), kind)
+    return modules
+
+
+def _from_peft(
+    folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], main: str, say: Say
+) -> tuple[FileKind, dict[str, FileModule]]:
+    """PEFT directories; the component of a single one is that which has its modules."""
+    modules: dict[str, FileModule] = {}
+    owners = sorted({name.split(".")[0] for name in shapes})
+    read = {}
+    for component, folder in folders.items():
+        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
+        read[component] = config, read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
+    kind = _kind_of([name for _, tensors in read.values() for name in tensors])
+    for component, (config, tensors) in read.items():
+        check_config(config, folders[component], kind)
+        named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+        groups = grouped(named, folders[component], kind, say)
+        owner = component or next((o for o in owners if {canonical(o, n) for n in groups} <= shapes.keys()), main)
+        modules |= _modules(groups, config, partial(canonical, owner), kind)
+    return kind, modules
+
+
+def _means(pattern: str, module: str) -> bool:
+    """Whether a key of ``alpha_pattern`` means a module: PEFT's ``get_pattern_key``, for what its writers write.
+
+    Raises:
+        ValueError: another regular expression; a file from anywhere could name one that never ends.
+    """
+    if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
+        raise ValueError(f"the alpha_pattern {pattern[:80]!r} is no name of a module")
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _fitted(
+    modules: dict[str, FileModule],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: FileKind,
+    family: ModelFamily,
+    path: Path,
+) -> dict[str, Entry]:
+    """Entries in the shapes that the model's layers need.
+
+    Raises:
+        ValueError: a module's tensors cannot be of the kind.
+        AdapterError: lora-empty, lora-of-another-model, lora-magnitudes, lora-not-finite.
+    """
+    if not modules:
+        raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+    unknown = sorted(name for name in modules if name not in shapes)
+    if unknown:
+        raise _of_another_model(family, unknown, path, len(modules))
+    return {name: _entry(name, module, shapes[name], kind, path) for name, module in modules.items()}
+
+
+def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind, path: Path) -> Entry:
+    numbers = [tensor for role, tensor in module.parts.items() if role != "alpha"]
+    if not all(tensor.is_floating_point() for tensor in numbers):
+        raise ValueError(f"{module.key} is stored as whole numbers")
+    entry = kind.entry(name, module, shape, path)
+    if not all(torch.isfinite(tensor.float()).all() for tensor in numbers):
+        raise file_error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")
+    return entry
+
+
+def _of_another_model(family: ModelFamily, unknown: list[str], path: Path, count: int = 0) -> AdapterError:
+    """The error for modules that this model has not; it says whose they are where that is known."""
+    origin, base = origin_of(unknown), title_of(family.name)
+    if origin is not None and origin.name != family.name:
+        what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
+    elif count:
+        what = f"{len(unknown)} of {count} modules of this LoRA are not in this model, for example {unknown[0]}."
+    else:
+        what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
+    fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
+    return file_error("lora-of-another-model", what, path, fix)
+
+
+def _peft_folders(path: Path) -> dict[str, Path]:
+    """Component ("" when only one is there) -> PEFT folder; empty when ``path`` is none."""
+    if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
+        path = path.parent
+    if (path / PEFT_CONFIG).is_file():
+        return {"": path}
+    return (
+        {folder.parent.name: folder.parent for folder in sorted(path.glob(f"*/{PEFT_CONFIG}"))} if path.is_dir() else {}
+    )
+
+
+def _one_file(path: Path) -> Path:
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) == 1:
+            return files[0]
+        raise file_error("lora-missing", f"This folder holds {len(files)} safetensors files.", path, "Give one file.")
+    if not path.is_file():
+        raise file_error(
+            "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
+        )
+    if path.suffix.lower() in PICKLES:
+        raise file_error(
+            "pickle-refused",
+            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
+            path,
+            "Use the .safetensors edition of the LoRA.",
+        )
+    return path
