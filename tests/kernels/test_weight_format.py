@@ -10,6 +10,7 @@ import torch
 from lora_rocm.train.adapter import Adapter, inject
 from torch import Tensor, nn
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
@@ -83,7 +84,7 @@ def made_dense(model: LoadedModel) -> None:
 
 
 def gradients(family: Sdxl, model: LoadedModel, adapter: Adapter, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
-    batch = family.example(64, 64, rows)
+    batch = family.example(Shape.of(h=64, w=64), rows)
     draws = family.objective.draw(batch, list(range(rows))).tensors
     model.components["unet"].train()
     for leaf in adapter.leaves.values():
@@ -150,7 +151,8 @@ def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
 def test_the_footprint_has_the_bytes_of_the_format(folder: Path) -> None:
     its = recipe(folder)
     packed, dense = PackedSdxl(its), Sdxl(its)
-    footprints = [count(f, hollow_model(f, its, torch.bfloat16, False), its, 64, 64) for f in (packed, dense)]
+    shape = Shape.of(h=64, w=64)
+    footprints = [count(f, hollow_model(f, its, torch.bfloat16, False), its, shape) for f in (packed, dense)]
     assert footprints[0].weight_bytes < footprints[1].weight_bytes
     skeleton = dense.skeleton("unet")
     expected = Int8Rows().num_bytes(skeleton, torch.bfloat16)

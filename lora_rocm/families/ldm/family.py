@@ -20,7 +20,7 @@ from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
 from lora_rocm.data.shape import Shape
 from lora_rocm.families import clip
-from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors, TensorSpec
+from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.ldm import detect, fused_unet, keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for

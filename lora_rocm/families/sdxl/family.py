@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from lora_rocm.families import clip, conversion
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import keys
-from lora_rocm.families.ldm.encoders import TextEncoder, TokenEncoder, VaeEncoder
+from lora_rocm.families.ldm.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.loading import Layout, Part
 from lora_rocm.families.sdxl.detect import EXPECTED
@@ -37,7 +37,6 @@ LAYOUT = Layout(
     configs=Path(__file__).parent / "config",
     tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
-TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
 
 class Sdxl(LdmFamily):

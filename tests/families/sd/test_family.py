@@ -12,7 +12,9 @@ import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor
 
+from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.data.proven import plain_door
+from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.loading import Source
@@ -95,18 +97,18 @@ def test_trained_text_encoders_read_tokens_and_get_gradients(folders: dict[str, 
     for component in model.components.values():
         component.requires_grad_(True)
     batch = batch_of(1)
-    frozen = family_of(version, folders[version]).encoders()[1].load(plain_door(CPU))("a red cat")["prompt_embeds"]
-    batch["prompt_embeds"] = frozen[None]
+    caption, frozen = {CAPTION: "a red cat"}, family_of(version, folders[version])
+    batch["prompt_embeds"] = frozen.encoders()[1].load(plain_door(CPU))(caption)["prompt_embeds"][None]
     draws = family.objective.draw(batch, [1]).tensors
     expected_B = losses(family, model, batch, draws)
     del batch["prompt_embeds"]
-    batch |= {name: ids[None] for name, ids in family.encoders()[1].load(plain_door(CPU))("a red cat").items()}
+    batch |= {name: ids[None] for name, ids in family.encoders()[1].load(plain_door(CPU))(caption).items()}
     loss_B = losses(family, model, batch, draws)
     torch.testing.assert_close(loss_B, expected_B)
     loss_B.sum().backward()
     grads = [p.grad for p in model.components["text_encoder"].parameters()]
     assert any(grad is not None and grad.abs().sum() > 0 for grad in grads)
-    assert set(family.example(64, 64, 2)) == {"latent_mean", "latent_std", "input_ids"}
+    assert set(family.example(Shape.of(h=64, w=64), 2)) == {"latent_mean", "latent_std", "input_ids"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -171,7 +173,8 @@ def test_a_preview_is_the_pipeline_s_image(folders: dict[str, Path], version: st
     request = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
     family = family_of(version, folders[version])
     model = family.load(torch.float32, CPU)
-    (ours,) = family.preview(model, [request], family.encoders()[1].load(plain_door(CPU)))
+    encode = family.encoders()[1].load(plain_door(CPU))
+    (ours,) = family.preview(model, [request], lambda prompt: encode({CAPTION: prompt}))
     pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(
