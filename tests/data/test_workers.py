@@ -85,10 +85,7 @@ SAID = {
 
 @pytest.fixture
 def orders() -> Orders:
-    items = [
-        Item(f"{number}.png", image_shape((64, 64)), {"image": ((f"k{number}",),)})
-        for number in range(COUNT)
-    ]
+    items = [Item(f"{number}.png", image_shape((64, 64)), {"image": ((f"k{number}",),)}) for number in range(COUNT)]
     return Orders(BatchPlan(items, 1, 1, 0), 0, COUNT)
 
 
