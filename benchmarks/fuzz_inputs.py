@@ -273,7 +273,7 @@ def read_lora(path: Path) -> None:
     from lora_rocm.adapters.lora_reader import components_of, read_lora
 
     family, components = model()
-    components_of(path)
+    components_of(family, path)
     for entry in read_lora(family, components, path).values():
         entry.update()
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.lora import inject
+from lora_rocm.adapters.factory import inject
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools

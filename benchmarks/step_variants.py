@@ -38,7 +38,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import lora_rocm  # noqa: E402
-from lora_rocm.families.ldm.fused_unet import Fusion, fuse  # noqa: E402
+from lora_rocm.families.ldm.fused_unet import fuse  # noqa: E402
+from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.ldm.keys import UNET_TARGETS  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 

@@ -25,6 +25,7 @@ from lora_rocm.run.wording import size_text
 
 if TYPE_CHECKING:
     from lora_rocm.data.caption_length import TokenLimit
+    from lora_rocm.data.shape import Shape
 
 WEIGH_MODULE = "lora_rocm.families.weigh"
 MAX_NAMED = 20
@@ -75,9 +76,9 @@ def check(
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the samples come to. buckets: pictures an epoch by (height, width)."""
+    """What the samples come to. buckets: samples an epoch by shape."""
 
-    buckets: dict[tuple[int, int], int]
+    buckets: dict[Shape, int]
     steps_per_epoch: int
     max_train_steps: int
     num_images: int
@@ -128,22 +129,22 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
     for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
-    sizes = {key: geometry.target_hw for key, geometry in fitted.items()}
-    yield from _plan_lines(recipe, plan_data(recipe, samples, sizes))
+    shapes = {key: geometry.shape for key, geometry in fitted.items()}
+    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes))
 
 
-def plan_data(recipe: Recipe, samples: Sequence[Any], target_hw: dict[str, tuple[int, int]]) -> DataPlan:
-    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that are cut to ``target_hw`` by key.
+def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: dict[str, Shape]) -> DataPlan:
+    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that have these ``shapes`` by key.
 
     A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
     """
     from lora_rocm.data.captions import variants
 
     train, data = recipe.train, recipe.data
-    buckets: Counter[tuple[int, int]] = Counter()
+    buckets: Counter[Shape] = Counter()
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
     for sample in samples:
-        buckets[target_hw[sample.key]] += sample.repeats
+        buckets[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
     effective = train.batch_size * train.gradient_accumulation_steps
     steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
@@ -159,8 +160,8 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], target_hw: dict[str, tuple
 def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
     train, data = recipe.train, recipe.data
     yield "buckets (width x height: pictures an epoch)"
-    for (height, width), count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0])):
-        yield f"  {width} x {height}: {count}"
+    for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
+        yield f"  {shape}: {count}"
     limit = ""
     if data.validation_split:  # which ones is decided by their content, which is not read here
         limit = "at most "

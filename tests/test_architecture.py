@@ -24,7 +24,7 @@ HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "d
 LIGHT_DATA = {
     "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
     "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
-    "shape",
+    "shape", "entry_spec",
 }  # fmt: skip
 LIGHT_UNITS = {"errors", "recipe", "specs", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.
@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "": set(),
 }
 # data gets encoders as callables: it may know the shapes of the interface, not a family.
-FAMILY_TYPES = {"Encoder", "TensorSpec", "Tensors"}
+FAMILY_TYPES = {"Encode", "Encoder", "Inputs", "Tensors"}
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),
@@ -330,7 +330,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
         bad(arrow_faults, "adapters.lora", "from lora_rocm.train.export import write"),
-        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.lora import Adapter"),
+        bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
         bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),

@@ -69,7 +69,7 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     text = "\n".join(lines)
     assert "pictures: 5 usable, 1 set aside" in lines
     assert "broken.png" in text
-    assert "  128 x 128: 3" in lines
+    assert "  128x128: 3" in lines
     assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
     assert "steps: 9, epochs: 3.00" in lines
     assert f"caches in {tmp_path / 'cache'}: at most 10 images and 6 captions to encode" in lines
@@ -81,8 +81,8 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
     samples = scan(recipe.data).samples
     cuts, *_ = geometries(samples, recipe.data)
-    plan = plan_data(recipe, samples, {key: cut.target_hw for key, cut in cuts.items()})
-    items = [Item(s.key, cuts[s.key], ("a", "b"), ("c",), "d", 0.0, s.repeats) for s in samples]
+    plan = plan_data(recipe, samples, {key: cut.shape for key, cut in cuts.items()})
+    items = [Item(s.key, cuts[s.key].shape, {}, repeats=s.repeats) for s in samples]
     assert plan.steps_per_epoch == BatchPlan(items, 2, 2, seed=0).steps_per_epoch
     assert plan.max_train_steps == plan.steps_per_epoch * 3
 

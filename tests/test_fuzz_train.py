@@ -17,6 +17,7 @@ from PIL import Image
 
 from lora_rocm.check import check
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.prepare import prepare
 from lora_rocm.data.samples import geometries, load_image, scan
 from lora_rocm.errors import DataError, LoraRocmError
@@ -146,8 +147,10 @@ def test_pictures_are_used_or_set_aside(
             return
         try:
             prepared = prepare(
-                recipe, FakeFamily(), LatentCache(Path(name) / "c"), torch.device("cpu"), lambda *_: None
-            )  # type: ignore[arg-type]
+                recipe,
+                FakeFamily(),  # type: ignore[arg-type]
+                Encoding(LatentCache(Path(name) / "c"), torch.device("cpu")),
+            )
         except DataError as error:
             assert error.code == "no-usable-images"
             return

@@ -341,7 +341,7 @@ def read_json(path: Path) -> Any:
 
 def trained(folder: Path | str, dtype: torch.dtype = torch.float32, **sections: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(family, model, adapter) of a tiny recipe, the adapter's weights moved as if it had been trained."""
-    from lora_rocm.adapters.lora import inject
+    from lora_rocm.adapters.factory import inject
     from lora_rocm.families.base import family_for
 
     recipe = tiny_recipe(folder, **{"lora": {"rank": 4, "alpha": 2.0}, **sections})

@@ -11,32 +11,15 @@ Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lora_rocm.adapters.entry import FileKind, Say
 from lora_rocm.errors import AdapterError
-
-Say = Callable[[str], None]
-
-TAKEN = {
-    "lora_down.weight": "down",
-    "lora_A.weight": "down",
-    "lora.down.weight": "down",
-    "lora_linear_layer.down.weight": "down",
-    "lora_up.weight": "up",
-    "lora_B.weight": "up",
-    "lora.up.weight": "up",
-    "lora_linear_layer.up.weight": "up",
-    "alpha": "alpha",
-    "dora_scale": "dora_scale",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-"""Ending -> role. ``dora_scale`` has an axis (see ``lora_reader``), PEFT's magnitudes are always per output."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +36,13 @@ class Other:
 
 REFUSED: tuple[Other, ...] = (
     Other(r"\.hada_\w+$", "a LoHa"),
+    Other(r"\.lokr_t[12]$", "a Tucker-form LoKr", "Make it again without use_tucker (use_cp in older LyCORIS)."),
     Other(r"\.lokr_\w+$", "a LoKr"),
     Other(r"\.(oft_\w+|oft_\w+\.weight|boft_\w+|rescale)$", "an OFT or BOFT"),
     Other(r"\.lora_mid\.weight$", "a Tucker-form LoCon", "Make it again without use_tucker (use_cp in older LyCORIS)."),
     Other(r"\.([ab][12]|bm)\.weight$", "a GLoRA"),
     Other(r"\.(on_input|ia3_l)$|^(lora|lycoris)_[^.]*\.weight$", "an IA3"),
+    Other(r"\.dora_scale$", "a weight decomposition (DoRA)", "Make it again without weight decomposition."),
     Other(r"\.[wb]_norm$", "trained norms (LyCORIS train_norm)", "Make it again without train_norm."),
     Other(r"\.(diff|diff_b)$", "weights or biases trained in full (LyCORIS full)", "Make it again with LoRA alone."),
     Other(r"\.(set_weight|set_bias|reshape_weight)$", "weights that replace the model's"),
@@ -76,24 +61,8 @@ NOTICED: tuple[Other, ...] = (
 )
 """They change no weight of the model."""
 
-BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""PEFT's ``init_lora_weights`` that take a part out of the base weights (peft/tuners/lora/config.py)."""
-OTHER_METHODS = (
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "layer_replication",
-    "trainable_token_indices",
-    "modules_to_save",
-    "lora_bias",
-)
-"""Fields of a PEFT config that make something else than a plain LoRA where they are set (peft 0.21, LoraConfig)."""
 
-
-def grouped(tensors: Mapping[str, Tensor], path: Path, say: Say) -> dict[str, dict[str, Tensor]]:
+def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say) -> dict[str, dict[str, Tensor]]:
     """Module (as the file names it) -> role -> tensor, of every tensor of a file; ``say`` gets a notice.
 
     Raises:
@@ -102,21 +71,22 @@ def grouped(tensors: Mapping[str, Tensor], path: Path, say: Say) -> dict[str, di
     modules: dict[str, dict[str, Tensor]] = {}
     rest = []
     for name, tensor in tensors.items():
-        ending = next((ending for ending in TAKEN if name.endswith("." + ending)), None)
-        if ending is None:
+        known = kind.role_of(name)
+        if known is None:
             rest.append(name)
             continue
-        parts = modules.setdefault(name.removesuffix("." + ending), {})
-        if TAKEN[ending] in parts:
+        module, role = known
+        parts = modules.setdefault(module, {})
+        if role in parts:
             raise _error("lora-parts", f"Two tensors of this file are the same part: {name} is the second.", path)
-        parts[TAKEN[ending]] = tensor
-    whole = {module: parts for module, parts in modules.items() if {"down", "up"} <= parts.keys()}
-    _refuse_others(rest, bool(whole), path, say)
-    _refuse_halves({module: parts for module, parts in modules.items() if module not in whole}, path, say)
+        parts[role] = tensor
+    whole = {module: parts for module, parts in modules.items() if not kind.lacking(parts)}
+    _refuse_others(rest, bool(whole), path, kind, say)
+    _refuse_halves({module: parts for module, parts in modules.items() if module not in whole}, path, kind, say)
     return whole
 
 
-def _refuse_others(names: Iterable[str], has_lora: bool, path: Path, say: Say) -> None:
+def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: FileKind, say: Say) -> None:
     found: dict[Other | None, list[str]] = {}
     for name in names:
         kinds = (kind for kind in (*NOTICED, *REFUSED) if re.search(kind.pattern, name))
@@ -126,25 +96,25 @@ def _refuse_others(names: Iterable[str], has_lora: bool, path: Path, say: Say) -
             say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
     refused = next((kind for kind in REFUSED if kind in found), None)
-    if unknown and not has_lora and len(unknown) >= sum(map(len, found.values())):
+    if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
         raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
-    if not has_lora and refused is not None:
-        what = f"This file holds {refused.what} and no LoRA: {_some(found[refused])}."
+    if not has_any and refused is not None:
+        what = f"This file holds {refused.what} and no {adapter.name}: {_some(found[refused])}."
         raise _error("lora-kind", what, path, refused.instead)
     if refused is not None:
-        what = f"Beside a LoRA this file holds {refused.what}: {_some(found[refused])}."
+        what = f"Beside a {adapter.name} this file holds {refused.what}: {_some(found[refused])}."
         raise _error("lora-parts", f"{what} Without that the effect would be another.", path, refused.instead)
     if unknown:
-        what = f"Beside a LoRA this file holds something that is not known here: {_some(unknown)}."
+        what = f"Beside a {adapter.name} this file holds something that is not known here: {_some(unknown)}."
         raise _error("lora-parts", f"{what} Without that the effect would be another.", path)
 
 
-def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, say: Say) -> None:
-    """Modules without both factors: an alpha alone does nothing in any program, all else is damage."""
+def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind: FileKind, say: Say) -> None:
+    """Modules without all factors: an alpha alone does nothing in any program, all else is damage."""
     broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
     if broken:
         module, parts = next(iter(sorted(broken.items())))
-        lacking = " and ".join(role for role in ("down", "up") if role not in parts)
+        lacking = " and ".join(kind.lacking(parts))
         raise _error(
             "lora-incomplete",
             f"{len(broken)} modules of this file lack a factor, for example {module} (it has no {lacking}).",
@@ -155,29 +125,16 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, say: 
         say(f"Left out of {path.name}: alphas of modules that have no weights in it ({_some(halves)}).")
 
 
-def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a PEFT config that asks for something else than a plain LoRA or DoRA.
+def check_config(config: Mapping[str, Any], path: Path, kind: FileKind) -> None:
+    """Refuse a PEFT config that asks for something else than a plain adapter of a kind.
 
     Raises:
         AdapterError: lora-kind.
     """
-    kind = config.get("peft_type")
-    if kind is not None and str(kind).rpartition(".")[2] != "LORA":
-        raise _error("lora-kind", f"This is a PEFT adapter of the type {kind!s:.40}, not a LoRA.", path)
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING):
-        raise _error(
-            "lora-kind",
-            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
-            path,
-            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
-        )
-    others = [name for name in OTHER_METHODS if config.get(name)]
-    if config.get("bias") not in (None, "none"):
-        others.append("bias")
-    if others:
-        what = f"This adapter is more than a LoRA: its config sets {', '.join(others)}."
-        raise _error("lora-kind", what, path, REFUSED[0].instead)
+    peft_type = config.get("peft_type")
+    if peft_type is not None and str(peft_type).rpartition(".")[2] != kind.peft_type:
+        raise _error("lora-kind", f"This is a PEFT adapter of the type {peft_type!s:.40}, not a {kind.name}.", path)
+    kind.check_config(config, path)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lora_rocm.adapters.lora_reader import LoraEntry
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.entry import Entry, FileKind
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.recipe.schema import LoraSection
+from lora_rocm.recipe.schema import AdapterSection
 
 
 def check_start(
     family: ModelFamily,
-    lora: LoraSection,
-    adapted: Collection[str],
-    entries: Mapping[str, LoraEntry],
+    lora: AdapterSection,
+    adapter: Adapter,
+    files: FileKind,
+    entries: Mapping[str, Entry],
     path: Path,
 ) -> None:
     """Refuse a file that does not fit; its error names all settings at once, and with them the file is taken.
@@ -24,51 +26,36 @@ def check_start(
     Args:
         family: knows the presets of targets.
         lora: the recipe's section.
-        adapted: names of the modules that the recipe adapts.
+        adapter: what the recipe makes.
+        files: the kind of the file.
         entries: what the file holds.
         path: the file.
 
     Raises:
-        AdapterError: init-from-axis, init-from-beyond, init-from-unfit.
+        AdapterError: init-from-kind, init-from-axis, init-from-beyond, init-from-unfit.
     """
-    _refuse_per_input(entries, path)
+    if files is not adapter.files:
+        what = f"The file is a {files.name}, and the recipe trains a {adapter.files.name}."
+        fix = f"Set lora.type to {files.name.lower()}, or start without it."
+        raise _unfit("init-from-kind", what, path, fix)
+    adapted = adapter.modules
+    unfit = adapter.unfit(lora, entries, path)
     outside = [name for name in entries if name not in adapted]
     text = [name for name in outside if name.split(".")[0] in family.text_components]
     _refuse_beyond_text_targets(family, text, path)
-    highest = max(entry.rank for entry in entries.values())
-    what, settings = [], []
+    found = []
     if text and not lora.train_text_encoder:
-        what.append("it adapts the text encoders")
-        settings.append("lora.train_text_encoder to true")
+        found.append(("it adapts the text encoders", "lora.train_text_encoder to true"))
     rest = sorted(set(outside) - set(text))
     if rest:
-        what.append(f"it adapts {_modules(rest)}, which lora.targets leaves out")
-        settings.append(f"lora.targets to {_targets_for(family, lora, adapted, rest)}")
-    if highest > lora.rank:
-        what.append(f"it has rank {highest}, the recipe asks for rank {lora.rank}")
-        settings.append(f"lora.rank to {highest}")
-    if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
-        what.append("it is a DoRA")
-        settings.append("lora.use_dora to true")
-    if settings:
-        fix = f"Set {', '.join(settings)}."
-        raise _unfit("init-from-unfit", f"The file does not fit the recipe: {'; '.join(what)}.", path, fix)
-
-
-def _refuse_per_input(entries: Mapping[str, LoraEntry], path: Path) -> None:
-    name = next((name for name, entry in entries.items() if entry.input_magnitude is not None), None)
-    if name is None:
-        return
-    magnitudes = entries[name].input_magnitude
-    assert magnitudes is not None, "it was looked for"
-    raise _unfit(
-        "init-from-axis",
-        f"The file is a DoRA with one magnitude an input (dora_scale of {name}: {[1, *magnitudes.shape]}). Training "
-        "here has one an output, which cannot go on from that.",
-        path,
-        "Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on output "
-        "axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
-    )
+        what = f"it adapts {_modules(rest)}, which lora.targets leaves out"
+        found.append((what, f"lora.targets to {_targets_for(family, lora, adapted, rest)}"))
+    found += unfit
+    if found:
+        fix = f"Set {', '.join(setting for _, setting in found)}."
+        raise _unfit(
+            "init-from-unfit", f"The file does not fit the recipe: {'; '.join(w for w, _ in found)}.", path, fix
+        )
 
 
 def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: Path) -> None:
@@ -84,7 +71,7 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
         )
 
 
-def _targets_for(family: ModelFamily, lora: LoraSection, adapted: Iterable[str], more: Iterable[str]) -> str:
+def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
     """A value of ``lora.targets`` for what is adapted and for more: a preset's name, else expressions as YAML."""
     unet = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)

@@ -17,7 +17,7 @@ from lora_rocm.data.batch import Batch
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.prepare import Facts, Prepared, prepare
-from lora_rocm.data.reader import BadEntry, Orders, Read, Reader
+from lora_rocm.data.reader import BadEntry, Orders, Read, Reader, Unequal
 from lora_rocm.data.workers import GivenUp, Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
@@ -39,7 +39,7 @@ def open_workers(
     given_up: GivenUp = lambda seen: None,
 ) -> Workers:
     """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
-    reader = Reader(cache, {encoder.kind: encoder.outputs for encoder in family.encoders()})
+    reader = Reader(cache, [encoder.entry for encoder in family.encoders()])
     return Workers(reader, runtime, say, given_up)
 
 
@@ -58,18 +58,31 @@ def loader(
     A bad cache entry is made again by ``repair`` (``Prepared.repair``), in this process, and reading goes on there.
 
     Raises:
-        DataError: a bad cache entry, and no ``repair``.
+        DataError: a bad cache entry, and no ``repair``; or tensors of one batch that have different sizes.
         StorageError: an entry is bad again after it was repaired.
     """
     end = None if num_iterations is None else (start_iteration + num_iterations) * plan.accumulation
     orders, repaired = Orders(plan, start_iteration * plan.accumulation, end), set[tuple[str, str]]()
     while orders.first != end:
         for read in workers.reads(orders):
+            if isinstance(read, Unequal):
+                raise _unequal(read)
             if isinstance(read, BadEntry):
                 _repair(read, repair, repaired)
                 break
             yield _finished(read, plan, family, pin_memory)
             orders = orders.after(1)
+
+
+def _unequal(read: Unequal) -> DataError:
+    sizes = ", ".join(sorted({" x ".join(map(str, size)) for size in read.sizes}))
+    return DataError(
+        "batch-sizes-differ",
+        f"The samples of one batch have {read.tensor} of different sizes ({sizes}), and this model family does not pad "
+        "it.",
+        where=f"cache entry {read.entry}",
+        fix="Set train.batch_size: 1, or make the samples of one size.",
+    )
 
 
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
@@ -119,6 +132,6 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
 
 
 def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
-    cuts = [row.item.geometry for row in rows]
+    cuts = [row.item.geometry for row in rows if row.item.geometry is not None]
     metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
-    return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]}
+    return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

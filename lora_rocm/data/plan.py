@@ -8,7 +8,7 @@ memory shows at once, and the allocator's first pieces are large enough for all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Protocol, runtime_checkable
@@ -23,28 +23,34 @@ from lora_rocm.data.shape import Shape
 NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
 
 
+Grid = tuple[tuple[str, ...], ...]
+"""Cache keys of one entry of a sample: one tuple a view, in it one key a caption, the last for the empty caption.
+
+An entry that is not made from an image has one view; one that is not made from a caption has one key a view.
+"""
+
+
 @dataclass(frozen=True)
 class Item:
-    """One picture to train on. ``key``: its sample's.
+    """One sample to train on.
 
-    image_keys: cache keys of the picture and, with flip_aug, of its mirror image.
-    text_keys: cache keys of its caption variants.
-    dropout_key: cache key of the empty caption, which takes their place at ``dropout_rate``.
-    picture_keys: the image_keys as if nothing had been encoded in tiles: they say which pictures these are.
+    key: of its ``Sample``.
+    keys: for each entry of the family the cache keys.
+    num_views: 2 with flip_aug (the image and its mirror image). num_captions: variants, without the empty caption.
+    dropout_rate: how often the empty caption takes the place of a variant.
+    geometry: how its image is cut; None if the family reads no image.
+    content: cache keys that say which data this is, however it was encoded.
     """
 
     key: str
-    geometry: Geometry
-    image_keys: tuple[str, ...]
-    text_keys: tuple[str, ...]
-    dropout_key: str
-    dropout_rate: float
-    repeats: int
-    picture_keys: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> Shape:
-        return self.geometry.shape
+    shape: Shape
+    keys: Mapping[str, Grid]
+    num_views: int = 1
+    num_captions: int = 1
+    dropout_rate: float = 0.0
+    repeats: int = 1
+    geometry: Geometry | None = None
+    content: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,13 @@ class Row:
     variant: int
     dropout: bool
 
-    @property
-    def image_key(self) -> str:
-        return self.item.image_keys[int(self.flip)]
-
-    @property
-    def text_key(self) -> str:
-        return self.item.dropout_key if self.dropout else self.item.text_keys[self.variant]
+    def key(self, entry: str) -> str:
+        """The cache key of one of its entries."""
+        views = self.item.keys[entry]
+        captions = views[int(self.flip)] if len(views) > 1 else views[0]
+        if len(captions) == 1:
+            return captions[0]
+        return captions[-1] if self.dropout else captions[self.variant]
 
 
 @dataclass(frozen=True)
@@ -177,8 +183,8 @@ class BatchPlan:
             item,
             position,
             weight,
-            flip=draw("flip", *what) % len(item.image_keys) == 1,
-            variant=draw("variant", *what) % len(item.text_keys),
+            flip=draw("flip", *what) % item.num_views == 1,
+            variant=draw("variant", *what) % item.num_captions,
             dropout=fraction("dropout", *what) < item.dropout_rate,
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.data.shape import Shape
 from lora_rocm.families.objectives.base import Objective, Prediction
 
@@ -21,35 +22,38 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One cached tensor: ``dtype`` as torch names it ("float32"), ``dims`` one letter a dimension ("CHW")."""
-
-    dtype: str
-    dims: str
+Inputs = Mapping[str, Tensor | str]
+"""What an encoder reads of one sample, by ``EntrySpec.inputs``: "image" is pixels_CHW (float32 in [-1, 1])."""
+Encode = Callable[[Inputs], Tensors]
 
 
 class Encoder(Protocol):
-    """Turns pictures or captions into tensors to cache.
+    """Turns images, captions, or both into the tensors of one cached entry.
 
-    kind: "image" (``encode`` takes pixels_CHW, float32 in [-1, 1]) or "text" (``encode`` takes a str).
-    fingerprint: identity of weights and settings; part of every cache key, known without loading the weights.
-    outputs: name -> TensorSpec of what one ``encode`` call returns (without a batch dimension).
+    Encoders are loaded one at a time, in the order in which the family names them.
     """
 
-    kind: str
-    fingerprint: str
-    outputs: Mapping[str, TensorSpec]
+    @property
+    def entry(self) -> EntrySpec:
+        """What ``encode`` takes, and what it returns."""
+        ...
 
-    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
-        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping both frees the memory.
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and settings; part of every cache key, known without loading the weights."""
+        ...
 
-        Weights and items go to the device through the door, and what was made comes back through it.
+    def load(self, door: DeviceTransfer) -> Encode:
+        """Load the weights and return ``encode``: one sample's inputs in, CPU tensors out. Dropping both frees memory.
+
+        Weights and inputs go to the device through the door, and what was made comes back through it. The precision of
+        the weights is the encoder's own choice. An encoder of captions may be loaded on the CPU if the GPU is full.
         """
         ...
 
@@ -94,12 +98,14 @@ class ModelFamily(Protocol):
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
     objective: what is drawn for a batch.
+    kohya_prefixes: component -> what the kohya names of its modules begin with ("lora_unet").
     """
 
     name: str
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
     all_components: tuple[str, ...]
+    kohya_prefixes: Mapping[str, str]
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -113,7 +119,7 @@ class ModelFamily(Protocol):
     def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
+        """The encoders, one for each cached entry; with ``train_text_encoder`` captions become token ids only."""
         ...
 
     def examine(self) -> Sequence[Path]:
@@ -140,6 +146,10 @@ class ModelFamily(Protocol):
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         """Load what training needs (frozen, eval-independent of dropout), checked against the family."""
+        ...
+
+    def weight_format(self, component: str) -> WeightFormat:
+        """In which the frozen layers of a trained component are stored; its encoders are dense while they encode."""
         ...
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
@@ -205,6 +215,14 @@ class ModelFamily(Protocol):
 
     def export_key(self, component: str, module: str) -> str:
         """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
+        ...
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """Where each of a module's rows (outputs) stands in a kohya file, in their order.
+
+        Each is (kohya name, first row there, number of rows): one of a module that has a weight of its own there,
+        several of one that is cut there; modules that are one weight there name the same, with other first rows.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""CLIP text encoding as the SDXL pipeline does it, for one caption at a time. Suffixes: S tokens, D width, B batch."""
+"""CLIP text encoding as the diffusers pipelines do it, one caption at a time. Suffixes: S tokens, D width, B batch."""
 
 from __future__ import annotations
 
@@ -73,15 +73,31 @@ def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tens
         (prompt_BSD: the penultimate hidden states concatenated in width, pooled_BD), as
         ``StableDiffusionXLPipeline.encode_prompt`` makes them.
     """
-    states = []
-    for encoder, ids in zip(encoders, ids_BS, strict=True):
-        length = ids.shape[-1]
-        # Said, though CLIP would do it anyway: while a graph is captured some versions of transformers (5.17) make
-        # such a mask, else none, and its attention is another kernel, with other roundings.
-        causal_11SS = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
-        output = encoder(ids, attention_mask=causal_11SS, output_hidden_states=True)
-        states.append(output.hidden_states[-2])
-    return torch.cat(states, dim=-1), output.text_embeds
+    outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
+    return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
+
+
+def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """What one CLIP encoder makes: (the penultimate hidden states [B, S, D], the pooled embedding [B, D])."""
+    output = encoder(ids_BS, attention_mask=_causal(ids_BS), output_hidden_states=True)
+    pooled_BD = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return output.hidden_states[-2], pooled_BD
+
+
+def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
+    """The last hidden states of one CLIP encoder after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
+    states_BSD: Tensor = encoder(ids_BS, attention_mask=_causal(ids_BS)).last_hidden_state
+    return states_BSD
+
+
+def _causal(ids_BS: Tensor) -> Tensor:
+    """CLIP's mask, bool [1, 1, S, S]. Said, though CLIP would make it anyway.
+
+    While a graph is captured some versions of transformers (5.17) make such a mask, else none, and its attention is
+    another kernel, with other roundings.
+    """
+    length = ids_BS.shape[-1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()
 
 
 def _unreadable(folder: Path, reason: str) -> ModelError:

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from lora_rocm.errors import ModelError
+from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
 from lora_rocm.families.spec import Evidence, FamilySpec
 
 RESERVED = (
-    "sd15", "sd2", "sd3", "flux", "chroma", "flux2", "z-image", "anima", "krea2", "qwen-image", "wan", "ltx2",
+    "sd3", "flux", "chroma", "flux2", "z-image", "anima", "krea2", "qwen-image", "wan", "ltx2",
     "causal-lm",
 )  # fmt: skip
 """Names of families that are to come."""
@@ -76,5 +77,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2])
 """The families of this program."""

@@ -55,8 +55,7 @@ def weigh(recipe: Recipe) -> Weighed:
     dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
     files = family.examine()
     num_bytes = {
-        name: sum(parameter.numel() for parameter in family.skeleton(name).parameters())
-        * dtypes.get(name, dtype).itemsize
+        name: family.weight_format(name).num_bytes(family.skeleton(name), dtypes.get(name, dtype))
         for name in family.all_components
     }
     try:

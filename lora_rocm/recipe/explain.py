@@ -123,7 +123,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         names = list(_section_at(key[:-1], kinds.recipe).model_fields)
         owners = kinds.owners(dotted(key[:-1]), str(key[-1]).lower().replace("-", "_"))
         if owners:
-            return "there is no such key", f"{dotted(key)} is a key of {' and of '.join(owners)}."
+            return "there is no such key", f"{dotted(key)} is a key of {owners}."
         return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
     if key == FAMILY and isinstance(value, str):
         return kinds.registry.refusal(value)

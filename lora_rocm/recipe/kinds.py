@@ -51,16 +51,14 @@ class Kinds:
             return next(name for name, found in OPTIMIZERS.items() if found is self.optimizer)
         return self.family.name
 
-    def owners(self, section: str, key: str) -> list[str]:
-        """The other kinds that have a key in a section, each as "optim.optimizer: adamw"."""
-        named_by = {"objective": FAMILY}.get(section) or next((k for k in NAMED_BY if k[0] == section), None)
+    def owners(self, section: str, key: str) -> str:
+        """The other kinds that have a key in a section, as "optim.optimizer: adamw"; empty if none has."""
+        named_by = FAMILY if section == "objective" else next((k for k in NAMED_BY if k[0] == section), None)
         if named_by is None:
-            return []
-        return [
-            f"{'.'.join(named_by)}: {kinds.name_of(named_by[0])}"
-            for kinds in every_kind(named_by[0], self.registry)
-            if key in kinds.section(section).model_fields
-        ]
+            return ""
+        kinds = every_kind(named_by[0], self.registry)
+        names = [each.name_of(named_by[0]) for each in kinds if key in each.section(section).model_fields]
+        return f"{'.'.join(named_by)}: {' or '.join(names)}" if names else ""
 
     def section(self, name: str) -> type[Section]:
         """The class of the section that a kind decides about."""

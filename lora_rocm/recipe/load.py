@@ -174,6 +174,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
+    if recipe is not None:
+        problems += unwritable(recipe, layers)
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
@@ -184,6 +186,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             "to have them all the same, add runtime.workers_on_windows: true."
         )
     return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
+
+
+def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
+    """A problem where the result is asked for in a form that its kind of adapter has not."""
+    lora = recipe.lora
+    wrong = [form for form in recipe.output.formats if form not in lora.formats]
+    if not wrong:
+        return []
+    what = f"a {lora.title} is not written in the form {wrong[0]}: nothing would read it"
+    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {lora.title}: {', '.join(lora.formats)}.")]
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:

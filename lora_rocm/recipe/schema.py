@@ -210,7 +210,12 @@ class ResolvedSource(SourceOptions):
 
 
 class AdapterSection(Section):
-    """The adapter: the keys that every kind of adapter reads."""
+    """The adapter: the keys that every kind of adapter reads.
+
+    formats: of ``output.formats``, those in which such an adapter can be written.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -225,6 +230,11 @@ class AdapterSection(Section):
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     weight_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
+    )
+    init_from: InputFile | None = Field(
+        None,
+        description="Start from this file (kohya, diffusers or PEFT), of the same type. Modules of a lower rank are "
+        "filled up to rank; the effect is the file's.",
     )
 
     @property
@@ -243,15 +253,32 @@ class LoraSection(AdapterSection):
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
-    init_from: InputFile | None = Field(
-        None,
-        description="Start from this LoRA file (kohya, diffusers or PEFT). Modules of a lower rank are filled up to "
-        "rank; the effect is the file's.",
-    )
 
     @property
     def title(self) -> str:
         return "DoRA" if self.use_dora else "LoRA"
+
+
+class LokrSection(AdapterSection):
+    """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
+    factor: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_RANK,
+        description="Size of the first matrix; a side that it does not divide is cut by the next smaller number that "
+        "does. -1: near the square root of each side.",
+    )
+    decompose_both: bool = Field(
+        False, description="The first matrix, too, is a product of rank rank where that is smaller."
+    )
+
+    @property
+    def title(self) -> str:
+        return "LoKr"
 
 
 class OptimSection(Section):
@@ -292,7 +319,7 @@ class AdamwSection(OptimSection):
 
 
 class ProdigySection(OptimSection):
-    """Optimizer and schedule. Steps are optimizer updates. Prodigy estimates the learning rate (arXiv 2306.06101)."""
+    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
     rate_advice: ClassVar[str] = (
@@ -527,7 +554,7 @@ class Recipe(Section):
         return self.sample.width or side, self.sample.height or side
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection}
+ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""

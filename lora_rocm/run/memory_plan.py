@@ -84,6 +84,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class SmallerAdapter:
+    """What an adapter would take with a milder setting ("lora.rank to 8"); the figures are those of ``Footprint``."""
+
+    setting: str
+    adapter_bytes: int
+    gradient_bytes: int
+    landing_bytes: int
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Of one recipe, at its largest samples.
 
@@ -98,6 +108,7 @@ class Footprint:
         recomputed_bytes: the most that activations of one sample take where all blocks are recomputed, some together,
             and none is offloaded. None: as their own figures say.
         narrow_layers: adapted layers whose inputs or outputs are fewer than the rank.
+        smaller: the adapter with milder settings, the mildest first.
     """
 
     shape: str
@@ -111,6 +122,7 @@ class Footprint:
     work: Work
     recomputed_bytes: int | None = None
     narrow_layers: int = 0
+    smaller: tuple[SmallerAdapter, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,7 +131,18 @@ class Footprint:
     def from_json(cls, value: dict[str, Any]) -> Footprint:
         blocks = tuple(Block(**{**block, "forward": Work(**block["forward"])}) for block in value["blocks"])
         moments = tuple(Moment(**moment) for moment in value["moments"])
-        return cls(**{**value, "blocks": blocks, "moments": moments, "work": Work(**value["work"])})
+        smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
+        work = Work(**value["work"])
+        return cls(**{**value, "blocks": blocks, "moments": moments, "work": work, "smaller": smaller})
+
+    def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
+        """With another setting of the adapter; activations stay, of which an adapter's are few."""
+        return replace(
+            self,
+            adapter_bytes=smaller.adapter_bytes,
+            gradient_bytes=smaller.gradient_bytes,
+            landing_bytes=smaller.landing_bytes,
+        )
 
     def scaled(self, share: float) -> Footprint:
         """For samples of another cost: activations and work are proportional to it (attention is fused)."""

@@ -22,7 +22,7 @@ from lora_rocm.host.printable import legible
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import MAX_RANK, Recipe
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.children import run_for_json
 from lora_rocm.run.memory_plan import (
     CONTEXT_BYTES,
@@ -32,6 +32,7 @@ from lora_rocm.run.memory_plan import (
     Mode,
     Plan,
     Rates,
+    SmallerAdapter,
     choose,
     smallest,
     table,
@@ -41,7 +42,7 @@ from lora_rocm.run.wording import size_text, time_text
 MODULE = "lora_rocm.train.footprint"
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
 COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot follow weights that move
-ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what grows with the rank
+ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what the adapter takes
 SMALLEST_RESOLUTION = 256
 MAX_SIDES = 32  # that are tried: each is as long as a choice takes
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
@@ -166,16 +167,17 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
     """What to change, the mildest first. It is only said where there is a plan with it."""
     ways = _ways(recipe, job)
 
-    def besides(side: int, rank: int) -> tuple[str, ...] | None:
+    def besides(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
         """What of ``runtime`` has to change as well; None: nothing of it would help."""
-        reduced = _reduced(recipe, footprint, side, rank)
+        reduced = _reduced(recipe, footprint, side, adapter)
         return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
 
-    for side, rank in _milder_first(recipe, lambda side, rank: besides(side, rank) is not None):
-        more = besides(side, rank)
+    fits = lambda side, adapter: besides(side, adapter) is not None  # noqa: E731
+    for side, adapter in _milder_first(recipe, footprint.smaller, fits):
+        more = besides(side, adapter)
         if more is not None:
             resized = [f"{_resolution_key(recipe)} to {side}"] if side != _resolution(recipe) else []
-            slimmed = [f"lora.rank to {rank}"] if rank != recipe.lora.rank else []
+            slimmed = [adapter.setting] if adapter is not None else []
             return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
     if not recipe.spec.reads("data.resolution"):
         return "Free memory of the GPU, or take a smaller model: no rank would fit."
@@ -196,29 +198,30 @@ def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
     return found
 
 
-def _milder_first(recipe: Recipe, fits: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-    """Resolutions and ranks to try: the recipe's, then less of one of them, then of both, with as much rank as can be.
+def _milder_first(
+    recipe: Recipe, smaller: Sequence[SmallerAdapter], fits: Callable[[int, SmallerAdapter], bool]
+) -> Iterator[tuple[int, SmallerAdapter | None]]:
+    """Resolutions and adapters to try: the recipe's (None), then less of one of them, then of both, mildly.
 
-    ``fits`` spares all resolutions with a rank that not even the smallest of them would make small enough.
+    ``fits`` spares all resolutions with an adapter that not even the smallest of them would make small enough.
     """
-    own_side, own_rank, step = _resolution(recipe), recipe.lora.rank, recipe.data.bucket_step
+    own_side, step = _resolution(recipe), recipe.data.bucket_step
     step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
     sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
     sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
     sides = sides if recipe.spec.reads("data.resolution") else []
-    ranks = [rank for rank in (MAX_RANK >> power for power in range(13)) if rank < own_rank]
-    yield own_side, own_rank
-    yield from ((side, own_rank) for side in sides)
-    yield from ((own_side, rank) for rank in ranks)
-    for rank in ranks:
-        if sides and fits(sides[-1], rank):
-            yield from ((side, rank) for side in sides)
+    yield own_side, None
+    yield from ((side, None) for side in sides)
+    yield from ((own_side, adapter) for adapter in smaller)
+    for adapter in smaller:
+        if sides and fits(sides[-1], adapter):
+            yield from ((side, adapter) for side in sides)
 
 
-def _reduced(recipe: Recipe, footprint: Footprint, side: int, rank: int) -> Footprint:
+def _reduced(recipe: Recipe, footprint: Footprint, side: int, adapter: SmallerAdapter | None) -> Footprint:
     share = (side / _resolution(recipe)) ** 2
     smaller = footprint.scaled(share) if share != 1 else footprint
-    return replace(smaller, **{name: getattr(smaller, name) * rank // recipe.lora.rank for name in ADAPTER})
+    return smaller if adapter is None else smaller.with_adapter(adapter)
 
 
 def _listed(texts: Sequence[str]) -> str:

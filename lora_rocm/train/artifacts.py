@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lora_rocm.adapters.lora import Adapter
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.data.batches import Prepared
 from lora_rocm.data.samples import load_image
 from lora_rocm.device.failure import out_of_memory

@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.adapters.kinds import kind_for
+from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.recipe.schema import Recipe
@@ -123,17 +125,7 @@ def compiling(wanted: bool) -> Iterator[None]:
 def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: torch.dtype) -> list[nn.Parameter]:
     if not paths:
         return []
-    lora = recipe.lora
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
-        lora_dropout=lora.dropout,
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-        target_modules=list(paths),
-        init_lora_weights="gaussian",
-    )
-    inject_adapter_in_model(config, component)
+    inject_adapter_in_model(kind_for(recipe.lora).config(recipe.lora, either(paths)), component)
     found = [parameter for parameter in component.parameters() if parameter.requires_grad]
     for parameter in found:
         parameter.data = parameter.data.to(dtype)

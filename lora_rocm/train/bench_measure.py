@@ -215,7 +215,7 @@ def _parts(bench: Bench) -> dict[str, float]:
     with ExitStack() as stack:
         for owner, method, name in (
             (trainer.transfer, "send", SEND),
-            (trainer.family, "loss", LOSS),
+            (trainer.engine, "losses", LOSS),
             (trainer.optimizer, "step", STEP),
         ):
             stack.enter_context(marks.around(owner, method, name))

@@ -2,7 +2,9 @@
 
 Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: scale is alpha / rank, or 1 without
 an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by ``dora_scale /
-norm``, the norm being taken per output row when the first sides of dora_scale and weight agree.
+norm``, the norm being taken per output row when the first sides of dora_scale and weight agree. Of a LoKr
+(``comfy/weight_adapter/lokr.py``) the update is the Kronecker product of the factors, each whole or itself a product;
+the scale is alpha / rank where one is a product, and 1 else.
 
 Which weight's norm: DoRA (arXiv 2402.09353, eq. 5) and LyCORIS take the adapted weight's. ComfyUI and Forge take the
 base weight's on the output axis (ComfyUI pull request 15458 would change that), so their result is a little off.
@@ -15,7 +17,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-SUFFIXES = ("lora_up.weight", "lora_down.weight", "alpha", "dora_scale")
+LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+SUFFIXES = ("lora_up.weight", "lora_down.weight", *LOKR, "alpha", "dora_scale")
 
 
 def apply_comfy(
@@ -39,17 +42,37 @@ def apply_comfy(
     if strays:
         raise KeyError(strays[0])
     for key in base_weights:
-        if f"{key}.lora_up.weight" not in tensors:
+        parts = {suffix: tensors[f"{key}.{suffix}"].float() for suffix in SUFFIXES if f"{key}.{suffix}" in tensors}
+        if not parts:
             continue
         weight = base_weights[key].float()
-        up, down = (tensors[f"{key}.lora_{side}.weight"].float() for side in ("up", "down"))
-        alpha = tensors.get(f"{key}.alpha")
-        scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
-        patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
-        dora_scale = tensors.get(f"{key}.dora_scale")
+        alpha = parts["alpha"].item() if "alpha" in parts else None
+        if any(suffix in parts for suffix in LOKR):
+            patched = weight + _kronecker(parts, alpha).reshape(weight.shape)
+        elif "lora_up.weight" in parts:
+            up, down = (parts[f"lora_{side}.weight"] for side in ("up", "down"))
+            scale = 1.0 if alpha is None else alpha / down.shape[0]
+            patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
+        else:
+            continue
+        dora_scale = parts.get("dora_scale")
         if dora_scale is not None:
-            patched = _decompose(weight, patched, dora_scale.float(), norm_of_base)
+            patched = _decompose(weight, patched, dora_scale, norm_of_base)
         yield key, patched
+
+
+def _kronecker(parts: Mapping[str, Tensor], alpha: float | None) -> Tensor:
+    factors, rank = [], None
+    for name in ("lokr_w1", "lokr_w2"):
+        if name in parts:
+            factors.append(parts[name])
+        else:
+            rank = parts[f"{name}_b"].shape[0]
+            factors.append(torch.mm(parts[f"{name}_a"], parts[f"{name}_b"]))
+    w1, w2 = factors
+    if w2.ndim == 4:
+        w1 = w1[:, :, None, None]
+    return torch.kron(w1, w2.contiguous()) * (1.0 if alpha is None or rank is None else alpha / rank)
 
 
 def _decompose(weight: Tensor, patched: Tensor, dora_scale: Tensor, norm_of_base: bool) -> Tensor:

@@ -49,14 +49,13 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         recipe: what was asked for.
         family: knows the base model.
         facts: what happened.
-        network: ss_network_dim, ss_network_alpha and ss_network_args of the tensors that are written.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
     values: dict[str, Any] = {
         **names.extra,
         "ss_base_model_version": names.base_version or None,
-        "ss_network_module": "networks.lora",
         **network,
         "ss_output_name": recipe.output.name,
         "ss_steps": facts.steps,

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
-from lora_rocm.adapters.lora import PEFT_NAME, inject_hollow
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject_hollow
+from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.data.buckets import largest_shape
 from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import machine_error
@@ -47,7 +48,7 @@ from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, Work
+from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
 from lora_rocm.train.ledger import Ledger, Tally, fused_attention, taken_bytes
 
 META = torch.device("meta")
@@ -192,11 +193,12 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
-    for component in model.components.values():
+    for name, component in model.components.items():
         component.to(META).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        family.weight_format(name).pack(component)
     family.fuse(model, triton=on_gpu)
     return model
 
@@ -231,6 +233,7 @@ def count(
         for drop in drops:
             drop.remove()
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
+    adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         shape=str(shape),
@@ -243,14 +246,17 @@ def count(
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
-        narrow_layers=_narrow_layers(model, recipe.lora.rank),
+        narrow_layers=adapter.narrow(recipe.lora),
+        smaller=tuple(_smaller(adapter, recipe, model.dtype)),
     )
 
 
-def _narrow_layers(model: LoadedModel, rank: int) -> int:
-    layers = (layer for root in model.components.values() for layer in root.modules() if isinstance(layer, LoraLayer))
-    sides = ((layer.lora_A[PEFT_NAME].weight[0].numel(), len(layer.lora_B[PEFT_NAME].weight)) for layer in layers)
-    return sum(min(inputs, outputs) < rank for inputs, outputs in sides)
+def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
+    """What the adapter would take with milder settings."""
+    shapes = [layer.get_base_layer().weight.shape for _, _, layer in adapter.modules.values()]
+    for setting, section in adapter.smaller(recipe.lora):
+        numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
+        yield SmallerAdapter(setting, *adapter_bytes(numbers, recipe.model_copy(update={"lora": section}), dtype))
 
 
 def _recomputed(
@@ -271,7 +277,7 @@ def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, 
     weights once more), and the gradients that a pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
-    leaf_dtype = torch.float32 if recipe.lora.use_dora else dtype
+    leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
     state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
     average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0

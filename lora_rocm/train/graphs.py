@@ -192,7 +192,7 @@ class Graphs:
         )
 
     def _norms(self, flat_N: Tensor) -> dict[str, float]:
-        """Kind of weight (the last part of its name: lora_A, lora_B, magnitude) -> norm of all of that kind."""
+        """Role of a weight in the adapter (the last part of its name) -> norm of all of that role."""
         kinds: dict[str, list[Tensor]] = {}
         for name, part in self.weights.views(flat_N).items():
             kinds.setdefault(name.rpartition(".")[2], []).append(part)

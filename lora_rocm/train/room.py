@@ -19,8 +19,8 @@ from lora_rocm.train.export import DTYPES
 HEADER_BYTES = 200
 """Of one tensor in a safetensors file: name, shape, place."""
 METADATA_BYTES = 16384
-KINDS = {"images": "image", "captions": "text"}
-"""What the progress of caching calls them -> what the cache does."""
+ENCODED = ("images", "captions")
+"""What encoders make, in the words of the progress of caching."""
 
 
 @dataclass
@@ -123,12 +123,13 @@ class CacheRoom:
 
     def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
         """What, done, total, per_second, as ``data.fill.Report``."""
-        entries, written_bytes = self.cache.written.get(KINDS.get(what, ""), (0, 0))
-        if entries and what not in self._said:
+        kind = self.cache.writing if what in ENCODED else ""
+        entries, written_bytes = self.cache.written.get(kind, (0, 0))
+        if entries and kind not in self._said:
             needed = (total - done) * (written_bytes // entries)
             told = shortage(self.cache.root, needed, f"{total - done} {what} that are still to be cached", self.free)
             if told:
-                self._said.add(what)
+                self._said.add(kind)
                 self.say(f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays.")
         self.report(what, done, total, per_second)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.lora import Adapter, inject
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.graph_check import capture_on_gpu
@@ -177,14 +179,11 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         session.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
-    find = partial(
-        prepare,
-        recipe,
-        family,
+    encoding = Encoding(
         cache,
         start.device,
-        CacheRoom(cache, session.cache_progress, session.notice),
-        say=session.notice,
+        report=CacheRoom(cache, session.cache_progress, session.notice),
+        notice=session.notice,
         repaired=session.repaired,
         tiles=start.settings.vae_tiling,
         tiles_needed=lambda: tell("vae-tiling", session.emit),
@@ -193,16 +192,16 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
     )
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
-        return data_of(start, family, cache, find())
+        return data_of(start, family, cache, prepare(recipe, family, encoding))
     try:
-        prepared = find()
+        prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
         session.notice("The training pictures are not those of the checkpoint, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
         session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
-        prepared = find(facts=kept.facts)
+        prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 
 

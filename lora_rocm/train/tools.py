@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from lora_rocm.adapters.lora import attach_file, inject
+from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
-from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
+from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors, family_for
 from lora_rocm.families.detect import evidence
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
@@ -46,14 +47,17 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
-    text_too = not components_of(lora).isdisjoint(recipe.spec.text_components)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)
-    encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
-    encode = encoder.load(_door(device, settings))
-    encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
-    del encode  # the encoders leave before the model comes
+    encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
+    for encoder in family.encoders():
+        if encoder.entry.inputs == (CAPTION,):
+            encode = encoder.load(_door(device, settings))
+            for prompt, tensors in encoded.items():
+                tensors |= encode({CAPTION: prompt})
+            del encode  # it leaves before the next one, or the model, comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
     _send(model, device, settings)

@@ -17,8 +17,10 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.adapters import lora as adapter_module
-from lora_rocm.adapters.lora import Adapter, attach_file, inject, trained_scale
+from lora_rocm.adapters import targets as targets_module
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.lora import trained_scale
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.train import export
@@ -157,7 +159,7 @@ def test_targets_that_cannot_be(folder: Path, targets: str, code: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("targets", [r"(([a-z_0-9]+)*\.?)*!", r".*.*.*.*.*.*.*.*.*.*.*.*.*!"])
 def test_targets_that_would_be_tried_without_end(folder: Path, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_module, "MATCHING_S", 0.3)
+    monkeypatch.setattr(targets_module, "MATCHING_S", 0.3)
     with pytest.raises(AdapterError) as caught:
         injected(folder, targets=targets)
     assert caught.value.code == "targets-endless" and targets in caught.value.where

@@ -9,13 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.adapters.lora_parts import NOTICED, REFUSED, TAKEN, grouped
+from lora_rocm.adapters.lora_entry import LORA
+from lora_rocm.adapters.lora_parts import NOTICED, REFUSED, grouped
 from lora_rocm.errors import AdapterError
 
+DORA = "a weight decomposition (DoRA)"
 FILE = Path("some lora.safetensors")
 KEY = "lora_unet_middle_block_1_proj_in"
 EXAMPLES = {  # ending -> words that name it
     "hada_w1_a": "LoHa", "hada_t2": "LoHa", "lokr_w1": "LoKr", "lokr_w2_b": "LoKr", "oft_blocks": "OFT",
+    "lokr_t2": "Tucker-form LoKr",
     "oft_R.weight": "OFT", "boft_R": "BOFT", "rescale": "OFT", "lora_mid.weight": "Tucker", "a1.weight": "GLoRA",
     "b2.weight": "GLoRA", "bm.weight": "GLoRA", "on_input": "IA3", "weight": "IA3", "w_norm": "train_norm",
     "b_norm": "train_norm", "diff": "in full", "diff_b": "in full", "set_weight": "replace",
@@ -30,7 +33,7 @@ def lora(key: str = KEY) -> dict[str, torch.Tensor]:
 
 def read(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
     said: list[str] = []
-    return grouped(tensors, FILE, said.append), said
+    return grouped(tensors, FILE, LORA, said.append), said
 
 
 def refused(tensors: dict[str, torch.Tensor]) -> AdapterError:
@@ -57,7 +60,9 @@ def test_other_parts_are_named_alone_and_beside_a_lora(ending: str) -> None:
 
 def test_every_row_of_the_table_has_an_example() -> None:
     said = [refused({f"lora_x.{ending}": torch.zeros(1)}).what for ending in EXAMPLES]
-    assert all(any(row.what in text for text in said) for row in REFUSED)
+    of_others = [row for row in REFUSED if row.what != DORA]
+    assert all(any(row.what in text for text in said) for row in of_others)
+    assert len(of_others) == len(REFUSED) - 1, "a LoRA takes a weight decomposition: of other kinds it is refused"
 
 
 def test_what_no_table_knows_is_refused_by_its_name() -> None:
@@ -95,7 +100,7 @@ def test_the_same_part_twice_is_refused() -> None:
     assert f"{KEY}.lora_A.weight" in error.what
 
 
-WORDS = st.sampled_from([*TAKEN, *EXAMPLES, "gate", "x.y", "bundle_emb.a.clip_l", ""])
+WORDS = st.sampled_from([*LORA.roles, *EXAMPLES, "gate", "x.y", "bundle_emb.a.clip_l", ""])
 NAMES = st.builds(lambda module, word: f"{module}.{word}".strip("."), st.sampled_from([KEY, "unet.x", "a"]), WORDS)
 
 

@@ -17,8 +17,11 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, LoraEntry, adaptable, components_of, read_lora
+from lora_rocm.adapters.lora_entry import LoraEntry
+from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, components_of, read_lora
+from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
+from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.train import export
 from lora_rocm.train.comfy import apply_comfy
 from lora_rocm.train.facts import Facts
@@ -59,7 +62,7 @@ def test_our_own_forms(live: tuple[Any, Any, Any], tmp_path: Path, form: str) ->
     path = tmp_path / "lora.safetensors"
     export.write(form, path, family, adapter, family.recipe, FACTS)
     assert same(read_lora(family, model.components, path), adapter.entries())
-    assert components_of(path) == {"unet", "text_encoder", "text_encoder_2"}
+    assert components_of(Sdxl, path) == {"unet", "text_encoder", "text_encoder_2"}
 
 
 def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_folders_that_peft_writes(live: tuple[Any, Any, Any], tmp_path: Path, co
     model.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
         check_against(model.get_base_model(), read_lora(live[0], live[1].components, path))
-    assert components_of(tmp_path) == {"unet"}
+    assert components_of(Sdxl, tmp_path) == {"unet"}
 
 
 def check_against(unet: nn.Module, entries: dict[str, LoraEntry]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.lora import inject
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.lora import LoraAdapter
+from lora_rocm.adapters.lora_entry import LORA
 from lora_rocm.adapters.lora_reader import read_lora
 from lora_rocm.adapters.start_file import check_start
 from lora_rocm.errors import AdapterError
@@ -80,7 +84,8 @@ def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | No
         if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d) and re.fullmatch(preset[component], module)
     ]
     try:
-        check_start(family, recipe.lora, adapted, entries, path)
+        stands_in: Any = SimpleNamespace(modules=adapted, files=LORA, unfit=partial(LoraAdapter.unfit, None))
+        check_start(family, recipe.lora, stands_in, LORA, entries, path)
     except AdapterError as error:
         assert error.code == "init-from-unfit" and str(path) in error.where
         found = {key.removeprefix("lora."): value for key, value in SETTING.findall(error.fix)}

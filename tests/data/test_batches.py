@@ -10,6 +10,7 @@ import torch
 from lora_rocm.data.batch import Batch
 from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
@@ -28,7 +29,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
         path=str(tmp_path / "data"), flip_aug=True, shuffle_caption=True, caption_dropout_rate=0.3, repeats=2
     )
     cache = LatentCache(tmp_path / "cache")
-    prepared: Prepared = prepare(make.recipe(data), family, cache, CPU, lambda *progress: None)
+    prepared: Prepared = prepare(make.recipe(data), family, Encoding(cache, CPU))
     plan = BatchPlan(prepared.items, 2, 2, 0)
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
@@ -98,8 +99,8 @@ def test_a_batch(ready: SimpleNamespace) -> None:
 def test_the_tensors_are_those_of_the_rows(ready: SimpleNamespace) -> None:
     for batch in ready.load(0, 4):
         for place, row in enumerate(ready.plan.micro(batch.iteration, batch.micro)):
-            image = ready.cache.get("image", row.image_key, ready.family.image_encoder.outputs)
-            text = ready.cache.get("text", row.text_key, ready.family.text_encoder.outputs)
+            image = ready.cache.get("image", row.key("image"), ready.family.image_encoder.entry.tensors)
+            text = ready.cache.get("text", row.key("text"), ready.family.text_encoder.entry.tensors)
             for name, tensor in (image.tensors | text.tensors).items():
                 assert torch.equal(batch.tensors[name][place], tensor)
 
@@ -135,8 +136,8 @@ def test_the_global_generator_is_left_alone(ready: SimpleNamespace) -> None:
 def test_a_damaged_entry_is_made_again_and_the_batches_are_the_same(ready: SimpleNamespace) -> None:
     whole = list(ready.load(0, 4))
     row = ready.plan.micro(1, 1)[0]
-    damage(entry_of(ready, "image", row.image_key))
-    damage(entry_of(ready, "text", row.text_key))
+    damage(entry_of(ready, "image", row.key("image")))
+    damage(entry_of(ready, "text", row.key("text")))
     loads = ready.family.image_encoder.loads
     assert same(list(ready.load(0, 4)), whole)
     assert ready.family.image_encoder.loads == loads + 1
@@ -145,12 +146,12 @@ def test_a_damaged_entry_is_made_again_and_the_batches_are_the_same(ready: Simpl
 
 def test_a_missing_entry_is_made_again(ready: SimpleNamespace) -> None:
     whole = list(ready.load(0, 2))
-    entry_of(ready, "image", ready.plan.micro(0, 1)[0].image_key).unlink()
+    entry_of(ready, "image", ready.plan.micro(0, 1)[0].key("image")).unlink()
     assert same(list(ready.load(0, 2)), whole)
 
 
 def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -> None:
-    damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key))
+    damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].key("image")))
     asked = []
     with pytest.raises(StorageError) as caught:
         list(ready.load(0, 1, repair=lambda kind, key, reason: asked.append((kind, key))))
@@ -158,7 +159,7 @@ def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -
 
 
 def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None:
-    path = entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key)
+    path = entry_of(ready, "image", ready.plan.micro(0, 0)[0].key("image"))
     damage(path)
     with pytest.raises(DataError) as caught:
         list(ready.load(0, 1, repair=None))
@@ -168,7 +169,7 @@ def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_give_the_same_batches_and_repair(ready: SimpleNamespace, persistent: bool) -> None:
     whole = list(ready.load(0, 4))
-    damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].image_key))
+    damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].key("image")))
     runtime = RuntimeSection(workers=2, worker_timeout_s=60, persistent_workers=persistent)
     assert same(list(ready.load(0, 4, runtime=runtime)), whole)
     assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 1 and ready.said == []

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lora_rocm.data import workers as under_test
-from lora_rocm.data.buckets import fit
+from lora_rocm.data.buckets import image_shape
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.reader import Order, Orders, Read
 from lora_rocm.data.workers import Group, Workers, WorkersFailed, hand_over, one_ahead
@@ -85,10 +85,7 @@ SAID = {
 
 @pytest.fixture
 def orders() -> Orders:
-    items = [
-        Item(f"{number}.png", fit(64, 64, 64, 16, 2.0, True, False), (f"k{number}",), ("t",), "c", 0.0, 1)
-        for number in range(COUNT)
-    ]
+    items = [Item(f"{number}.png", image_shape((64, 64)), {"image": ((f"k{number}",),)}) for number in range(COUNT)]
     return Orders(BatchPlan(items, 1, 1, 0), 0, COUNT)
 
 

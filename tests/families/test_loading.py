@@ -18,6 +18,7 @@ from lora_rocm.families import loading
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import Source
 from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import (
     tiny_pipeline,
@@ -237,7 +238,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 def test_full_size_is_looked_at_in_a_moment(tmp_path: Path) -> None:
     source = Source("x", LAYOUT, LAYOUT.configs, None, write_hollow_sdxl(tmp_path / "x.safetensors"))
-    assert detect.check(source) == ()
+    assert detect.check(source, EXPECTED) == ()
 
 
 def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:

@@ -29,8 +29,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_program_has_sdxl_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl",) and not set(PRODUCT.names) & set(RESERVED)
+def test_the_program_s_families_and_no_reserved_name() -> None:
+    assert PRODUCT.names == ("sdxl", "sd15", "sd2") and not set(PRODUCT.names) & set(RESERVED)
     with pytest.raises(ValueError, match="once"):
         Registry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, match="at least one"):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lora_rocm.train.flat import FlatWeights
 from prodigyopt import Prodigy as Published
 from torch import Tensor, nn
 
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.optim.base import SCALARS, GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import ProdigySection

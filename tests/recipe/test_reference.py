@@ -30,7 +30,7 @@ def test_schema_requires_nothing_with_a_base() -> None:
     assert schema["$schema"].endswith("2020-12/schema")
     assert "required" not in schema and schema["if"] == {"not": {"required": ["base"]}}
     assert schema["then"]["required"] == ["model", "data", "train"]
-    assert schema["then"]["properties"]["model"] == {"required": ["name_or_path"]}
+    assert schema["then"]["properties"]["model"]["required"] == ["name_or_path"]
     assert not [name for name, section in schema["$defs"].items() if "required" in section]
 
 
@@ -46,7 +46,7 @@ class ToyAdapter(AdapterSection):
 
     type: Literal["toy"] = Field("toy", description="Kind of adapter.")
     rank: int = Field(4, gt=0, description="Rank of the update.")
-    factor: int = Field(1, description="Of a toy.")
+    toys: int = Field(1, description="Of a toy.")
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ TEXT = {"model": {"family": "toy-text", "name_or_path": "x"}}
         ({}, True),
         ({"lora": {"use_dora": True}}, True),
         ({"lora": {"type": "lora", "use_dora": True}}, True),
-        ({"lora": {"type": "toy", "factor": 2}}, True),
+        ({"lora": {"type": "toy", "toys": 2}}, True),
         ({"lora": {"type": "toy", "use_dora": True}}, False),
-        ({"lora": {"factor": 2}}, False),  # without a type: lora
+        ({"lora": {"toys": 2}}, False),  # without a type: lora
         ({"lora": {"type": "none"}}, False),
-        ({"base": "b.yaml", "lora": {"factor": 2}}, True),  # the base may name the type
-        ({"base": "b.yaml", "lora": {"fector": 2}}, False),
+        ({"base": "b.yaml", "lora": {"toys": 2}}, True),  # the base may name the type
+        ({"base": "b.yaml", "lora": {"toyz": 2}}, False),
         ({"objective": {"min_snr_gamma": 5}}, True),
         ({"objective": {"label_smoothing": 0.1}}, False),
         ({"objective": {"label_smoothing": 0.1}, **TEXT}, True),
@@ -117,7 +117,7 @@ def test_page_shows_the_keys_of_each_kind(toy_adapter: None) -> None:
     shared, lora, toy = (
         page.index(f"{heading}\n") for heading in ("## lora", "### lora.type: lora", "### lora.type: toy")
     )
-    assert shared < page.index("| `type` | `lora`, `toy` | `lora` |") < page.index("| `alpha` |") < lora
-    assert lora < page.index("| `use_dora` |") < toy < page.index("| `factor` |") < page.index("## optim")
-    assert "### objective with model.family: toy-text" in page and "A multiple of 8 (SDXL) and 1 (Toy text)" in page
-    assert page.count("| `name_or_path` |") == 3  # described by each family in its own words
+    assert shared < page.index("`toy` | `lora` | Kind of adapter.") < page.index("| `alpha` |") < lora
+    assert lora < page.index("| `use_dora` |") < toy < page.index("| `toys` |") < page.index("## optim")
+    assert "### objective with model.family: toy-text" in page and "and 1 (Toy text)" in page
+    assert page.count("| `name_or_path` |") == len(TOYS.names)  # described by each family in its own words

@@ -15,7 +15,7 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
-from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, Work, choose
+from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
 from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
 from tests.families.toy_families import TOYS
 
@@ -41,9 +41,16 @@ def net() -> Footprint:
         for n in range(10)
     )
     moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
-    return Footprint(
-        "1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, Work(3e13, 3e10, 300)
-    )
+    work = Work(3e13, 3e10, 300)
+    return ranked(Footprint("1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, work))
+
+
+def ranked(footprint: Footprint, rank: int = 16) -> Footprint:
+    """With what lower ranks would take: as a LoRA's, proportional to the rank."""
+    figures = (footprint.adapter_bytes, footprint.gradient_bytes, footprint.landing_bytes)
+    lower = [2**power for power in reversed(range(13)) if 2**power < rank]
+    smaller = (SmallerAdapter(f"lora.rank to {less}", *(value * less // rank for value in figures)) for less in lower)
+    return replace(footprint, smaller=tuple(smaller))
 
 
 @pytest.fixture
@@ -277,7 +284,7 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
 def slim() -> Footprint:
     """Little but an adapter and activations: there is a budget for which less of one of them is not enough."""
     blocks = tuple(replace(block, weight_bytes=2**20) for block in net().blocks)
-    return replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks)
+    return ranked(replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks))
 
 
 def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Footprint]:
@@ -391,7 +398,8 @@ def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
 
 
 def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
-    asked, large = recipe(lora={"rank": 64}), replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0)
+    asked = recipe(lora={"rank": 64})
+    large = ranked(replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0), 64)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     error = does_not_fit(asked, large, job, Rates(), int(4.5 * GIB))
     assert error.fix.startswith("Set lora.rank to 16")

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.lora import inject
 from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.families.ldm.fused_unet import Fusion, fuse
+from lora_rocm.families.ldm.fused_unet import fuse
+from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.loading import builtin_folder
 from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.families.objectives.reduction import losses

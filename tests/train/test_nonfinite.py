@@ -177,8 +177,8 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
         trainer.optimizer.state_guard.reset()  # as if the update had made them
 
     def poison_loss(trainer: Trainer) -> None:
-        loss = trainer.family.loss
-        trainer.family.loss = lambda *args: type(loss(*args))(loss(*args).loss_B * float("nan"))  # type: ignore[method-assign]
+        losses = trainer.engine.losses
+        trainer.engine.losses = lambda *args: losses(*args) * float("nan")  # type: ignore[method-assign]
 
     for at, poison, code, newest, seen in (
         (4, poison_moments, "state-nonfinite", 0, "corruption"),  # the same noise again: the bytes of the sound run

@@ -110,6 +110,7 @@ def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) 
     frees = iter([MIB + 900_000, MIB + 600_000, 0])
     report = CacheRoom(cache, lambda *facts: progress.append(facts[1]), said.append, lambda path: next(frees))
     report("pictures", 1, 9, 1.0)  # reading them writes nothing
+    cache.writing = "image"
     report("images", 0, 9, 1.0)
     for number in range(2):
         cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "a picture")

@@ -153,7 +153,7 @@ def test_a_sample_that_is_not_finite_on_one_rank_is_skipped_by_all(scale: bool) 
     assert ranks.fit() == [True, True]
     assert ranks.incidents() == [["nonfinite"], ["nonfinite"]] and ranks.agree
     named, other = (rig.of_type("incident")[0] for rig in ranks.rigs)
-    assert named["samples"] == ["picture-3-1"] and "on another GPU" in other["detail"]
+    assert named["samples"] == ["image-3-1"] and "on another GPU" in other["detail"]
     assert EFFECTIVE_BATCH // 2 == len(other["samples"])
 
 

@@ -1,8 +1,9 @@
-"""Is this an SDXL base model that can be trained on? Answered from configs and headers, before gigabytes are read."""
+"""Is this a base model of a family, and one that can be trained on? Answered from configs and headers alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,22 @@ UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
 MAX_NAMED = 3
-FIX = "Use an SDXL base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
+FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
+REFINER = "an SDXL refiner, which makes no pictures of its own"
+SD1, SD2, SD, SDXL = (
+    "a Stable Diffusion 1.x model",
+    "a Stable Diffusion 2.x model",
+    "a Stable Diffusion 1.x or 2.x model",
+    "an SDXL model",
+)
 
 # The start of a pipeline's name, longest first, and what the model is.
 PIPELINES = (
     ("StableDiffusionXLInpaint", "an SDXL inpainting model"),
+    ("StableDiffusionXL", SDXL),
     ("StableDiffusion3", "a Stable Diffusion 3 model"),
-    ("StableDiffusionPipeline", "a Stable Diffusion 1.x or 2.x model"),
+    ("StableDiffusionInpaint", "an inpainting model"),
+    ("StableDiffusionPipeline", SD),
     ("Flux2", "a FLUX.2 model"),
     ("Flux", "a FLUX.1 model"),
     ("Chroma", "a Chroma model"),
@@ -65,9 +75,9 @@ MARKERS = (
     (("adaln_single.", "transformer_blocks.0.scale_shift_table"), "an LTX-Video or PixArt model"),
     (("llm_adapter.",), "an Anima model"),
     (("txtfusion.projector",), "a Krea 2 model"),
-    (("cond_stage_model.transformer.",), "a Stable Diffusion 1.x model"),
-    (("cond_stage_model.model.",), "a Stable Diffusion 2.x model"),
-    (("cond_stage_model.",), "a Stable Diffusion 1.x or 2.x model"),
+    (("cond_stage_model.transformer.",), SD1),
+    (("cond_stage_model.model.",), SD2),
+    (("cond_stage_model.",), SD),
     (("edm_mean",), "a Playground v2.5 model, whose EDM training is another one"),
     (("edm_vpred.",), "a CosXL model, whose EDM training is another one"),
     (("model.layers.0.self_attn.q_proj.",), "a language model"),
@@ -75,30 +85,57 @@ MARKERS = (
 )
 NO_TEXT = "a UNet alone, without text encoders and VAE"
 # Width of the text that a UNet's first attention reads: told where the file has a UNet and nothing else tells.
-UNETS = {768: "a Stable Diffusion 1.x UNet", 1024: "a Stable Diffusion 2.x UNet", 2048: NO_TEXT}
+UNETS = {768: "a Stable Diffusion 1.x UNet", 1024: "a Stable Diffusion 2.x UNet", 2048: "an SDXL UNet"}
+# The text encoders of a checkpoint, where nothing else told what it is.
+TEXT_ENCODERS = (("conditioner.embedders.1.", SDXL), ("conditioner.embedders.0.model.", REFINER))
 
 
-def check(source: Source) -> tuple[str, ...]:
-    """Refuse what is not an SDXL base model, or one that cannot be trained on as it is; what is left to say of it.
+@dataclass(frozen=True)
+class Expected:
+    """By what the models of a family are recognised.
+
+    title: for people. with_article: as it stands in a sentence.
+    own: what such a model is called in ``PIPELINES`` and ``MARKERS``.
+    pipeline: start of the class in a folder's model_index.json.
+    text_prefix: of the tensors of a text encoder in a one-file checkpoint that no other family has.
+    has_sizes: the UNet is conditioned on sizes and a pooled text (SDXL).
+    width: of the text that the UNet's attention reads.
+    """
+
+    title: str
+    with_article: str
+    own: frozenset[str]
+    pipeline: str
+    text_prefix: str
+    has_sizes: bool
+    width: int
+
+    @property
+    def fix(self) -> str:
+        return FIX.format(self.with_article)
+
+
+def check(source: Source, expected: Expected) -> tuple[str, ...]:
+    """Refuse what is not a base model of the family, or cannot be trained on as it is; what is left to say of it.
 
     Raises:
         ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised,
             config-absurd, or what reading a config or header raises.
     """
     if source.single_header is not None:
-        _check_single(source, source.single_header)
+        _check_single(source, expected, source.single_header)
     else:
-        _check_folder(source)
-    _check_unet(source, source.config("unet"))
+        _check_folder(source, expected)
+    _check_unet(source, expected, source.config("unet"))
     if source.vae is not None:
-        _check_vae(source)
-    said = [_check_component(source, name) for name in source.layout.parts]
+        _check_vae(source, expected)
+    said = [_check_component(source, expected, name) for name in source.layout.parts]
     if source.single_header is not None:
         said.append(_named_beside(source, source.single_header))
     return tuple(filter(None, said))
 
 
-def _check_component(source: Source, name: str) -> str:
+def _check_component(source: Source, expected: Expected, name: str) -> str:
     """Refuse a component that is not what its config says; what is to be said of it, or nothing."""
     headers, prefix = source.weights(name)
     stored.refuse_quantised_config(source.config_path(name), source.config(name))
@@ -114,7 +151,7 @@ def _check_component(source: Source, name: str) -> str:
             f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
             "another model than this.",
             where=str(where),
-            fix=FIX,
+            fix=expected.fix,
         )
     entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
     read = set().union(*found.made_of.values())
@@ -166,20 +203,21 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _check_folder(source: Source) -> None:
+def _check_folder(source: Source, expected: Expected) -> None:
     index_path = source.folder / "model_index.json"
     if not index_path.is_file():
         raise _not_a_model(source)
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
     known = next((what for start, what in PIPELINES if kind.startswith(start)), None)
+    known = None if known in expected.own else known
     if "transformer" in index or known is not None:
-        raise _wrong(source, known or f"a model for {printable(kind)[:80]}")
+        raise _wrong(source, expected, known or f"a model for {printable(kind)[:80]}")
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
-        raise _wrong(source, "an SDXL refiner, which makes no pictures of its own")
+        raise _wrong(source, expected, REFINER)
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
-    if missing and not kind.startswith("StableDiffusionXL"):
-        raise _wrong(source, f"a model for {kind}" if kind else "no pipeline that is known here")
+    if missing and not kind.startswith(expected.pipeline):
+        raise _wrong(source, expected, f"a model for {kind}" if kind else "no pipeline that is known here")
     if missing:
         raise ModelError(
             "incomplete-model",
@@ -197,47 +235,59 @@ def _is_listed(index: Mapping[str, Any], name: str) -> bool:
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
 
-def _check_single(source: Source, header: Header) -> None:
+def _check_single(source: Source, expected: Expected, header: Header) -> None:
     for texts, what in MARKERS:
-        if all(any(text in name for name in header.tensors) for text in texts):
-            raise _wrong(source, what)
-    if not any(name.startswith("conditioner.embedders.1.") for name in header.tensors):
-        if any(name.startswith("conditioner.embedders.0.model.") for name in header.tensors):
-            raise _wrong(source, "an SDXL refiner, which makes no pictures of its own")
-        if any(name.startswith(UNET_PREFIX) for name in header.tensors):
+        if what not in expected.own and all(any(text in name for name in header.tensors) for text in texts):
+            raise _wrong(source, expected, what)
+    if not _has(header, expected.text_prefix):
+        other = next((what for prefix, what in TEXT_ENCODERS if _has(header, prefix)), None)
+        if other is not None and other not in expected.own:
+            raise _wrong(source, expected, other)
+        if _has(header, UNET_PREFIX):
             raise _incomplete(source, "text encoders")
-        raise _wrong(source, _unet_alone(header) or "no checkpoint that is known here")
+        raise _wrong(source, expected, _unet_alone(header, expected) or "no checkpoint that is known here")
     channels = header.shape(f"{UNET_PREFIX}input_blocks.0.0.weight")
     if channels is None:
         raise _incomplete(source, "UNet")
-    _check_channels(source, channels[1])
-    if source.vae is None and not any(name.startswith(source.layout.parts["vae"].prefix) for name in header.tensors):
+    _check_channels(source, expected, channels[1])
+    if source.vae is None and not _has(header, source.layout.parts["vae"].prefix):
         raise _incomplete(source, "VAE (or set model.vae)")
 
 
-def _unet_alone(header: Header) -> str:
+def _has(header: Header, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in header.tensors)
+
+
+def _unet_alone(header: Header, expected: Expected) -> str:
     """What a file is that holds a UNet with diffusers' names, or with the original ones and no prefix."""
     for end in (".attn2.to_k.weight", ".transformer_blocks.0.attn2.to_k.weight"):
         for name, entry in header.tensors.items():
             if name.endswith(end) and len(entry.shape) == 2:
-                return UNETS.get(entry.shape[1], "")
+                width = entry.shape[1]
+                return NO_TEXT if width == expected.width else UNETS.get(width, "")
     return ""
 
 
-def _check_unet(source: Source, config: Mapping[str, Any]) -> None:
-    if config.get("addition_embed_type") != "text_time":
-        raise _wrong(source, "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)")
-    _check_channels(source, config.get("in_channels"))
+def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
+    addition, width = config.get("addition_embed_type"), config.get("cross_attention_dim")
+    if expected.has_sizes and addition != "text_time":
+        what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
+        raise _wrong(source, expected, what)
+    if not expected.has_sizes and addition is not None:
+        raise _wrong(source, expected, f"{SDXL}, or another whose UNet is conditioned on more than text")
+    if isinstance(width, int) and width != expected.width and width in UNETS:
+        raise _wrong(source, expected, UNETS[width])
+    _check_channels(source, expected, config.get("in_channels"))
 
 
-def _check_channels(source: Source, channels: object) -> None:
+def _check_channels(source: Source, expected: Expected, channels: object) -> None:
     if channels == 9:
-        raise _wrong(source, "an inpainting model (its UNet takes 9 channels)")
+        raise _wrong(source, expected, "an inpainting model (its UNet takes 9 channels)")
     if channels != 4:
-        raise _wrong(source, f"a UNet that takes {channels} channels, where SDXL takes 4")
+        raise _wrong(source, expected, f"a UNet that takes {channels} channels, where {expected.title} takes 4")
 
 
-def _check_vae(source: Source) -> None:
+def _check_vae(source: Source, expected: Expected) -> None:
     (headers, _), config = source.weights("vae"), source.config("vae")
     latents = [
         shape[1] for h in headers for n in h.tensors if n.endswith("decoder.conv_in.weight") and (shape := h.shape(n))
@@ -246,9 +296,9 @@ def _check_vae(source: Source) -> None:
     if latents != [4] or config.get("scaling_factor", 0.18215) != scale:
         raise ModelError(
             "wrong-family",
-            "This is not a VAE of SDXL.",
+            f"This is not a VAE of {expected.title}.",
             where=f"model.vae: {source.vae}",
-            fix="Leave model.vae out, or give an SDXL VAE.",
+            fix=f"Leave model.vae out, or give a VAE of {expected.title}.",
         )
 
 
@@ -271,12 +321,12 @@ def _not_a_model(source: Source) -> ModelError:
     )
 
 
-def _wrong(source: Source, what: str) -> ModelError:
+def _wrong(source: Source, expected: Expected, what: str) -> ModelError:
     return ModelError(
         "wrong-family",
-        f"This is {what}; the recipe asks for SDXL.",
+        f"This is {what}; the recipe asks for {expected.title}.",
         where=f"model.name_or_path: {source.name}",
-        fix=FIX,
+        fix=expected.fix,
     )
 
 

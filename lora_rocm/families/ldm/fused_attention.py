@@ -1,20 +1,17 @@
-"""The attention of an SDXL UNet: query, key and value of one input by one product. See ``fused_unet``."""
+"""The attention of a UNet: query, key and value of one input by one product. See ``fused_unet``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.kernels.lora_layer import LoraLinear
+from lora_rocm.families.ldm.fusion_options import Fusion
+from lora_rocm.kernels.lora_layer import base_of, plain_lora
 from lora_rocm.kernels.lora_linear import lora_projections
-
-if TYPE_CHECKING:
-    from lora_rocm.families.ldm.fused_unet import Fusion
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
@@ -78,7 +75,7 @@ class MergedProjections:
 
     def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
         layers = self._layers(attention)
-        found = [layer.plain(x) if isinstance(layer, LoraLinear) else None for layer in layers]
+        found = [plain_lora(layer, x) for layer in layers]
         merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
         if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
             return tuple(layer(x) for layer in layers)
@@ -87,7 +84,7 @@ class MergedProjections:
 
 
 def _base(layer: Any) -> nn.Linear:
-    base: nn.Linear = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
+    base: nn.Linear = base_of(layer)
     return base
 
 

@@ -1,4 +1,4 @@
-"""An SDXL UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
+"""A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
 
 ``fuse`` exchanges single modules of one UNet for subclasses that share their contents, so parameters, their names and
 everything that holds them stay. Whatever is not the plain case (masks, dropout, other norms, adapters switched off)
@@ -9,7 +9,6 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,39 +20,17 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from lora_rocm.families.ldm.fused_attention import merge_projections
+from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.recompute import Recomputing, Run
-from lora_rocm.kernels.choice import Form, form_for
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """What is fused, and how.
-
-    projections: one product for query, key and value of one input. join: see ``lora_projections``.
-    geglu, norms: the form of each, or None to leave it as it is.
-    channels_last: convolutions' weights, and with them all pictures inside the UNet, in that layout.
-    """
-
-    projections: bool = True
-    join: bool = False
-    geglu: Form | None = "eager"
-    norms: Form | None = "eager"
-    channels_last: bool = False
-
-
-def fusion_for(device: torch.device, triton: bool = True) -> Fusion:
-    """What is best on a device; ``triton=False`` asks for plain PyTorch."""
-    form = form_for(device, triton)
-    return Fusion(geglu=form, norms=form, channels_last=form == "triton")
 
 
 def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
@@ -117,7 +94,7 @@ class FusedGEGLU(GEGLU):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return isinstance(module.proj, nn.Linear | LoraLayer)
+        return isinstance(base_of(module.proj), nn.Linear)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, proj = self.how.geglu, self.proj

@@ -1,4 +1,4 @@
-"""Preview pictures with the live model, by diffusers' own SDXL pipeline and Euler sampler."""
+"""Preview images with the live model, by the family's own diffusers pipeline and the Euler sampler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+from diffusers import EulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_rocm.device.apply import vae_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
@@ -20,7 +20,10 @@ from lora_rocm.families.objectives.base import LatentSpace
 
 BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass
 
-Embeddings = Callable[[str], tuple[Tensor, Tensor]]
+Embeddings = Callable[[str], dict[str, Tensor]]
+"""Prompt -> arguments of the pipeline ("prompt_embeds", ...), with B = 1, on the model's device."""
+MakePipeline = Callable[[nn.Module, Any], Any]
+"""(UNet, scheduler) -> a pipeline around them alone: prompts come embedded, latents leave undecoded."""
 
 
 @torch.no_grad()
@@ -29,6 +32,7 @@ def draw_pictures(
     scheduler_config: Mapping[str, Any],
     model: LoadedModel,
     requests: Sequence[PreviewRequest],
+    make_pipeline: MakePipeline,
     embeddings: Embeddings,
     space: LatentSpace,
     in_tiles: bool = False,
@@ -43,13 +47,14 @@ def draw_pictures(
         model: the live model; it is left as it was.
         requests: what to draw.
         scheduler_config: with prediction_type and rescale_betas_zero_snr decided.
-        embeddings: prompt -> (prompt_BSD, pooled_BD) with B = 1, on the model's device.
+        make_pipeline: the family's.
+        embeddings: see ``Embeddings``.
         space: how VAE latents were turned into the model's.
         in_tiles: decode in small tiles, whatever the size.
     """
     latents: list[Tensor | None] = [None] * len(requests)
     with evaluating(model.components.values()):
-        pipeline = _pipeline(model, scheduler_config)
+        pipeline = _pipeline(model, scheduler_config, make_pipeline)
         for group in _batches(requests):
             batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
@@ -71,21 +76,11 @@ def evaluating(modules: Any) -> Iterator[None]:
             module.training = training
 
 
-def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any]) -> StableDiffusionXLPipeline:
-    """A pipeline around the live UNet alone: prompts come embedded, latents leave undecoded."""
+def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline) -> Any:
     config = dict(scheduler_config)
     if config["rescale_betas_zero_snr"]:
         config["timestep_spacing"] = "trailing"  # or sampling would not start from pure noise (arXiv 2305.08891, 3.3)
-    pipeline = StableDiffusionXLPipeline(
-        vae=None,
-        text_encoder=None,
-        text_encoder_2=None,
-        tokenizer=None,
-        tokenizer_2=None,
-        unet=model.components["unet"],
-        scheduler=EulerDiscreteScheduler.from_config(config),
-        add_watermarker=False,
-    )
+    pipeline = make_pipeline(model.components["unet"], EulerDiscreteScheduler.from_config(config))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -104,7 +99,7 @@ def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
 
 
 def _denoise(
-    pipeline: StableDiffusionXLPipeline,
+    pipeline: Any,
     model: LoadedModel,
     requests: Sequence[PreviewRequest],
     embeddings: Embeddings,
@@ -116,11 +111,10 @@ def _denoise(
     noise_BCHW = torch.stack(
         [torch.randn(shape, generator=torch.Generator().manual_seed(request.seed)) for request in requests]
     )
-    prompt_BSD, pooled_BD = _embed(embeddings, [request.prompt for request in requests], model)
-    arguments: dict[str, Any] = {"prompt_embeds": prompt_BSD, "pooled_prompt_embeds": pooled_BD}
+    arguments = _embed(embeddings, [request.prompt for request in requests], model)
     if first.guidance_scale > 1:
-        negative_BSD, negative_BD = _embed(embeddings, [request.negative_prompt for request in requests], model)
-        arguments |= {"negative_prompt_embeds": negative_BSD, "negative_pooled_prompt_embeds": negative_BD}
+        negative = _embed(embeddings, [request.negative_prompt for request in requests], model)
+        arguments |= {f"negative_{name}": tensor for name, tensor in negative.items()}
     result = pipeline(
         height=first.height,
         width=first.width,
@@ -134,11 +128,10 @@ def _denoise(
     return latents_BCHW.float()
 
 
-def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -> tuple[Tensor, Tensor]:
+def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -> dict[str, Tensor]:
     encoded = {prompt: embeddings(prompt) for prompt in dict.fromkeys(prompts)}
-    prompt_BSD = torch.cat([encoded[prompt][0] for prompt in prompts])
-    pooled_BD = torch.cat([encoded[prompt][1] for prompt in prompts])
-    return prompt_BSD.to(model.dtype), pooled_BD.to(model.dtype)
+    names = encoded[prompts[0]]
+    return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(model.dtype) for name in names}
 
 
 def _decode(
@@ -162,5 +155,5 @@ def _decode(
 
 
 def pixels_per_latent(source: Source) -> int:
-    """How many pixels of a side one latent stands for (8 in SDXL)."""
+    """How many pixels of a side one latent stands for (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
     return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))

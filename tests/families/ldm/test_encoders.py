@@ -13,6 +13,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
 from lora_rocm.data.caption_length import lost_ends
+from lora_rocm.data.entry_spec import CAPTION, IMAGE
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.ldm import encoders
@@ -29,18 +30,18 @@ def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> 
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
     with torch.no_grad():
         prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
-    encoder = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[1]
-    encoded = encoder.load(plain_door(CPU))(caption)
-    torch.testing.assert_close(encoded["prompt_embeds"], prompt[0])
-    torch.testing.assert_close(encoded["pooled_embeds"], pooled[0])
-    assert encoded.keys() == encoder.outputs.keys()
+    encoders = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[1:]
+    first, second = (encoder.load(plain_door(CPU))({CAPTION: caption}) for encoder in encoders)
+    torch.testing.assert_close(torch.cat([first["prompt_embeds_1"], second["prompt_embeds_2"]], dim=-1), prompt[0])
+    torch.testing.assert_close(second["pooled_embeds"], pooled[0])
+    assert [encoded.keys() for encoded in (first, second)] == [encoder.entry.tensors.keys() for encoder in encoders]
 
 
 def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
     encode = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True})).encoders()[1].load(plain_door(CPU))
     for caption in CAPTIONS:
-        encoded = encode(caption)
+        encoded = encode({CAPTION: caption})
         for name, tokenizer in (("input_ids_1", pipeline.tokenizer), ("input_ids_2", pipeline.tokenizer_2)):
             expected = tokenizer(caption, padding="max_length", max_length=77, truncation=True).input_ids
             assert encoded[name].tolist() == expected
@@ -49,7 +50,7 @@ def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
 def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     pixels = torch.rand(3, 64, 48) * 2 - 1
-    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(pixels)
+    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: pixels})
     with torch.no_grad():
         expected = vae.encode(pixels[None]).latent_dist
     torch.testing.assert_close(encoded["latent_mean"], expected.mean[0])
@@ -60,9 +61,9 @@ def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
 def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
-    whole = encode(pixels)["latent_mean"]
+    whole = encode({IMAGE: pixels})["latent_mean"]
     monkeypatch.setattr(encoders, "TILING_PIXELS", 128 * 128 - 1)
-    tiled = encode(pixels)["latent_mean"]
+    tiled = encode({IMAGE: pixels})["latent_mean"]
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
     with torch.no_grad():
@@ -74,11 +75,11 @@ def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_
     tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
-    plain, words = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
+    plain, words, _ = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
     tiled = plain.in_tiles()
     assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
     pixels = torch.rand(3, 128, 96) * 2 - 1
-    whole, in_tiles = plain.load(plain_door(CPU))(pixels), tiled.load(plain_door(CPU))(pixels)
+    whole, in_tiles = plain.load(plain_door(CPU))({IMAGE: pixels}), tiled.load(plain_door(CPU))({IMAGE: pixels})
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
@@ -98,8 +99,8 @@ def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Pat
     same = write_tiny_sdxl(tmp_path / "same")
     other = write_tiny_sdxl(tmp_path / "other", seed=1)
     assert fingerprints(tiny_sdxl) == fingerprints(same)
-    vae, text = fingerprints(same)
-    assert fingerprints(same, vae=str(other / "vae")) == [fingerprints(other)[0], text]
+    vae, text, *_ = fingerprints(same)
+    assert fingerprints(same, vae=str(other / "vae")) == [fingerprints(other)[0], *fingerprints(same)[1:]]
     assert fingerprints(other)[0] != vae
     assert (fingerprints(other)[1] != text) is not train_text  # token ids come from the tokenizers alone
     tokenizer = same / "tokenizer" / "tokenizer.json"
@@ -112,7 +113,8 @@ def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
     assert Sdxl(tiny_recipe(tiny_sdxl)).cache_spec.keys() == {
         "latent_mean",
         "latent_std",
-        "prompt_embeds",
+        "prompt_embeds_1",
+        "prompt_embeds_2",
         "pooled_embeds",
     }
 
@@ -135,7 +137,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
 def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     monkeypatch.setattr(encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
-    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))(torch.zeros(3, 64, 64))
+    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: torch.zeros(3, 64, 64)})
     assert entered == [CPU]
 
 

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lora_rocm
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.ldm.fused_unet import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, Fusion, fuse
+from lora_rocm.families.ldm.fused_unet import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, fuse
+from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.ldm.keys import UNET_TARGETS
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.frozen_conv import FrozenConv2d

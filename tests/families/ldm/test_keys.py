@@ -20,7 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.families.ldm import keys
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
-from tests.tiny_models import tiny_pipeline
+from tests.tiny_models import tiny_pipeline, tiny_recipe
 
 CONFIG = UNet2DConditionModel.load_config(LAYOUT.configs / "unet")
 PUBLISHED_PARAMETERS = {
@@ -202,7 +202,7 @@ def test_what_is_no_module_is_refused() -> None:
 
 
 def test_presets_cover_unet_and_text_encoders() -> None:
-    assert {frozenset(targets) for targets in Sdxl.lora_targets.values()} == {
+    assert {frozenset(targets) for targets in Sdxl(tiny_recipe("any")).lora_targets.values()} == {
         frozenset({"unet", "text_encoder", "text_encoder_2"})
     }
     assert Path(LAYOUT.configs).is_dir()

@@ -11,6 +11,7 @@ from diffusers import DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionM
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.data.proven import plain_door
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.families.objectives.reduction import losses
@@ -21,13 +22,16 @@ CPU = torch.device("cpu")
 SEEDS = [3, 2**63 - 1]
 
 
+PROMPTS = ("prompt_embeds_1", "prompt_embeds_2")
+
+
 def batch_of(family: Sdxl, size: int = 2) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
     meta = family.sample_meta((70, 90), (2, 4), (64, 64))["time_ids"]
     return {
         "latent_mean": torch.randn(size, 4, 8, 8, generator=rng),
         "latent_std": torch.rand(size, 4, 8, 8, generator=rng),
-        "prompt_embeds": torch.randn(size, 77, 80, generator=rng),
+        **dict(zip(PROMPTS, torch.randn(size, 77, 80, generator=rng).split([30, 50], dim=-1), strict=True)),
         "pooled_embeds": torch.randn(size, 24, generator=rng),
         "time_ids": torch.stack([meta] * size),
     }
@@ -45,7 +49,7 @@ def reference_loss(
     predicted = unet(
         scheduler.add_noise(latents, noise, timesteps),
         timesteps,
-        batch["prompt_embeds"],
+        torch.cat([batch[name] for name in PROMPTS], dim=-1),
         added_cond_kwargs={"text_embeds": batch["pooled_embeds"], "time_ids": batch["time_ids"].float()},
     ).sample
     target = noise if prediction == "epsilon" else scheduler.get_velocity(latents, noise, timesteps)
@@ -150,8 +154,9 @@ def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
         component.train().requires_grad_(True)
     encode = family.encoders()[1].load(plain_door(CPU))
     batch = batch_of(family, 1)
-    del batch["prompt_embeds"], batch["pooled_embeds"]
-    batch |= {name: tensor[None] for name, tensor in encode("a red cat").items()}
+    for name in (*PROMPTS, "pooled_embeds"):
+        del batch[name]
+    batch |= {name: tensor[None] for name, tensor in encode({CAPTION: "a red cat"}).items()}
     losses(family, model, batch, family.objective.draw(batch, [1]).tensors).sum().backward()
     for name in ("text_encoder", "text_encoder_2"):
         layer = dict(model.components[name].named_parameters())

@@ -1,0 +1,285 @@
+"""What an adapter is: layers in a frozen model, their trained tensors by stable names, and what these do as values.
+
+One subclass a kind (``kinds.KINDS``). What knows a kind's tensors by name is in its file alone; all else asks here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from peft import PeftConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.entry import Entry, FileKind, Form
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.names import canonical
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.recipe.schema import AdapterSection, OptimSection
+
+PEFT_NAME = "default"
+Reader = Literal["diffusers", "peft", "comfyui"]
+
+
+class Adapter(ABC):
+    """The adapted layers of a model.
+
+    modules: module name ("unet.mid_block...to_q") -> (component, path inside it, PEFT layer), in a fixed order.
+    leaves: "<module name>.<role>" -> tensor in its layer, in the same order.
+    parameters: the same names -> trained tensors: the leaves, until ``flatten`` sets masters apart.
+
+    Of a kind:
+        layer_type: of its layers.
+        files: how it stands in files.
+        readers: form -> programs by which an export is loaded back; a form that is missing cannot be written.
+    """
+
+    layer_type: ClassVar[type[Any]]
+    files: ClassVar[FileKind]
+    readers: ClassVar[Mapping[Form, tuple[Reader, ...]]]
+
+    def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
+        found = [
+            (canonical(component, path), (component, path, layer))
+            for component, root in model.components.items()
+            for path, layer in root.named_modules()
+            if isinstance(layer, self.layer_type)
+        ]
+        self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
+        self.family, self.components_in_model = family, model.components
+        self.text_components = set(family.text_components)
+        self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run reads through its checked door
+        self.leaves: dict[str, nn.Parameter] = {
+            f"{name}.{role}": tensor
+            for name, (_, _, layer) in self.modules.items()
+            for role, tensor in self.trained(layer, PEFT_NAME).items()
+        }
+        self.parameters: dict[str, Tensor] = dict(self.leaves)
+        self._flat: FlatWeights | None = None
+
+    # Of a kind.
+
+    @classmethod
+    @abstractmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
+        """PEFT's config for the modules of a component that a regular expression matches."""
+
+    @classmethod
+    @abstractmethod
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Adapter:
+        """Put in layers that do what entries of a file say, with the file's own modules and sizes."""
+
+    @classmethod
+    @abstractmethod
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        """How many numbers are trained for a weight of a shape ([out, in] or [out, in, kh, kw])."""
+
+    @classmethod
+    @abstractmethod
+    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
+        """Settings with fewer trained numbers, the mildest first; each in words ("lora.rank to 8") and as a section."""
+
+    @classmethod
+    def asks_float32(cls, lora: AdapterSection) -> bool:
+        """Whether a recipe's layers will compute in float32 on a base of another format (``needs_float32``)."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
+        """Role -> trained tensor of a layer's adapter ``name``."""
+
+    @staticmethod
+    @abstractmethod
+    def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        """What a layer's adapter does at strength 1. ``tensors``: role -> float32 value."""
+
+    @abstractmethod
+    def start(self, layer: Any, rng: torch.Generator) -> None:
+        """Give a new layer its first values, by which it changes nothing; drawn on the CPU in float32."""
+
+    @abstractmethod
+    def fill(self, layer: Any, entry: Any) -> None:
+        """Write an entry that ``unfit`` found nothing against into a layer, with the same effect."""
+
+    @abstractmethod
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
+        """Why entries of a file cannot start this adapter: (in words, setting that would let it), and so on.
+
+        Raises:
+            AdapterError: no setting would.
+        """
+
+    @abstractmethod
+    def peft_config(self, component: str) -> dict[str, Any]:
+        """The PEFT config of one component, in the fields that every version of PEFT knows."""
+
+    @abstractmethod
+    def network(self) -> dict[str, str]:
+        """Kohya's ``ss_network_`` description of what a kohya file holds."""
+
+    @abstractmethod
+    def cannot_read(self, form: Form) -> tuple[str, ...]:
+        """Programs that cannot read a form, or not exactly, in words."""
+
+    @property
+    def needs_float32(self) -> bool:
+        """Whether the layers compute in float32 on a base of another format."""
+        return False
+
+    def narrow(self, lora: AdapterSection) -> int:
+        """How many layers have more trained numbers than a weight of theirs can use."""
+        return 0
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        """Put layers into a component."""
+        inject_adapter_in_model(config, component, PEFT_NAME)
+
+    # Of all kinds.
+
+    @classmethod
+    def insert(cls, component: nn.Module, config: PeftConfig) -> None:
+        """``put`` layers in float32 into a component; no generator of the process moves."""
+        with torch.random.fork_rng(devices=[]):
+            cls.put(component, config)
+        for layer in component.modules():
+            if isinstance(layer, cls.layer_type):
+                for tensor in cls.trained(layer, PEFT_NAME).values():
+                    tensor.data = tensor.data.float()
+
+    @property
+    def components(self) -> list[str]:
+        """The adapted components, in a fixed order."""
+        return sorted({component for component, _, _ in self.modules.values()})
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """The start of all layers from a seed, drawn in the order of the names."""
+        rng = torch.Generator().manual_seed(seed)
+        for _, _, layer in self.modules.values():
+            self.start(layer, rng)
+
+    def flatten(self, base_dtype: torch.dtype, weight_dtype: torch.dtype) -> FlatWeights:
+        """Lay all trained tensors out for training, where they are now.
+
+        The layers compute in the base's format, without autocast, unless the kind needs float32.
+        """
+        self._flat = FlatWeights(self.leaves, torch.float32 if self.needs_float32 else base_dtype, weight_dtype)
+        self.parameters = self._flat.parameters
+        return self._flat
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of every trained tensor, on the CPU."""
+        return self.read(self.parameters)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over every trained tensor, in place.
+
+        Raises:
+            AdapterError: names or shapes are not this adapter's.
+        """
+        wrong = tensors.keys() ^ self.parameters.keys()
+        wrong |= {name for name in tensors.keys() - wrong if tensors[name].shape != self.parameters[name].shape}
+        if wrong:
+            raise AdapterError(
+                "adapter-mismatch",
+                f"{len(wrong)} weights of this checkpoint are not those of the adapter.",
+                where=min(wrong),
+                fix="The lora section of the recipe must be the one that the checkpoint was made with.",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+        if self._flat is not None:
+            self._flat.publish()
+
+    @contextmanager
+    def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights for a while (the average, for previews and export), then the present ones again."""
+        present = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            self.load(tensors)
+            yield
+        finally:
+            self.load(present)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model alone, for a while."""
+        for _, _, layer in self.modules.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for _, _, layer in self.modules.values():
+                layer.enable_adapters(True)
+            for leaf in self.leaves.values():
+                leaf.requires_grad_(True)
+
+    def cast_inputs(self, enabled: bool) -> None:
+        """Whether PEFT casts the input of every adapted layer to the format of its trained tensors.
+
+        Off, what computes in the base's format or under autocast is spared copies. A kind that needs float32 keeps it.
+        """
+        for _, _, layer in self.modules.values():
+            layer.cast_input_dtype_enabled = enabled or self.needs_float32
+
+    @contextmanager
+    def casting_inputs(self) -> Iterator[None]:
+        """For what runs without autocast (the sampler), for a while."""
+        self.cast_inputs(True)
+        try:
+            yield
+        finally:
+            self.cast_inputs(False)
+
+    def groups(self, optim: OptimSection) -> list[dict[str, Any]]:
+        """Optimizer parameter groups, one a component, with its peak learning rate."""
+        groups = []
+        for component in self.components:
+            names = [name for name in self.parameters if name.startswith(component + ".")]
+            rate = optim.learning_rate
+            if component in self.text_components and optim.text_encoder_learning_rate is not None:
+                rate = optim.text_encoder_learning_rate
+            groups.append({"names": names, "component": component, "lr": rate})
+        return groups
+
+    def entries(self) -> dict[str, Any]:
+        """The adapter at strength 1 as values: module name -> entry, on the CPU."""
+        state = {name: tensor.float() for name, tensor in self.state().items()}
+        return {
+            name: self.entry_of(
+                layer, PEFT_NAME, {role: state[f"{name}.{role}"] for role in self.trained(layer, PEFT_NAME)}
+            )
+            for name, (_, _, layer) in self.modules.items()
+        }
+
+    @torch.no_grad()
+    def start_from(self, entries: Mapping[str, Entry]) -> None:
+        """Take over the effect of entries that fit; modules that they do not have keep their (neutral) start."""
+        for name, entry in entries.items():
+            self.fill(self.modules[name][2], entry)
+
+
+def loaded_entry(kind: type[Adapter], layer: BaseTunerLayer) -> Entry:
+    """What another program's loader put into a layer of a kind.
+
+    Raises:
+        ValueError: it made the layer and left it empty.
+    """
+    (active,) = layer.active_adapters
+    tensors = kind.trained(layer, active)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ValueError("a layer was made but not filled")
+    return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
+
+
+def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

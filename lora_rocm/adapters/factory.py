@@ -1,0 +1,94 @@
+"""Adapters put into models: new ones by a recipe, and those of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.entry import Say
+from lora_rocm.adapters.kinds import kind_for, kind_of_file
+from lora_rocm.adapters.lora_reader import read_adapter
+from lora_rocm.adapters.start_file import check_start
+from lora_rocm.adapters.targets import targets
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.recipe.schema import AdapterSection
+
+
+def inject(
+    family: ModelFamily, model: LoadedModel, lora: AdapterSection, seed: int, say: Say = lambda text: None
+) -> Adapter:
+    """Put new layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
+
+    They start from ``seed`` alone, in float32 on the CPU whatever the base is, and change nothing at first. A module
+    whose rank in the file is lower than ``lora.rank`` keeps the file's effect: what is more starts as new layers do.
+
+    Args:
+        family: knows the targets.
+        model: what is adapted.
+        lora: the recipe's section.
+        seed: of the start.
+        say: gets a sentence on what the file holds besides, and on ranks that are filled up.
+
+    Raises:
+        AdapterError: targets that match nothing, or a file that does not fit.
+    """
+    adapter = _with_layers(family, model, lora)
+    adapter.initialise(seed)
+    if lora.init_from is not None:
+        path = Path(lora.init_from).expanduser()
+        absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
+        files, entries = read_adapter(family, {**model.components, **absent}, path, say)
+        check_start(family, lora, adapter, files, entries, path)
+        adapter.start_from(entries)
+        ranks_found = {entry.rank for entry in entries.values() if entry.rank is not None}
+        lower = sorted(rank for rank in ranks_found if rank < lora.rank)
+        if lower:
+            ranks = " and ".join(map(str, lower))
+            say(f"{path.name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
+    return adapter
+
+
+def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
+    """The same layers in a model on the meta device, without numbers: whatever their rank, they take no memory.
+
+    Raises:
+        AdapterError: targets that match nothing.
+    """
+    with torch.device("meta"):
+        return _with_layers(family, model, lora)
+
+
+def attach_file(
+    family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, say: Say = lambda text: None
+) -> Adapter | None:
+    """Put the adapter of a file into a loaded model, with the file's own kind, modules and ranks.
+
+    The model must hold every component that the file adapts (``lora_reader.components_of``).
+
+    Args:
+        family: knows the names.
+        model: what is adapted.
+        path: the file.
+        strength: multiplies the update (1 as trained), while a DoRA's magnitudes stay as trained; 0 is the base alone.
+        say: gets a sentence on what the file holds besides.
+
+    Returns:
+        The adapter; None where nothing of it is wanted.
+
+    Raises:
+        AdapterError: the file is missing, damaged, no adapter, or of another model.
+    """
+    files, entries = read_adapter(family, model.components, path, say)
+    if strength == 0.0:
+        return None
+    scaled = {name: entry.scaled(strength) for name, entry in entries.items()}
+    return kind_of_file(files).attach(family, model, scaled)
+
+
+def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
+    kind = kind_for(lora)
+    for component, pattern in targets(family, model, lora).items():
+        kind.insert(model.components[component], kind.config(lora, pattern))
+    return kind(family, model)

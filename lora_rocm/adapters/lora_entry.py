@@ -1,0 +1,273 @@
+"""The LoRA of one module as values (with DoRA's magnitudes), and how it stands in files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_rocm.adapters.entry import (
+    ARITHMETIC,
+    CANCELLATION,
+    ROUNDING,
+    Entry,
+    FileKind,
+    FileModule,
+    Form,
+    file_error,
+    norm_of,
+    other_shape,
+)
+
+ROLES = {
+    "lora_down.weight": "down",
+    "lora_A.weight": "down",
+    "lora.down.weight": "down",
+    "lora_linear_layer.down.weight": "down",
+    "lora_up.weight": "up",
+    "lora_B.weight": "up",
+    "lora.up.weight": "up",
+    "lora_linear_layer.up.weight": "up",
+    "alpha": "alpha",
+    "dora_scale": "dora_scale",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""Ending -> role. ``dora_scale`` has an axis (see ``_magnitudes``), PEFT's magnitudes are always per output."""
+BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""PEFT's ``init_lora_weights`` that take a part out of the base weights (peft/tuners/lora/config.py)."""
+OTHER_METHODS = (
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "layer_replication",
+    "trainable_token_indices",
+    "modules_to_save",
+    "lora_bias",
+)
+"""Fields of a PEFT config that make something else than a plain LoRA where they are set (peft 0.21, LoraConfig)."""
+PLAIN = "Use a plain LoRA or LoCon."
+
+
+@dataclass
+class LoraEntry(Entry):
+    """One module's low-rank update, ``scale * up @ down``: float32 on the CPU.
+
+    down: [r, in] or [r, in, kh, kw].
+    up: [out, r] or [out, r, 1, 1].
+    scale: what multiplies the product (alpha / rank, or alpha / sqrt(rank) for rsLoRA).
+    magnitude: [out] of a DoRA, or None.
+    input_magnitude: [in] of a DoRA that normalises each input's column instead (OneTrainer's default, LyCORIS with
+        wd_on_output=False), or None.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+    input_magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def needs_weight(self) -> bool:
+        return self.magnitude is not None or self.input_magnitude is not None
+
+    def update(self) -> Tensor:
+        """What is added to the weight before DoRA's normalisation, in the weight's shape."""
+        product = (self.scale * self.up.flatten(1)) @ self.down.flatten(1)
+        return product.reshape(self.up.shape[0], *self.down.shape[1:])
+
+    def effect(self, weight: Tensor) -> Tensor:
+        """The change of the weight as a whole: ``update``, or with DoRA ``m * (W + update) / ||W + update|| - W``.
+
+        Args:
+            weight: the base weight, float32; the norm is taken per output row, or per input where the magnitudes are
+                per input (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which).
+        """
+        if self.input_magnitude is not None:
+            shape = (1, -1, *[1] * (weight.ndim - 2))
+            return (weight + self.update()) * self.input_scale(weight).view(shape) - weight
+        if self.magnitude is None:
+            return self.update()
+        moved = weight + self.update()
+        shape = (-1, *[1] * (weight.ndim - 1))
+        return moved * (self.magnitude / moved.flatten(1).norm(dim=1)).view(shape) - weight
+
+    def input_scale(self, weight: Tensor) -> Tensor:
+        """[in]: ``input_magnitude / norm``, by which such a DoRA multiplies the inputs of the adapted weight."""
+        assert self.input_magnitude is not None, "a DoRA with magnitudes per input"
+        norm = (weight + self.update()).transpose(0, 1).flatten(1).norm(dim=1)
+        return self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # as LyCORIS and ComfyUI add it
+
+    def norm(self) -> float:
+        """By the small Gram matrices."""
+        up, down = self.scale * self.up.flatten(1), self.down.flatten(1)
+        return math.sqrt(max(0.0, float(((up.T @ up) * (down @ down.T)).sum())))
+
+    def additive(self) -> LoraEntry:
+        return replace(self, magnitude=None, input_magnitude=None)
+
+    def difference(self, other: Entry) -> Tensor:
+        """By the factors, U2 V2 - U1 V1 = (U2 - U1) V2 + U1 (V2 - V1), so that nothing cancels."""
+        if not isinstance(other, LoraEntry) or (other.up.shape, other.down.shape) != (self.up.shape, self.down.shape):
+            return super().difference(other)
+        ours, theirs = self.scale * self.up.flatten(1), other.scale * other.up.flatten(1)
+        down, moved = self.down.flatten(1), other.down.flatten(1)
+        return torch.cat([theirs - ours, ours], dim=1) @ torch.cat([moved, moved - down])
+
+    def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
+        """A first-order bound of the product's error.
+
+        DoRA multiplies it by magnitude over norm, once for the product and once for the norm.
+        """
+        unit, smallest = ROUNDING[dtype]
+        down, up = norm_of(self.down), norm_of(self.up)
+        off_down, off_up = (
+            unit * norm + smallest * math.sqrt(factor.numel()) for norm, factor in ((down, self.down), (up, self.up))
+        )
+        bound = abs(self.scale) * (up * off_down + down * off_up + off_down * off_up + ARITHMETIC * down * up)
+        if self.magnitude is None or weight is None:
+            return bound
+        norms = (weight + self.update()).flatten(1).norm(dim=1)
+        stretch = float((self.magnitude / norms).abs().nan_to_num(posinf=0.0).max())
+        return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
+
+    def scaled(self, factor: float) -> LoraEntry:
+        """With ``factor`` times the update, while a DoRA's magnitudes stay as trained."""
+        return replace(self, scale=self.scale * factor)
+
+    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A kohya file's alpha is ``scale * rank``, so alpha / rank is the trained scale (also of rsLoRA).
+
+        PEFT's magnitudes have the shape of its layers: [1, out, 1, 1] of a convolution.
+        """
+        if form == "kohya":
+            found = {"lora_down.weight": self.down.to(dtype), "lora_up.weight": self.up.to(dtype)}
+            found["alpha"] = torch.tensor(self.scale * self.rank, dtype=torch.float32)
+            if self.magnitude is not None:
+                found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
+            return found
+        found = {"lora_A.weight": self.down.to(dtype), "lora_B.weight": self.up.to(dtype)}
+        if self.magnitude is not None:
+            shape = (1, -1, *[1] * (self.down.ndim - 2)) if self.down.ndim > 2 else (-1,)
+            found["lora_magnitude_vector"] = self.magnitude.reshape(shape)
+        return found
+
+    def rows(self, first: int, count: int) -> LoraEntry:
+        """The same ``down``, and so much of ``up``."""
+        if (first, count) == (0, len(self.up)):
+            return self
+        if self.input_magnitude is not None:
+            raise ValueError("a DoRA with one magnitude an input cannot be cut into modules")
+        part = slice(first, first + count)
+        return replace(self, up=self.up[part], magnitude=None if self.magnitude is None else self.magnitude[part])
+
+    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
+        """One shared ``down`` if all have the same, else the ranks add up: ``up`` is block-diagonal."""
+        found = [(first, entry) for first, entry in parts if isinstance(entry, LoraEntry)]
+        if len(found) == 1 and len(self.up) == rows:
+            return self
+        if any(entry.input_magnitude is not None for _, entry in found) or len(found) != len(parts):
+            raise ValueError("these modules cannot be written as one")
+        with_magnitude = [entry.magnitude for _, entry in found if entry.magnitude is not None]
+        if with_magnitude and (len(with_magnitude) < len(found) or sum(map(len, with_magnitude)) < rows):
+            raise ValueError("a DoRA of some of the modules cannot be written as one of all")
+        shared = all(torch.equal(entry.down, self.down) for _, entry in found)
+        scale = self.scale if all(entry.scale == self.scale for _, entry in found) else 1.0
+        down = self.down if shared else torch.cat([entry.down for _, entry in found])
+        up, column = self.up.new_zeros(rows, len(down), *self.up.shape[2:]), 0
+        for first, entry in found:
+            up[first : first + len(entry.up), column : column + entry.rank] = entry.up * (entry.scale / scale)
+            column += 0 if shared else entry.rank
+        return LoraEntry(down, up, scale, torch.cat(with_magnitude) if with_magnitude else None)
+
+
+def _lacking(roles: Collection[str]) -> list[str]:
+    return [role for role in ("down", "up") if role not in roles]
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING):
+        raise file_error(
+            "lora-kind",
+            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
+            path,
+            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
+        )
+    others = [name for name in OTHER_METHODS if config.get(name)]
+    if config.get("bias") not in (None, "none"):
+        others.append("bias")
+    if others:
+        what = f"This adapter is more than a LoRA: its config sets {', '.join(others)}."
+        raise file_error("lora-kind", what, path, PLAIN)
+
+
+def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LoraEntry:
+    """One module's entry; without an alpha the scale is 1, as every reader assumes.
+
+    Raises:
+        ValueError: it cannot be a low-rank update.
+        AdapterError: it is none of this layer.
+    """
+    down, up = module.parts["down"].float(), module.parts["up"].float()
+    if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
+        raise ValueError(f"{module.key} has factors of the shapes {tuple(up.shape)} and {tuple(down.shape)}")
+    rank = down.shape[0]
+    scale = 1.0 if module.alpha is None else module.alpha / (math.sqrt(rank) if module.use_rslora else rank)
+    if not math.isfinite(scale):
+        raise ValueError(f"{module.key} has the alpha {module.alpha}")
+    if up.numel() != shape[0] * rank or down.numel() != rank * math.prod(shape[1:]):
+        raise other_shape(name, (up.shape[0], math.prod(down.shape[1:])), shape, path)
+    down, up = down.reshape(rank, *shape[1:]), up.reshape(shape[0], rank, *[1] * (len(shape) - 2))
+    return LoraEntry(down, up, scale, *_magnitudes(module, shape, path))
+
+
+def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple[Tensor | None, Tensor | None]:
+    """(per output, per input) of a DoRA: of ``dora_scale`` the shape tells which, by ComfyUI's rule.
+
+    [out, 1, ...] is per output, [1, in, 1, ...] per input: so those of a square layer are told apart, too.
+
+    Raises:
+        AdapterError: lora-magnitudes.
+    """
+    for role in ("magnitude", "dora_scale"):
+        if role not in module.parts:
+            continue
+        found = module.parts[role].float()
+        count, first = found.numel(), found.shape[0] if found.ndim else 0
+        if count == shape[0] and (role == "magnitude" or first == shape[0]):
+            return found.flatten(), None
+        if role == "dora_scale" and first == 1 and found.ndim > 1 and count == found.shape[1] == shape[1]:
+            return None, found.flatten()
+        raise file_error(
+            "lora-magnitudes",
+            f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
+            f"{shape[0]} are needed (one an output), or {[1, shape[1]]} (one an input).",
+            path,
+            "Use another file: this one is damaged, or of another model.",
+        )
+    return None, None
+
+
+LORA = FileKind(
+    "LoRA",
+    "LORA",
+    ROLES,
+    frozenset({"down", "up"}),
+    _lacking,
+    _entry,
+    _check_config,
+    text_endings={"lora_magnitude_vector": "lora_magnitude_vector.weight"},
+)

@@ -1,0 +1,127 @@
+"""Names of adapted modules: ours, which no version of a library changes, and those in files of other programs.
+
+A module is named ``component.path`` ("unet.mid_block...to_q"). A file may name it otherwise, and its weight may be a
+part of a larger one there (query, key and value as one ``qkv``), or several of a file's weights may be one module here.
+Both are the same statement about rows: ``KeyTable`` holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from lora_rocm.adapters.entry import Entry
+from lora_rocm.families.base import ModelFamily
+
+TEXT_LEVEL = "text_model."
+"""A level of a text encoder's paths, which transformers 5 dropped from one of SDXL's two."""
+
+
+def canonical(component: str, module: str) -> str:
+    """The name of a module, the same for every version of transformers."""
+    return f"{component}.{module.removeprefix(TEXT_LEVEL)}"
+
+
+def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, base layer) of every Linear and Conv2d that can carry an adapter, also where one is injected already."""
+    injected: tuple[str, ...] = ()
+    for path, module in component.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            injected = (*injected[-1:], path + ".")
+            yield path, module.get_base_layer()
+        elif isinstance(module, nn.Linear | nn.Conv2d) and not path.startswith(injected):
+            yield path, module
+
+
+def main_component(family: ModelFamily) -> str:
+    """The component of a family that is adapted in the first place: its UNet, or transformer."""
+    return next(name for name in next(iter(family.lora_targets.values())) if name not in family.text_components)
+
+
+@dataclass(frozen=True)
+class Part:
+    """``count`` rows of a module's weight, from ``first`` on, which are the rows from ``at`` on of a key's weight."""
+
+    module: str
+    first: int
+    at: int
+    count: int
+
+
+class KeyTable:
+    """Which rows of which modules each kohya key of a family stands for.
+
+    Attributes:
+        parts: kohya key -> parts, in the order of the key's rows.
+        rows: module name -> number of rows (outputs) of its weight.
+        shapes: kohya key -> shape of the weight that it names.
+
+    Raises:
+        ValueError: two modules claim the same rows of a key, or rows of a module are missing.
+    """
+
+    def __init__(self, family: ModelFamily, components: Mapping[str, nn.Module]) -> None:
+        self.parts: dict[str, list[Part]] = {}
+        self.rows: dict[str, int] = {}
+        inputs: dict[str, tuple[int, ...]] = {}
+        for component, root in components.items():
+            for path, base in adaptable(root):
+                name, (rows, *rest) = canonical(component, path), base.weight.shape
+                self.rows[name], first = rows, 0
+                for key, at, count in family.export_rows(component, path, rows):
+                    self.parts.setdefault(key, []).append(Part(name, first, at, count))
+                    inputs[key], first = tuple(rest), first + count
+                if first != rows:
+                    raise ValueError(f"{name} has {rows} rows, of which its keys name {first}")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for key, parts in self.parts.items():
+            parts.sort(key=lambda part: part.at)
+            end = 0
+            for part in parts:
+                if part.at < end:
+                    raise ValueError(f"{part.module} claims rows of {key} that another module has")
+                end = part.at + part.count
+            self.shapes[key] = (end, *inputs[key])
+
+    def whole(self, key: str) -> str | None:
+        """The module that a key names and that has no other key; None where rows are shared out."""
+        (part, *others) = self.parts[key]
+        alone = not others and part.count == self.rows[part.module]
+        return part.module if alone else None
+
+    def of_modules(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Entries by keys whose rows are shared out, as entries of modules; those by modules stay.
+
+        Raises:
+            ValueError: an entry cannot be cut, or those of a module cannot be joined.
+        """
+        found: dict[str, Entry] = {name: entry for name, entry in entries.items() if name not in self.parts}
+        pieces: dict[str, list[tuple[int, Entry]]] = {}
+        for key in entries.keys() & self.parts.keys():
+            for part in self.parts[key]:
+                piece = entries[key].rows(part.at, part.count)
+                pieces.setdefault(part.module, []).append((part.first, piece))
+        for name, several in pieces.items():
+            several.sort(key=lambda piece: piece[0])
+            if name in found:
+                raise ValueError(f"{name} stands in it twice, under two names")
+            found[name] = several[0][1].joined(several, self.rows[name])
+        return found
+
+    def of_keys(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Entries of modules as entries of the keys that have rows of them.
+
+        Raises:
+            ValueError: an entry cannot be cut, or those of a key cannot be joined.
+        """
+        found = {}
+        for key, parts in self.parts.items():
+            pieces = [
+                (part.at, entries[part.module].rows(part.first, part.count)) for part in parts if part.module in entries
+            ]
+            if pieces:
+                found[key] = pieces[0][1].joined(pieces, self.shapes[key][0])
+        return found

@@ -1,0 +1,63 @@
+"""Which models a LoRA file was made for, told by the names in it: so that a file for another family is named as such.
+
+Names as kohya-ss/sd-scripts and musubi-tuner, diffusers, ai-toolkit and ComfyUI write them (``comfy/lora.py``,
+``comfy/lora_convert.py``); dots and underscores are taken as the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SAMPLED = 4000
+"""Names of a file that are looked at: more than any LoRA has that does not repeat itself."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A family of models. name: as ``model.family`` has it; title: for people; patterns: found in names, dots as ``_``.
+
+    All of the patterns must be found, and nothing of ``without``.
+    """
+
+    name: str
+    title: str
+    patterns: tuple[str, ...]
+    without: str = ""
+
+
+ORIGINS: tuple[Origin, ...] = (
+    Origin("flux2", "FLUX.2", (r"double_stream_modulation|single_stream_modulation|to_qkv_mlp_proj",)),
+    Origin("flux", "FLUX.1", (r"(double|single)_blocks_\d+_|single_transformer_blocks_\d+_",)),
+    Origin("sd3", "Stable Diffusion 3", (r"joint_blocks_\d+_",)),
+    Origin("qwen_image", "Qwen-Image", (r"transformer_blocks_\d+_(img|txt)_(mlp|mod)",)),
+    Origin("", "FLUX.1 or Stable Diffusion 3", (r"transformer_blocks_\d+_(attn_add_|attn_to_add_out|ff_context)",)),
+    Origin("z_image", "Z-Image", (r"(noise_refiner|context_refiner)_\d+_|(^|_)layers_\d+_attention_(to_|qkv|out)",)),
+    Origin("ltx", "LTX-2", (r"(audio_to_video|video_to_audio)_attn",)),
+    Origin("wan", "Wan", (r"(^|_)(?<!\d_transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",)),
+    Origin("sdxl", "SDXL", (r"lora_te2_|text_encoder_2_|lora_unet_(input|middle|output)_blocks?_",)),
+    Origin("sd1", "Stable Diffusion 1 or 2", (r"^lora_te_text_model_",)),
+    Origin(
+        "causal_lm",
+        "a language model",
+        (r"(^|_)layers_\d+_(self_attn_[qkvo]_proj|mlp_(gate|up|down)_proj)",),
+        without=r"encoder_layers_|text_model",
+    ),
+)
+"""In this order: the first that fits names a file. Names that several families have name none."""
+
+
+def origin_of(names: Iterable[str]) -> Origin | None:
+    """The family whose models have modules of these names; None where they do not tell."""
+    text = "\n".join(re.sub(r"[.]", "_", name) for name, _ in zip(names, range(SAMPLED), strict=False))
+    for origin in ORIGINS:
+        found = all(re.search(pattern, text, re.MULTILINE) for pattern in origin.patterns)
+        if found and not (origin.without and re.search(origin.without, text)):
+            return origin
+    return None
+
+
+def title_of(family: str) -> str:
+    """A family's name for people."""
+    return next((origin.title for origin in ORIGINS if origin.name == family), family)
