@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WEIGH_MODULE = "lora_rocm.families.weigh"
 MAX_NAMED = 20
+NOUNS = {"image": "pictures", "video": "videos", "text": "texts"}  # of FamilySpec.samples
 KEPT_WEIGHTS = 50
 
 
@@ -115,11 +116,13 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     usable += samples
     yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
-    yield f"pictures: {len(samples)} usable, {len(aside)} set aside"
+    noun = NOUNS[recipe.spec.samples[0]]
+    yield f"{noun}: {len(samples)} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         name = source.path or source.dataset
-        yield f"  {name}: {per_source[index]} pictures, resolution {source.resolution}, repeats {source.repeats}"
+        resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
+        yield f"  {name}: {per_source[index]} {noun}, {resolution}repeats {source.repeats}"
     for problem in aside[:MAX_NAMED]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:

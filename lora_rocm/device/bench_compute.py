@@ -18,13 +18,14 @@ from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 from lora_rocm.device.measure import Call, Work, measure, seconds_of
 from lora_rocm.device.selftest_attention import BACKENDS
+from lora_rocm.families.sdxl.spec import SPEC as SDXL
 
 DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
     "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 a number at a time
 }
 BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(BACKENDS)}
-LATENT_STEP_PX = 8
+LATENT_STEP_PX = SDXL.shapes.latent_px
 TEXT_TOKENS = 77
 CPU_RESOLUTION = 128
 """Without a GPU the shapes keep their widths and shrink in tokens, so that a look takes seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -22,6 +23,10 @@ class CheckpointSection(ModelSection):
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
+
+    @property
+    def vae_name(self) -> str:
+        return Path(self.vae).name if self.vae else ""
 
 
 SampleKind = Literal["image", "text", "video"]
@@ -183,3 +188,7 @@ class FamilySpec:
     unread: frozenset[str] = frozenset()
     metadata: FileMetadata = FileMetadata()
     marks: Marks = Marks()
+
+    def reads(self, key: str) -> bool:
+        """Whether it reads a key of the shared sections, as "data.resolution"."""
+        return key not in self.unread

@@ -59,9 +59,10 @@ def workloads_of(recipe: Recipe | None) -> frozenset[str]:
 
 def _words_of_previews(recipe: Recipe) -> list[str]:
     width, height = recipe.preview_size
+    size = [f"{width} x {height} px"] if recipe.spec.reads("sample.width") else []
     on_cpu = ["on the CPU"] if recipe.runtime.device == "cpu" else []
     precision = f"precision {recipe.train.mixed_precision}"
-    return ["previews", recipe.model.name_or_path, f"{width} x {height} px", precision, *on_cpu]
+    return ["previews", recipe.model.name_or_path, *size, precision, *on_cpu]
 
 
 def _words_of_training(recipe: Recipe) -> list[str]:
@@ -70,7 +71,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
     targets = lora.targets if isinstance(lora.targets, str) else " ".join(lora.targets)
     return [
         recipe.model.name_or_path,
-        f"{', '.join(map(str, sides))} px",
+        *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
         f"batch {train.batch_size}",
         f"{lora.title} rank {lora.rank} ({targets})",
         *(["with text encoders"] if lora.train_text_encoder else []),

@@ -47,9 +47,9 @@ class Settings:
     triton: bool = True
     """This program's Triton kernels may be used, where they pass their proof."""
     vae_tiling: bool = False
-    """The VAE encodes training pictures of any size in tiles."""
+    """Images to train on are encoded in tiles, whatever their size."""
     preview_tiling: bool = False
-    """The VAE decodes previews of any size in tiles."""
+    """Previews are decoded in tiles, whatever their size."""
 
     def pins(self, asked: str) -> bool:
         """Whether what goes to a GPU goes through pinned memory; ``asked``: ``runtime.pin_memory``."""

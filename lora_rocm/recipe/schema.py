@@ -100,22 +100,27 @@ class ModelSection(Section):
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
 
+    @property
+    def vae_name(self) -> str:
+        """Name of a separate VAE, for metadata; empty if there is none."""
+        return ""
+
 
 class SourceOptions(Section):
-    """What can be said of each source of pictures; written under ``data`` it is the default of all sources."""
+    """What can be said of each source of images; written under ``data`` it is the default of all sources."""
 
     resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
-    repeats: Repeats = Field(1, description="How often each picture is seen in an epoch.")
-    caption_extension: str = Field(".txt", description="Extension of the caption files beside the pictures.")
+    repeats: Repeats = Field(1, description="How often each image is seen in an epoch.")
+    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
-        description="Caption of a picture without a caption file: its file name, the trigger word, or nothing.",
+        description="Caption of an image without a caption file: its file name, the trigger word, or nothing.",
     )
     trigger_word: str | None = Field(None, description="Put in front of every caption that does not contain it.")
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
     keep_tokens: Tags = Field(0, description="How many tags at the front are never shuffled or moved.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption instead.")
-    flip_aug: bool = Field(False, description="Also train on mirrored pictures (cached; half of the draws).")
+    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
@@ -125,16 +130,16 @@ class SourceOptions(Section):
 
 
 class DataSource(Section):
-    """One source: a folder of pictures, or a ``datasets`` source. Unset options come from ``data``."""
+    """One source: a folder of images, or a ``datasets`` source. Unset options come from ``data``."""
 
-    path: InputFolder | None = Field(None, description="A folder of pictures, with its sub-folders.")
+    path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
         None,
         description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
         "(imagefolder), or a folder written by save_to_disk.",
     )
     split: str = Field("train", description="Split of the dataset.")
-    image_column: str = Field("image", description="Column with the picture.")
+    image_column: str = Field("image", description="Column with the image.")
     caption_column: str | None = Field(
         "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
     )
@@ -158,9 +163,9 @@ class DataSource(Section):
 
 
 class DataSection(SourceOptions):
-    """Where the pictures are and how they are cut."""
+    """Where the images are and how they are cut."""
 
-    path: InputFolder | None = Field(None, description="A folder of pictures (for several, use sources).")
+    path: InputFolder | None = Field(None, description="A folder of images (for several, use sources).")
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
@@ -169,10 +174,10 @@ class DataSection(SourceOptions):
     )
     bucket_max_aspect: float = Field(2.5, ge=1.0, le=100.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
-    upscale: bool = Field(False, description="Enlarge pictures that are smaller than their bucket.")
+    upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
     caption_variants: int = Field(4, gt=0, le=1000, description="How many shuffles of each caption are cached.")
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
-        0.0, description="Share of the pictures held out for the validation loss."
+        0.0, description="Share of the images held out for the validation loss."
     )
 
     @model_validator(mode="after")
@@ -400,7 +405,7 @@ class TrainSection(Section):
 
 
 class SampleSection(Section):
-    """Preview pictures. All may change on resume."""
+    """Preview images. All may change on resume."""
 
     every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0, le=MAX_STEPS)
     prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.", max_length=MAX_ITEMS)
@@ -408,7 +413,7 @@ class SampleSection(Section):
         (), "Prompts without the concept, which the LoRA should leave alone.", max_length=MAX_ITEMS
     )
     negative_prompt: str = on_resume("", "What to stay away from.")
-    seed: int = on_resume(1234, "Seed of the first picture; the next ones count up.", ge=0, lt=2**31)
+    seed: int = on_resume(1234, "Seed of the first image; the next ones count up.", ge=0, lt=2**31)
     guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
@@ -441,7 +446,7 @@ class RuntimeSection(Section):
     )
     compile: Literal["auto", "off", "regional", "full"] = on_resume(
         "auto",
-        "torch.compile on a GPU: regional: the repeated blocks; full: whole components; each size of pictures is "
+        "torch.compile on a GPU: regional: the repeated blocks; full: whole components; each size of images is "
         "compiled before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
     )
     memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
@@ -487,7 +492,7 @@ class TimeoutsSection(Section):
         None, "From the start of the process to its first phase, and between two phases.", gt=0, le=MAX_TIMEOUT_S
     )
     load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
-    cache: float | None = on_resume(None, "One picture or caption while caching.", gt=0, le=MAX_TIMEOUT_S)
+    cache: float | None = on_resume(None, "One image or caption while caching.", gt=0, le=MAX_TIMEOUT_S)
     compile: float | None = on_resume(None, "With runtime.compile: each part that is compiled.", gt=0, le=MAX_TIMEOUT_S)
     first_step: float | None = on_resume(
         None, "The first step of a start: kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
@@ -501,7 +506,7 @@ class TimeoutsSection(Section):
 
 
 class CacheSection(Section):
-    """Where encoded pictures and captions are kept between runs."""
+    """Where encoded images and captions are kept between runs."""
 
     dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
 

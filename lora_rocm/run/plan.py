@@ -158,8 +158,7 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
         "does-not-fit",
         f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
         f"({plan_text(least)}), and there is {size_text(budget_bytes)} for it.",
-        where=f"{_resolution_key(recipe)}: {_resolution(recipe)}, lora.rank: {recipe.lora.rank}, "
-        f"runtime.memory: {recipe.runtime.memory}",
+        where=f"{_shown_resolution(recipe)}lora.rank: {recipe.lora.rank}, runtime.memory: {recipe.runtime.memory}",
         fix=_nearest(recipe, footprint, job, rates, budget_bytes),
     )
 
@@ -180,6 +179,8 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
             resized = [f"{_resolution_key(recipe)} to {side}"] if side != _resolution(recipe) else []
             slimmed = [adapter.setting] if adapter is not None else []
             return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
+    if not recipe.spec.reads("data.resolution"):
+        return "Free memory of the GPU, or take a smaller model: no rank would fit."
     least = min(SMALLEST_RESOLUTION, _resolution(recipe))
     return f"Free memory of the GPU, or take a smaller model: no rank would fit, at any resolution from {least} on."
 
@@ -208,6 +209,7 @@ def _milder_first(
     step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
     sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
     sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
+    sides = sides if recipe.spec.reads("data.resolution") else []
     yield own_side, None
     yield from ((side, None) for side in sides)
     yield from ((own_side, adapter) for adapter in smaller)
@@ -230,6 +232,11 @@ def _listed(texts: Sequence[str]) -> str:
 def _resolution(recipe: Recipe) -> int:
     """The largest of all sources, as that of a footprint."""
     return max(source.resolution for source in recipe.data.resolved_sources())
+
+
+def _shown_resolution(recipe: Recipe) -> str:
+    """The start of a place; empty if the family has no resolution."""
+    return f"{_resolution_key(recipe)}: {_resolution(recipe)}, " if recipe.spec.reads("data.resolution") else ""
 
 
 def _resolution_key(recipe: Recipe) -> str:

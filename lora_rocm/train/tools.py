@@ -45,7 +45,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw pictures with a LoRA file, on a run's base model or on another."""
     source = Path(job["source"])
     lora = source if source.is_file() else _lora_of(RunDir(source))
-    recipe = _recipe_for(job, lora, registry)
+    recipe = recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
@@ -159,17 +159,23 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
     Raises:
         UserError: the family takes no such size.
     """
-    width, height = recipe.preview_size
-    for name, axis in (("width", recipe.spec.shapes["w"]), ("height", recipe.spec.shapes["h"])):
+    spec, (width, height) = recipe.spec, recipe.preview_size
+    for name in ("width", "height"):
         side = job[name]
-        if side is not None and not axis.fits(side):
-            what = f"The sides of {recipe.spec.title} images are multiples of {axis.multiple} pixels."
+        if side is None:
+            continue
+        where = f"--{name} {side}"
+        if name[0] not in spec.shapes:
+            raise UserError("image-size", f"{spec.title} draws no images.", where=where, fix="Leave it out.")
+        axis = spec.shapes[name[0]]
+        if not axis.fits(side):
+            what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
-            raise UserError("image-size", what, where=f"--{name} {side}", fix=fix)
+            raise UserError("image-size", what, where=where, fix=fix)
     return job["width"] or width, job["height"] or height
 
 
-def _recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
+def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
     """The recipe of the run that the file lies in; with ``--base`` only its model counts.
 
     Raises:

@@ -21,9 +21,10 @@ from lora_rocm.host.here import situation_here
 from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of, workloads_of
 from lora_rocm.host.mitigation_records import Remembered
 from lora_rocm.host.quirks import Situation
-from lora_rocm.recipe.kinds import kinds_of
+from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
+from tests.families.toy_families import TOYS
 from tests.host.situations import facts_of, situation, with_torch
 from tests.host.test_environ import recipe
 
@@ -352,6 +353,13 @@ def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: 
     assert BY_ID[MACHINE].text in sdma and "hang" in sdma and "since 20" in sdma and kept.FORGET in undo
     assert len(notices(situation_here(of_size(batch_size=1)))) == 2, "what is for another size is not in force"
     assert notices(start) == []
+
+
+def test_a_workload_names_only_what_the_family_reads() -> None:
+    sections = {"model": {"family": "toy-text", "name_or_path": "x"}, "data": {"path": "x"}, "train": {"epochs": 1}}
+    text = recipe_from(sections, TOYS)
+    assert all("px" not in workload_of(text, size).text for size in ("training", "previews"))
+    assert all("px" in workload_of(of_size(), size).text for size in ("training", "previews"))
 
 
 def test_workloads_differ_in_what_decides_memory_and_in_nothing_else() -> None:

@@ -17,6 +17,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
 from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
 from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
+from tests.families.toy_families import TOYS
 
 GIB = 2**30
 
@@ -361,6 +362,15 @@ def test_both_are_named_where_neither_is_enough() -> None:
 
     assert re.fullmatch(r"Set data.resolution to \d+ and lora.rank to [1-8]: that would fit\.", said(1.0))
     assert said(0.3).startswith("Free memory of the GPU")  # the control
+
+
+def test_a_family_without_a_resolution_is_not_told_to_lower_it() -> None:
+    sections = {"model": {"family": "toy-text", "name_or_path": "x"}, "data": {"path": "x"}, "train": {"epochs": 1}}
+    asked = recipe_from(sections, TOYS)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    errors = [does_not_fit(asked, slim(), job, Rates(), int(gib * GIB)) for gib in (1.0, 0.3)]
+    assert all("resolution" not in str(error) for error in errors)
+    assert "lora.rank: 16" in errors[0].where and errors[1].fix.endswith("no rank would fit.")
 
 
 def test_what_compiling_forbids_is_named_before_smaller_pictures() -> None:
