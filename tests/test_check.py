@@ -69,7 +69,7 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     text = "\n".join(lines)
     assert "pictures: 5 usable, 1 set aside" in lines
     assert "broken.png" in text
-    assert "  128 x 128: 3" in lines
+    assert "  128x128: 3" in lines
     assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
     assert "steps: 9, epochs: 3.00" in lines
     assert f"caches in {tmp_path / 'cache'}: at most 10 images and 6 captions to encode" in lines

@@ -35,7 +35,7 @@ ORIGINS: tuple[Origin, ...] = (
     Origin("", "FLUX.1 or Stable Diffusion 3", (r"transformer_blocks_\d+_(attn_add_|attn_to_add_out|ff_context)",)),
     Origin("z_image", "Z-Image", (r"(noise_refiner|context_refiner)_\d+_|(^|_)layers_\d+_attention_(to_|qkv|out)",)),
     Origin("ltx", "LTX-2", (r"(audio_to_video|video_to_audio)_attn",)),
-    Origin("wan", "Wan", (r"(^|_)(?<!transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",)),
+    Origin("wan", "Wan", (r"(^|_)(?<!\d_transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",)),
     Origin("sdxl", "SDXL", (r"lora_te2_|text_encoder_2_|lora_unet_(input|middle|output)_blocks?_",)),
     Origin("sd1", "Stable Diffusion 1 or 2", (r"^lora_te_text_model_",)),
     Origin(

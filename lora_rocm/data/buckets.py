@@ -125,7 +125,7 @@ def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect:
     if height < step:
         raise DataError(
             "image-too-small",
-            f"A picture of {width}x{height} pixels is smaller than one bucket step of {step} pixels.",
+            f"An image of {width}x{height} pixels is smaller than one bucket step of {step} pixels.",
             fix="Take a larger picture, set data.upscale: true, or lower data.bucket_step.",
         )
     own_height = min(height // step * step, bucket_hw[0])

@@ -198,9 +198,9 @@ class Caches:
         except DataError as error:
             raise DataError(
                 "image-unreadable",
-                f"The cached picture is damaged and cannot be made again. {error.what}",
+                f"The cached image is damaged and cannot be made again. {error.what}",
                 where=error.where,
-                fix="Restore the picture, or take it away; then run the same command again.",
+                fix="Restore the image, or take it away; then run the same command again.",
             ) from None
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
         inputs = entry.inputs(pixels_of(cut(image, wanted.geometry, entry.flip)))
@@ -336,7 +336,7 @@ def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
     """
     content = image_bytes(sample)
     if hash_of(content) != sha256:
-        what = "The picture has changed since the run began."
+        what = "The image has changed since the run began."
         raise DataError("image-changed", what, where=shown(sample.location))
     return load_image(sample, content)
 

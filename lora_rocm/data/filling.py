@@ -152,7 +152,7 @@ class LoadedEncoder:
             height, width = pixels_CHW.shape[1:]
             raise MachineError(
                 full.code,
-                f"{full.what} A picture of {width}x{height} does not fit, not even in tiles.",
+                f"{full.what} An image of {width}x{height} does not fit, not even in tiles.",
                 where=f"{place}: {full.where}",
                 fix="Close other programs that use the GPU, lower data.resolution, or encode on the CPU: --set "
                 "runtime.device=cpu, until training begins; what is encoded stays in the cache.",

@@ -1,8 +1,8 @@
-"""What a large dataset came to, kept beside the cache, so that a start does not look at each of its pictures again.
+"""What a large dataset came to, kept beside the cache, so that a start does not look at each of its images again.
 
 It is taken where the same recipe (as far as the data goes) finds the same files, by name, size and times of change, and
 the cache lists every entry. What is inside an entry is looked at when it is read, and made again then. Below KEPT_FROM
-pictures nothing is kept: to look at each costs seconds, and tells of a damaged entry before training begins.
+images nothing is kept: to look at each costs seconds, and tells of a damaged entry before training begins.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Column: TypeAlias = "bytearray | array[int]"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the metadata of the result says of the training pictures.
+    """What the metadata of the result says of the training samples.
 
     tag_frequency: folder -> tag -> in how many captions. bucket_counts: shape -> samples times repeats.
     folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
@@ -130,7 +130,7 @@ class Shelf:
         return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
-        """Keep a manifest of many pictures. Where the disk is full the next start takes longer, no more."""
+        """Keep a manifest of many samples. If the disk is full, only the next start takes longer."""
         many = len(manifest.usable) >= KEPT_FROM
         if not many or not manifest.lasting or listing is None:
             return

@@ -292,8 +292,8 @@ def _say_copies(usable: Usable, ready: Sequence[int]) -> list[str]:
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     """Keys of the samples to hold out: those whose content hashes below ``share``.
 
-    It looks at nothing but a picture's content, so adding or renaming pictures moves none from one part to the other,
-    and copies stay together. Only where this would leave a part empty is one picture moved over.
+    Only the content decides, so adding or renaming samples moves none from one part to the other, and copies stay
+    together. If a part would be empty, one sample is moved over.
     """
     if share == 0.0:
         return set()
@@ -321,7 +321,7 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:
     held, ready = len(texts.held_out), len(texts.training) + len(texts.held_out)
     share = texts.recipe.data.validation_split
-    return (f"{held} of {ready} pictures are held out for the validation loss.",) if share else ()
+    return (f"{held} of {ready} images are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
     passing = system or isinstance(cause, MemoryError)
     if isinstance(error, DataError):
         return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
-    what = f"The picture cannot be read: {error.strerror}."
+    what = f"The image cannot be read: {error.strerror}."
     fix = "Restore the file or take it away."
     return Looked(problem=Problem(shown(wanted.sample.location), what, fix), passing=passing)
 

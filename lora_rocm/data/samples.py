@@ -220,7 +220,7 @@ def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
 
 def _unreadable(sample: Sample, reason: str) -> DataError:
     return DataError(
-        "image-unreadable", f"The picture cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
+        "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
     )
 
 
@@ -247,7 +247,7 @@ def _scan_folder(found: _Findings) -> None:
             text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
         except UnreadablePicture as error:
             found.lasting &= getattr(error.__cause__, "errno", None) is None
-            found.set_aside.append(Problem(shown(path), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
+            found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
         except UnicodeDecodeError:
             found.set_aside.append(Problem(shown(path), "Its caption file is not UTF-8 text.", "Save it as UTF-8."))
@@ -290,7 +290,7 @@ def _scan_dataset(found: _Findings) -> None:
                 raise UnreadablePicture(f"it is larger than {MAX_PICTURE_BYTES >> 20} MiB")
             header = read_header(picture if isinstance(picture, Path) else as_file(picture))
         except (UnreadablePicture, UnreadableCell) as error:
-            found.set_aside.append(Problem(shown(row), f"The picture cannot be read: {error}.", UNREADABLE_FIX))
+            found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
         location, file_name = (picture, file_name_caption(picture)) if isinstance(picture, Path) else (row, "")
         if isinstance(picture, Path) and leads_out(picture, options.dataset or ""):

@@ -314,7 +314,7 @@ class AdamwSection(OptimSection):
 
 
 class ProdigySection(OptimSection):
-    """Optimizer and schedule. Steps are optimizer updates. Prodigy estimates the learning rate (arXiv 2306.06101)."""
+    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
     rate_advice: ClassVar[str] = (

@@ -128,12 +128,12 @@ class Guard:
         Raises:
             CanaryError: see ``check_kernels``.
             StateError: see ``check_state``.
-            NonFiniteError: a weight, its average or a moment is not finite.
+            NonFiniteError: a weight, its average or the optimizer's state is not finite.
         """
         self.check_kernels(updates)
         self.check_state(updates)
         optimizer = self.optimizer
-        parts = {"weight": optimizer.parameters, "average of": optimizer.ema, "moment": optimizer.state()}
+        parts = {"weight": optimizer.parameters, "average of": optimizer.ema, "optimizer state": optimizer.state()}
         tensors = {f"{part} {name}": tensor for part, found in parts.items() for name, tensor in found.items()}
         finite_K = torch.stack([tensor.detach().isfinite().all() for tensor in tensors.values()])
         bad = [name for name, finite in zip(tensors, finite_K.tolist(), strict=True) if not finite]

@@ -187,6 +187,16 @@ def test_a_rule_tells_the_bytes_that_it_holds(section: OptimSection, weight_dtyp
 
 
 @each_rule
+def test_state_stays_where_it_was_made(section: OptimSection) -> None:
+    """Memory must not run out for it within an update."""
+    optimizer = make(section)
+    before = {name: tensor.data_ptr() for name, tensor in optimizer.state().items()}
+    set_gradients(optimizer, 0)
+    optimizer.step(0, FREE)
+    assert {name: tensor.data_ptr() for name, tensor in optimizer.state().items()} == before
+
+
+@each_rule
 def test_what_a_rule_logs_has_the_names_that_it_had_before(section: OptimSection) -> None:
     optimizer = make(section)
     names = optimizer.logged_names

@@ -30,7 +30,7 @@ def test_schema_requires_nothing_with_a_base() -> None:
     assert schema["$schema"].endswith("2020-12/schema")
     assert "required" not in schema and schema["if"] == {"not": {"required": ["base"]}}
     assert schema["then"]["required"] == ["model", "data", "train"]
-    assert schema["then"]["properties"] == {"model": {"required": ["name_or_path"]}}
+    assert schema["then"]["properties"]["model"] == {"required": ["name_or_path"]}
     assert not [name for name, section in schema["$defs"].items() if "required" in section]
 
 

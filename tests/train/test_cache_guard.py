@@ -68,7 +68,7 @@ def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_looks_before_and_after_and_not_where_nothing_is_missing(material: Path, sound: Path) -> None:
     found = looks(sound / "run", ENCODERS)
-    assert set(found) == {(0, True)} and len(found) == 6  # pictures, captions: before, after the first, after the last
+    assert set(found) == {(0, True)} and len(found) == 9  # of each encoder: before, after the first, after the last
     fill(material, sound)
     assert looks(sound / "run", ENCODERS) == found and not looks(sound / "run")
 

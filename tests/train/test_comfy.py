@@ -59,3 +59,22 @@ def test_a_stray_key_is_an_error() -> None:
 
 def test_modules_without_a_lora_are_left_out() -> None:
     assert list(apply_comfy({}, {"k": WEIGHT})) == []
+
+
+W1, W2 = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[1.0, 3.0]])
+KRONECKER = [[1.0, 3.0, 2.0, 6.0], [0.0, 0.0, 1.0, 3.0]]
+
+
+def test_the_kronecker_product_of_a_lokr() -> None:
+    """An alpha counts only where a factor is a product; then it is divided by the rank of that."""
+    zero = torch.zeros(2, 4)
+    assert patched({"lokr_w1": W1, "lokr_w2": W2, "alpha": torch.tensor(5.0)}, zero).tolist() == KRONECKER
+    half = {"lokr_w1": W1, "lokr_w2_a": torch.ones(1, 2), "lokr_w2_b": torch.tensor([[0.5, 1.5], [0.5, 1.5]])}
+    assert patched(half, zero).tolist() == KRONECKER
+    assert patched(half | {"alpha": torch.tensor(1.0)}, zero).tolist() == [[n / 2 for n in row] for row in KRONECKER]
+
+
+def test_the_kronecker_product_of_convolutions() -> None:
+    w2 = torch.arange(18.0).reshape(1, 2, 3, 3)
+    result = patched({"lokr_w1": W1, "lokr_w2": w2}, torch.zeros(2, 4, 3, 3))
+    assert torch.equal(result[0, :2], w2[0]) and torch.equal(result[0, 2:], 2 * w2[0]) and not result[1, :2].any()

@@ -234,7 +234,7 @@ def test_state_that_is_there_from_the_start_is_that_which_pytorch_makes() -> Non
     ours = Rig().optimizer
     theirs = {name: nn.Parameter(weight.clone()) for name, weight in ours.parameters.items()}
     late = torch.optim.AdamW(
-        theirs.values(), lr=1e-2, weight_decay=ours.optim.weight_decay, fused=True
+        theirs.values(), lr=1e-2, weight_decay=ours.section.weight_decay, fused=True
     )  # makes it then
     ours.weights.gradients.copy_(torch.randn(ours.weights.gradients.shape, generator=torch.Generator().manual_seed(1)))
     gradients = ours.weights.views(ours.weights.gradients)

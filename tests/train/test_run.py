@@ -109,6 +109,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "text encoders": {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
     "dropout, DoRA": {"lora": {"dropout": 0.2, "use_dora": True}},
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
+    "Prodigy, two rates, bf16 weights": {
+        "optim": {"optimizer": "prodigy", "learning_rate": 1.0, "text_encoder_learning_rate": 0.5, "d0": 1e-3},
+        "lora": {"train_text_encoder": True, "weight_dtype": "bf16"},
+        "train": {"ema_decay": 0.9},
+    },
     "shuffled, dropped, mirrored": {
         "data": {"shuffle_caption": True, "caption_dropout_rate": 0.3, "flip_aug": True, "validation_split": 0.2},
         "train": {"validation_every_n_steps": 2},
@@ -181,6 +186,15 @@ def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -
     assert start(short, tmp_path / "short")
     assert start(long, tmp_path / "short")
     assert bytes_of(tmp_path / "short") == bytes_of(tmp_path / "long")
+
+
+def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(material: Path, tmp_path: Path) -> None:
+    assert not start(make_recipe(material), tmp_path / "run", stop_at=2)
+    other = make_recipe(material, optim={"optimizer": "prodigy", "learning_rate": 1.0})
+    with pytest.raises(ResumeError) as caught:
+        start(other, tmp_path / "run", accept_changes=True)
+    assert caught.value.code == "resume-optimizer-changed"
+    assert RunDir(tmp_path / "run").list_checkpoints()
 
 
 def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""LoRAs of other families are named as such; a file of the family at hand, and one that says nothing, are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.adapters.origin import origin_of
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.sdxl.family import Sdxl
+
+NAMES = {
+    "transformer.single_transformer_blocks.3.attn.to_q.lora_A.weight": "FLUX.1",
+    "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": "FLUX.1",
+    "lora_unet_single_blocks_0_linear1.lora_down.weight": "FLUX.1",
+    "lora_transformer_single_transformer_blocks_3_attn_to_q.lora_down.weight": "FLUX.1",
+    "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj.lora_A.weight": "FLUX.2",
+    "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight": "FLUX.1 or Stable Diffusion 3",
+    "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight": "Stable Diffusion 3",
+    "transformer.transformer_blocks.0.img_mlp.net.2.lora_A.weight": "Qwen-Image",
+    "diffusion_model.layers.0.attention.to_q.lora_A.weight": "Z-Image",
+    "diffusion_model.blocks.0.self_attn.q.lora_A.weight": "Wan",
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": "Wan",
+    "model.layers.0.self_attn.q_proj.lora_A.weight": "a language model",
+    "lora_te_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight": "Stable Diffusion 1 or 2",
+}
+SDXL = (
+    "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight",
+    "unet.down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2.lora_A.weight",
+    "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
+    "text_encoder_2.text_model.encoder.layers.0.mlp.fc1.lora_A.weight",
+    "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
+    "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k.lora_down.weight",
+    "lora_te1_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight",
+    "lora_te2_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+)
+
+
+def written(folder: Path, *names: str) -> Path:
+    save_file({name: torch.zeros(1, 1) for name in names}, folder / "x.safetensors")
+    return folder / "x.safetensors"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_of_another_family_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    with pytest.raises(AdapterError) as caught:
+        components_of(Sdxl, written(tmp_path, name))  # type: ignore[arg-type]
+    error = caught.value
+    assert error.code == "lora-of-another-model" and NAMES[name] in error.what and "SDXL" in error.what
+    assert name in error.what and "SDXL" in error.fix and "base model" in error.fix
+
+
+@pytest.mark.parametrize("name", SDXL)
+def test_a_lora_of_this_family_is_not(tmp_path: Path, name: str) -> None:
+    component = name.split(".")[0]
+    expected = {"lora_te1": "text_encoder", "lora_te2": "text_encoder_2"}.get("_".join(name.split("_")[:2]), "unet")
+    found = components_of(Sdxl, written(tmp_path, name))  # type: ignore[arg-type]
+    assert found == {component if component.startswith("text_encoder") else expected}
+
+
+def test_a_file_that_names_nothing_of_the_model_is_no_empty_answer(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"no part of the base model.*a\.b\.lora_A"):
+        components_of(Sdxl, written(tmp_path, "a.b.lora_A.weight"))  # type: ignore[arg-type]
+
+
+def test_what_several_families_share_names_none() -> None:
+    assert origin_of(["transformer.x.to_q.lora_A.weight"]) is None and origin_of([]) is None
