@@ -50,9 +50,10 @@ from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.buckets import fit
-from lora_rocm.data.cache import FileState, HashMemory, LatentCache, entry_key, image_parts, remembered_line
+from lora_rocm.data.cache import LatentCache, entry_key, image_parts
 from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
+from lora_rocm.data.hash_memory import FileState, HashMemory, remembered_line
 from lora_rocm.data.prepare import prepare
 from lora_rocm.families.base import family_for
 from lora_rocm.families.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder

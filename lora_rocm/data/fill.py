@@ -22,12 +22,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from lora_rocm.data.ahead import Behind, ahead
-from lora_rocm.data.cache import MISSING, HashMemory, entry_key, image_parts
+from lora_rocm.data.cache import MISSING, entry_key, image_parts
 from lora_rocm.data.encoding import Encoding, Repaired
 from lora_rocm.data.entries import CacheEntryBad
 from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.data.filling import CPU, Filling, LoadedEncoder
 from lora_rocm.data.folders import shown
+from lora_rocm.data.hash_memory import HashMemory
 from lora_rocm.data.pictures import cut, quiet, readable_formats
 from lora_rocm.data.progress import Progress
 from lora_rocm.data.ready import Entry, Looked, Wanted, hash_of, looked_at, made_ready, pixels_of

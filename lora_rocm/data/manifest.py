@@ -24,10 +24,11 @@ import numpy as np
 from PIL import Image
 
 from lora_rocm import __version__
-from lora_rocm.data.cache import MARK_AFTER_S, marks_of
+from lora_rocm.data.cache import MARK_AFTER_S
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.entries import SPEC_VERSION
 from lora_rocm.data.folders import lists_run, source_folder
+from lora_rocm.data.hash_memory import marks_of
 from lora_rocm.data.items import Usable
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples

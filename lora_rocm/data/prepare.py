@@ -15,11 +15,11 @@ import numpy as np
 
 from lora_rocm.data import captions
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit, cut_notice
 from lora_rocm.data.columns import Keys, Lazy
 from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.fill import Caches
+from lora_rocm.data.hash_memory import HashMemory
 from lora_rocm.data.items import Items, SamplesOf, Usable, identity
 from lora_rocm.data.manifest import Facts, Manifest, Shelf
 from lora_rocm.data.plan import Item

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import FileState, HashMemory
 from lora_rocm.data.entry_spec import CAPTION, IMAGE
 from lora_rocm.data.folders import shown
+from lora_rocm.data.hash_memory import FileState, HashMemory
 from lora_rocm.data.pictures import cut
 from lora_rocm.data.samples import Sample, image_bytes, load_image
 from lora_rocm.errors import DataError, LoraRocmError, Problem

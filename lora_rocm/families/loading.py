@@ -29,7 +29,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lora_rocm.data.cache import HashMemory
+from lora_rocm.data.hash_memory import HashMemory
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.families import conversion, hub

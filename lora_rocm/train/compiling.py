@@ -19,9 +19,9 @@ from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.probe_batch import send_zeros
 from lora_rocm.kernels.choice import refusal
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.engine import send_zeros
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]

@@ -13,13 +13,13 @@ from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.probe_batch import send_zeros
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.run.fit import does_not_fit, job_of, plan_text
 from lora_rocm.run.memory_plan import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
-from lora_rocm.run.plan import does_not_fit, job_of, plan_text
 from lora_rocm.run.wording import size_text
-from lora_rocm.train.engine import send_zeros
 from lora_rocm.train.footprint import counted, measured_rates, room_bytes
 from lora_rocm.train.offload import Offload, frozen_tensors
 

@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.data.buckets import Geometry
-from lora_rocm.data.cache import (
-    MISSING,
-    CacheEntryBad,
-    FileState,
-    HashMemory,
-    LatentCache,
-    entry_key,
-    image_parts,
-    remembered_line,
-)
+from lora_rocm.data.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
+from lora_rocm.data.hash_memory import FileState, HashMemory, remembered_line
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.base import TensorSpec

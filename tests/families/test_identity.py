@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_rocm.data import cache
-from lora_rocm.data.cache import HashMemory
+from lora_rocm.data.hash_memory import HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families import loading
 from lora_rocm.families.loading import WeightsVersion

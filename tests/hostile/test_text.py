@@ -22,7 +22,8 @@ from lora_rocm.host.printable import legible, one_line
 from lora_rocm.host.settings import VARIABLE, Settings, settings_from
 from lora_rocm.host.verdict import Result, Stack, Verdict, path_of, stored
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
-from lora_rocm.recipe.schema import MAX_ITEMS, DataSection, SourceOptions
+from lora_rocm.recipe.schema import DataSection, SourceOptions
+from lora_rocm.recipe.sections import MAX_ITEMS
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.failure import exit_code_of
 from lora_rocm.run.heartbeat import read_heartbeat

@@ -15,8 +15,9 @@ from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run import plan as command
+from lora_rocm.run.fit import does_not_fit, job_of
 from lora_rocm.run.memory_plan import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
-from lora_rocm.run.plan import Room, card_bytes, does_not_fit, job_of
+from lora_rocm.run.plan import Room, card_bytes
 from tests.families.toy_families import TOYS
 
 GIB = 2**30

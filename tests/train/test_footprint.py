@@ -32,7 +32,8 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.host.settings import Settings
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import MAX_RANK, AdamwSection, OptimSection, ProdigySection, Recipe
+from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection, Recipe
+from lora_rocm.recipe.sections import MAX_RANK
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
 from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
