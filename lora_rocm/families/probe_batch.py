@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import ModelFamily, Tensors
 
