@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from lora_rocm.host.settings import Settings
+from lora_rocm.bench.op_counts import count_step
+from lora_rocm.bench.setup import open_bench, recipe_for
+from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.train.bench_count import count_step
-from lora_rocm.train.bench_setup import open_bench, recipe_for
 
 RECORDED = Path(__file__).parent / "counts.json"
 COMMAND = "python benchmarks/counts.py --write"

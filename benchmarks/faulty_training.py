@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.data.batch import Batch
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.loader.batch import Batch
+from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
-from lora_rocm.train.relief import Relief
 
 SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
 SHARES = (50, 25, 15, 7, 3)  # how often each, of 100

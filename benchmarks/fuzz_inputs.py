@@ -98,7 +98,7 @@ def picture(rng: random.Random) -> bytes:
 
 def read_picture(path: Path) -> None:
     """Size from the header, and the pixels where they are few."""
-    from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
+    from lora_rocm.dataset.image_io import UnreadablePicture, decode, read_header
 
     try:
         width, height = read_header(path).size
@@ -115,8 +115,8 @@ def caption(rng: random.Random) -> bytes:
 
 def read_caption(path: Path) -> None:
     """Text, and its shuffled variants."""
-    from lora_rocm.data.captions import variants
-    from lora_rocm.data.folders import read_caption
+    from lora_rocm.dataset.captions import variants
+    from lora_rocm.dataset.folders import read_caption
     from lora_rocm.recipe.schema import SourceOptions
 
     try:
@@ -161,7 +161,7 @@ def weight_file(rng: random.Random) -> bytes:
 
 def read_weights(path: Path) -> None:
     """Header, tensors, digest."""
-    from lora_rocm.families.weightfiles import digest, read_header, read_tensors
+    from lora_rocm.base_models.safetensors_file import digest, read_header, read_tensors
 
     header = read_header(path)
     for name, tensor in read_tensors(header).items():
@@ -173,7 +173,7 @@ def read_weights(path: Path) -> None:
 def _entry() -> bytes:
     import numpy as np
 
-    from lora_rocm.data.entries import METADATA_KEY, fingerprint_of, metadata_text
+    from lora_rocm.cache_files.entry_file import METADATA_KEY, fingerprint_of, metadata_text
 
     data = np.arange(24, dtype="<f4").tobytes()
     facts = metadata_text("image", "0" * 40, {"latent": fingerprint_of(data)})
@@ -200,7 +200,7 @@ def cache_entry(rng: random.Random) -> bytes:
 
 def read_entry(path: Path) -> None:
     """As ``cache verify`` does."""
-    from lora_rocm.data.entries import CacheEntryBad, check_bytes, check_place, read_entry
+    from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, check_place, read_entry
 
     try:
         header, content = read_entry(path)
@@ -304,7 +304,7 @@ def dataset(rng: random.Random) -> bytes:
 
 def read_dataset(path: Path) -> None:
     """Every caption, and where every picture is."""
-    from lora_rocm.data import rows
+    from lora_rocm.dataset import hf_datasets as rows
     from lora_rocm.recipe.schema import DataSection, DataSource
 
     rows._open.cache_clear()

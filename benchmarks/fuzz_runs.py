@@ -36,33 +36,33 @@ NAMES = (
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     import torch
 
-    from lora_rocm.run.layout import RunDir
-    from lora_rocm.train import state
+    from lora_rocm.rundir.layout import RunDir
+    from lora_rocm.train import checkpoint
     from lora_rocm.train.loop import Position
 
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
     run_dir = RunDir(folder).create()
     run_dir.recipe.write_text("{}", encoding="utf-8")  # without one it is no run
-    path = state.save(run_dir, position, parts, {"threads": 1})
-    (folder / BAIT).write_bytes((path / state.FILE_OF["adapter"]).read_bytes())
-    return json.loads((path / state.STATE_FILE).read_bytes()), {
+    path = checkpoint.save(run_dir, position, parts, {"threads": 1})
+    (folder / BAIT).write_bytes((path / checkpoint.FILE_OF["adapter"]).read_bytes())
+    return json.loads((path / checkpoint.STATE_FILE).read_bytes()), {
         file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"
     }
 
 
 def checkpoint_state(rng: random.Random) -> bytes:
     """A state whose seal is right again, so that what is behind it is reached."""
-    from lora_rocm.train import state
+    from lora_rocm.train import checkpoint
 
     found, _ = _checkpoint(Path(SCRATCH[0]))
     body = {key: value for key, value in found.items() if key != "seal"}
     if rng.random() < 0.2:
-        return state._sealed({**body, "sha256": _renamed(rng, body["sha256"])})
+        return checkpoint._sealed({**body, "sha256": _renamed(rng, body["sha256"])})
     if rng.random() < 0.3:
         return json_bytes(rng, changed(rng, found))
     other = changed(rng, body)
-    return state._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
+    return checkpoint._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
 
 
 def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
@@ -76,22 +76,22 @@ def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
 
 def read_checkpoint(path: Path) -> None:
     """As a resume does."""
-    from lora_rocm.train import state
+    from lora_rocm.train import checkpoint
 
     for name, content in _checkpoint(Path(SCRATCH[0]))[1].items():
         (path.parent / name).write_bytes(content)
-    found = state.read(path.parent)
+    found = checkpoint.read(path.parent)
     if found is None:
         raise Refused("damaged")
-    assert set(found.checksums) <= set(state.FILE_OF.values()), "a file was read that is none of the checkpoint"
+    assert set(found.checksums) <= set(checkpoint.FILE_OF.values()), "a file was read that is none of the checkpoint"
     for part in ("adapter", "optimizer"):
         found.tensors(part)
 
 
 @cache
 def _events() -> tuple[bytes, ...]:
-    from lora_rocm.run.layout import RunDir
-    from tests.run.fake_run import write_whole_run
+    from lora_rocm.rundir.layout import RunDir
+    from tests.supervisor.fake_run import write_whole_run
 
     run_dir = RunDir(Path(SCRATCH[0]) / "run")
     write_whole_run(run_dir)
@@ -111,10 +111,10 @@ def event_log(rng: random.Random) -> bytes:
 
 def read_events(path: Path) -> None:
     """As progress and status do."""
-    from lora_rocm.run.events import read_events
-    from lora_rocm.run.layout import RunDir
-    from lora_rocm.run.progress import LineView, ProgressDisplay
-    from lora_rocm.run.status import status, status_text
+    from lora_rocm.commands.status import status, status_text
+    from lora_rocm.report.progress_bar import LineView, ProgressDisplay
+    from lora_rocm.rundir.events import read_events
+    from lora_rocm.rundir.layout import RunDir
 
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream))
@@ -139,8 +139,8 @@ def result(rng: random.Random) -> bytes:
 
 def read_report(path: Path) -> None:
     """The report of a run whose files are such."""
-    from lora_rocm.run.layout import RunDir
-    from lora_rocm.run.report import write_report
+    from lora_rocm.report.report import write_report
+    from lora_rocm.rundir.layout import RunDir
 
     run_dir = RunDir(path.parent)
     content = path.read_bytes()
@@ -160,8 +160,8 @@ def facts(rng: random.Random) -> bytes:
 
 def read_facts(path: Path) -> None:
     """Load, show, plan."""
-    from lora_rocm.host.facts import load_facts
-    from lora_rocm.host.show import json_text, plan_text
+    from lora_rocm.commands.env import json_text, plan_text
+    from lora_rocm.hardware.facts import load_facts
 
     load_facts(path)
     json_text(None, (), path)
@@ -171,7 +171,7 @@ def read_facts(path: Path) -> None:
 
 def own_json(rng: random.Random) -> bytes:
     """What this program remembers, changed."""
-    from lora_rocm.host.verdict import Result, Stack, Verdict
+    from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 
     stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
     verdict = Verdict(stack, (Result("gemm.lora-bf16-TN", "passed", 0.5),), remedies=("a",)).to_json()
@@ -182,10 +182,10 @@ def own_json(rng: random.Random) -> bytes:
 
 def read_own_json(path: Path) -> None:
     """Each reader of such files."""
-    from lora_rocm.host.remember import MEMORY_FILE, recalled
-    from lora_rocm.host.settings import VARIABLE, settings_from
-    from lora_rocm.host.verdict import Stack, path_of, stored
-    from lora_rocm.run.heartbeat import read_heartbeat
+    from lora_rocm.hardware.probe.tool_cache import MEMORY_FILE, recalled
+    from lora_rocm.hardware.selftest_result import Stack, path_of, stored
+    from lora_rocm.hardware.settings import VARIABLE, settings_from
+    from lora_rocm.rundir.heartbeat import read_heartbeat
 
     content, stack = path.read_bytes(), Stack("2.13", "hip 7.2", "6.19", "gfx1151")
     path_of(path.parent, stack).write_bytes(content)
@@ -200,7 +200,7 @@ def read_own_json(path: Path) -> None:
 
 @cache
 def _configs() -> dict[str, Any]:
-    from lora_rocm.families.loading import builtin_folder
+    from lora_rocm.base_models.loading import builtin_folder
 
     folder = builtin_folder("builtin:tiny-sdxl")
     names = ("model_index.json", "vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json")
@@ -216,8 +216,8 @@ def config(rng: random.Random) -> bytes:
 
 def read_config(path: Path) -> None:
     """As the check of a base model does."""
+    from lora_rocm.base_models.loading import Source, builtin_folder
     from lora_rocm.families.ldm import detect
-    from lora_rocm.families.loading import Source, builtin_folder
     from lora_rocm.families.sdxl.detect import EXPECTED
 
     family, _ = model()

@@ -29,7 +29,7 @@ class Target:
 
 def _say(text: str) -> None:
     """Text that would be shown: it must not steer a terminal."""
-    from lora_rocm.host.printable import legible
+    from lora_rocm.foundation.terminal_text import legible
 
     text.encode("utf-8", "replace")
     assert not any(letter in legible(text, keep="\n") for letter in STEERING)

@@ -27,32 +27,22 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
-from lora_rocm.data.shape import Shape
-from lora_rocm.device.failure import out_of_memory
-from lora_rocm.device.memory import empty_pools
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.memory.controller import Memory, apply
+from lora_rocm.memory.footprint import count, hollow_model, measured_rates
+from lora_rocm.memory.offload import Offload
+from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.planning.step_cost import Footprint, Job, Mode, Plan, Rates, choose, correction, plans_of, resident_bytes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.memory_plan import (
-    Footprint,
-    Job,
-    Mode,
-    Plan,
-    Rates,
-    choose,
-    correction,
-    plans_of,
-    resident_bytes,
-)
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.footprint import count, hollow_model, measured_rates
 from lora_rocm.train.graphs import Graphs
-from lora_rocm.train.ledger import Ledger
-from lora_rocm.train.memory import Memory, apply
-from lora_rocm.train.offload import Offload
 
 GIB = 2**30
 WARM_UP, TIMED = 2, 3

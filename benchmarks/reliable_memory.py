@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host import environ
-from lora_rocm.host.quirks import Rule, When
+from lora_rocm.rules.rule import Rule, When
 from lora_rocm.run import launch, process
 recipe, run_dir, cap, worker = sys.argv[1:]
 if worker:

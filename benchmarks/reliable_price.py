@@ -43,19 +43,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.device.apply import apply
+from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.host.settings import Settings
+from lora_rocm.hardware.settings import Settings
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import assemble, loop, run
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import build_trainer, loop, pipeline
+from lora_rocm.train.context import Start
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
-from lora_rocm.train.start import Start
 
 WARM_UP_STEPS = 8
 PROFILED_PAIRS, PROFILED_STEPS = 3, 5
@@ -477,14 +477,14 @@ def main(argv: list[str]) -> int:
     directory = RunDir(run_dir).create()
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     Measured.figures, Measured.pairs, Measured.steps = Figures(), options.pairs, options.steps
-    session, original = Session(directory, watch_parent=False), assemble.Trainer
-    assemble.Trainer = Measured  # type: ignore[misc]
+    session, original = Session(directory, watch_parent=False), build_trainer.Trainer
+    build_trainer.Trainer = Measured  # type: ignore[misc]
     try:
-        run.train(Start(session, recipe, device, dtype, settings))
+        pipeline.train(Start(session, recipe, device, dtype, settings))
     except MeasuredError:
         pass
     finally:
-        assemble.Trainer = original  # type: ignore[misc]
+        build_trainer.Trainer = original  # type: ignore[misc]
         session.close()
     found = {**summary(Measured.figures), **summary_of_state(Measured.figures)}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.faults import KINDS, Scene, bytes_of, fitted, spoil
 from benchmarks.faulty_training import small_optimizer
-from lora_rocm.device.graph_check import capture_on_gpu
+from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.optim.base import GatedOptimizer
 
 STATE_KINDS = tuple(kind for kind in KINDS if kind != "swapped_samples")  # there are no samples here

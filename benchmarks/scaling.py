@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 from PIL import Image
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 
 WARM_UP = 10
 PICTURES = 16

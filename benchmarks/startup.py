@@ -48,21 +48,22 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.data.batches import BatchPlan, loader, open_workers
-from lora_rocm.data.buckets import fit
-from lora_rocm.data.cache import FileState, HashMemory, LatentCache, entry_key, image_parts, remembered_line
-from lora_rocm.data.encoding import Encoding
-from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
-from lora_rocm.data.prepare import prepare
+from lora_rocm.base_models.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
+from lora_rocm.base_models.random_weights import PREFIX, RandomSource, random_source
+from lora_rocm.base_models.safetensors_file import digest, read_hashed, read_header, read_tensors
+from lora_rocm.cache_files.hash_memory import FileState, HashMemory, remembered_line
+from lora_rocm.dataset.buckets import fit
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.families.base import family_for
-from lora_rocm.families.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
-from lora_rocm.families.random_weights import PREFIX, RandomSource, random_source
 from lora_rocm.families.sdxl.family import LAYOUT
-from lora_rocm.families.weightfiles import digest, read_hashed, read_header, read_tensors
+from lora_rocm.latent_cache.cache import LatentCache, entry_key, image_parts
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.prepare import prepare
+from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 
 CPU = torch.device("cpu")
 SOME_KEY = "0" * 40
@@ -171,7 +172,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
     """The encoder alone, on pixels that are ready: of a part, for all."""
-    from lora_rocm.data.proven import plain_door
+    from lora_rocm.latent_cache.quarantine import plain_door
 
     if not options.vae:
         return float(options.encode_s * options.pictures)

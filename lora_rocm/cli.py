@@ -91,7 +91,7 @@ def explained(command: Callable[..., int | None], *, outlives_output: bool = Fal
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
-        from lora_rocm.run.failure import exit_code_of
+        from lora_rocm.foundation.exit_codes import exit_code_of
 
         raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs), outlives_output=outlives_output))
 
@@ -132,7 +132,7 @@ def train(
     ] = False,
 ) -> int:
     """Train a LoRA from a recipe."""
-    from lora_rocm.run import launch
+    from lora_rocm.commands import train as launch
 
     return launch.train(
         recipe,
@@ -153,7 +153,7 @@ def check(
     schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the pictures.")] = False,
 ) -> None:
     """Check a recipe and its pictures, and say what training would do."""
-    from lora_rocm.check import check as check_recipe
+    from lora_rocm.commands.check import check as check_recipe
 
     check_recipe(recipe, overrides or (), schema_only=schema_only)
 
@@ -167,7 +167,7 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Say what memory and time a step takes, before anything is loaded, and what training would keep in memory."""
-    from lora_rocm.run.plan import plan as show_plan
+    from lora_rocm.commands.plan import plan as show_plan
 
     return show_plan(recipe, overrides or (), card=card, as_json=as_json)
 
@@ -176,7 +176,7 @@ def plan(
 @explained_for_files
 def demo() -> int:
     """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
-    from lora_rocm.run import launch
+    from lora_rocm.commands import train as launch
 
     return launch.demo()
 
@@ -204,9 +204,9 @@ def sample(
     ] = None,
 ) -> int:
     """Draw pictures with a LoRA."""
-    from lora_rocm.run import tools
+    from lora_rocm.commands import sample_export
 
-    return tools.sample(
+    return sample_export.sample(
         source,
         prompt=prompt,
         negative_prompt=negative_prompt,
@@ -233,9 +233,9 @@ def export(
     dtype: Annotated[NumberFormat | None, typer.Option(help="Number format; default: as in the recipe.")] = None,
 ) -> int:
     """Write the LoRA of a run in another form, load it back and compare."""
-    from lora_rocm.run import tools
+    from lora_rocm.commands import sample_export
 
-    return tools.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
+    return sample_export.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
 
 
 @app.command(cls=Command)
@@ -244,9 +244,9 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
     """Say where a run stands."""
     import json
 
-    from lora_rocm.host.printable import legible
-    from lora_rocm.run import status as run_status
-    from lora_rocm.run.prepare import open_run
+    from lora_rocm.commands import status as run_status
+    from lora_rocm.foundation.terminal_text import legible
+    from lora_rocm.supervisor.resume import open_run
 
     found = run_status.status(open_run(run))
     typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
@@ -256,8 +256,8 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 @explained
 def report(run: RunPath) -> None:
     """Write report.html of a run (also of one that still goes on)."""
-    from lora_rocm.run.prepare import open_run
-    from lora_rocm.run.report import write_report
+    from lora_rocm.report.report import write_report
+    from lora_rocm.supervisor.resume import open_run
 
     typer.echo(write_report(open_run(run)))
 
@@ -290,7 +290,7 @@ def env(
     as_json: AsJson = False,
 ) -> None:
     """Print the environment that training gets on this machine."""
-    from lora_rocm.host import show
+    from lora_rocm.commands import env as show
 
     typer.echo(
         show.json_text(recipe, overrides or (), facts)
@@ -303,7 +303,7 @@ def env(
 @explained
 def forget() -> None:
     """Forget what failures of past runs have changed on this machine: the next run begins without."""
-    from lora_rocm.host.here import forget_here
+    from lora_rocm.rules.this_machine import forget_here
 
     typer.echo(forget_here())
 
@@ -312,7 +312,7 @@ def forget() -> None:
 @explained
 def bench_transfer(json_file: JsonPath = None) -> int:
     """Measure copies between host and GPU, beside what the bus allows."""
-    from lora_rocm.run import bench
+    from lora_rocm.commands import bench
 
     return bench.transfer(json_file)
 
@@ -325,7 +325,7 @@ def bench_compute(
     json_file: JsonPath = None,
 ) -> int:
     """Measure matrix products at LoRA shapes, attention and convolutions."""
-    from lora_rocm.run import bench
+    from lora_rocm.commands import bench
 
     return bench.compute(recipe, overrides or (), json_file)
 
@@ -334,7 +334,7 @@ def bench_compute(
 @explained
 def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
     """Measure how fast batches come from cache and pictures, without and with loader workers."""
-    from lora_rocm.run import bench
+    from lora_rocm.commands import bench
 
     return bench.loader(recipe, overrides or (), json_file)
 
@@ -361,7 +361,7 @@ def bench_step(
     json_file: JsonPath = None,
 ) -> int:
     """Measure training steps of a recipe: time, memory, kernels, and what our trainer adds to them."""
-    from lora_rocm.run import bench_step as run_bench
+    from lora_rocm.commands import bench_step as run_bench
 
     asked = run_bench.Asked(steps, random_weights, profile, against.value if against else None)
     return run_bench.step(recipe, overrides or (), asked, json_file)
@@ -382,18 +382,18 @@ def schema() -> None:
 @explained
 def cache_stats(folder: CachePath = Path("cache")) -> None:
     """Say what the caches hold."""
-    from lora_rocm.data import upkeep
+    from lora_rocm.cache_files import maintenance
 
-    typer.echo(upkeep.stats(folder))
+    typer.echo(maintenance.stats(folder))
 
 
 @cache_app.command("verify", cls=Command)
 @explained
 def cache_verify(folder: CachePath = Path("cache")) -> int:
     """Read every entry and name the damaged ones; exit code 3 where there are any."""
-    from lora_rocm.data import upkeep
+    from lora_rocm.cache_files import maintenance
 
-    return upkeep.verify(folder, typer.echo)
+    return maintenance.verify(folder, typer.echo)
 
 
 @cache_app.command("prune", cls=Command)
@@ -407,15 +407,15 @@ def cache_prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete damaged entries, second copies, those of older versions, and what killed runs left behind."""
-    from lora_rocm.data import upkeep
+    from lora_rocm.cache_files import maintenance
 
-    upkeep.prune(folder, typer.echo, older_than_days=older_than, dry_run=dry_run)
+    maintenance.prune(folder, typer.echo, older_than_days=older_than, dry_run=dry_run)
 
 
 def main() -> None:
     """Entry point of ``lora-rocm``. Odd letters in names never stop a message from being shown."""
-    from lora_rocm.host.safe_path import forbid_programs_here
-    from lora_rocm.run.output import outlive
+    from lora_rocm.foundation.output_stream import outlive
+    from lora_rocm.foundation.safe_path import forbid_programs_here
 
     forbid_programs_here()
     for name in ("stdout", "stderr"):

@@ -4,7 +4,7 @@
     python scripts/install.py --dry-run [--facts FILE]
 
 A torch that is in ``.venv`` and can use this machine's GPU is kept. Run again, it does nothing until the project, the
-GPU or the variables change. Which torch and why: ``lora_rocm/host/wheels.py``.
+GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.py``.
 
 Environment (both win over the table, and are remembered until ``--repair``):
     LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.
@@ -34,12 +34,12 @@ if sys.version_info < OLDEST_PYTHON or sys.maxsize < 2**32:  # before anything t
 sys.path.insert(0, str(ROOT))
 
 from lora_rocm.errors import LoraRocmError, MachineError, storage_error  # noqa: E402
-from lora_rocm.host.archs import has_kernels  # noqa: E402
-from lora_rocm.host.facts import HostFacts, load_facts  # noqa: E402
-from lora_rocm.host.printable import printable  # noqa: E402
-from lora_rocm.host.probe import probe  # noqa: E402
-from lora_rocm.host.safe_path import forbid_programs_here  # noqa: E402
-from lora_rocm.host.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
+from lora_rocm.foundation.safe_path import forbid_programs_here  # noqa: E402
+from lora_rocm.foundation.terminal_text import printable  # noqa: E402
+from lora_rocm.hardware.archs import has_kernels  # noqa: E402
+from lora_rocm.hardware.facts import HostFacts, load_facts  # noqa: E402
+from lora_rocm.hardware.probe.detection import probe  # noqa: E402
+from lora_rocm.hardware.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
 from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
 UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_rocm.errors import MachineError
-from lora_rocm.host.facts import Torch
-from lora_rocm.host.safe_path import python_environment
+from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.hardware.facts import Torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINT = ".venv/torch-constraint.txt"

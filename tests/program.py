@@ -26,13 +26,14 @@ from typer.testing import CliRunner
 
 from lora_rocm import cli
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.families import weigh
+from lora_rocm.families import weight_sizes
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.run import exits, process
-from lora_rocm.run.events import EventWriter, event_of, read_events
-from lora_rocm.run.heartbeat import HeartbeatWriter
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import session, tools, worker
+from lora_rocm.rundir import exit_status
+from lora_rocm.rundir.events import EventWriter, event_of, read_events
+from lora_rocm.rundir.heartbeat import HeartbeatWriter
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import process
+from lora_rocm.train import model_child, session, worker
 from tests.tiny_models import RUN_TARGETS
 
 MAX_ERROR_LINES = 14
@@ -83,9 +84,9 @@ class Program:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(process, "run_worker", run_worker)
-        patch.setattr("lora_rocm.run.children.run_for_json", run_for_json)
-        patch.setattr("lora_rocm.run.tools.run_tool", run_tool)
-        patch.setattr("lora_rocm.check.threading", SimpleNamespace(Thread=WaitedFor))
+        patch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
+        patch.setattr("lora_rocm.commands.sample_export.run_tool", run_tool)
+        patch.setattr("lora_rocm.commands.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", ClosableEvents)
         patch.setattr(session, "HeartbeatWriter", ClosableHeartbeat)
@@ -183,26 +184,26 @@ def run_tool(
     module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
 ) -> int:
     """``children.run_tool``."""
-    assert module == tools.__name__
+    assert module == model_child.__name__
     code, events, log = _child(module, arguments)
     for event in events:
         if event["type"] == "error":
             raise process.error_from_event(event)
         on_event(event)
     if code:
-        raise exits.died(f"The process {module}", code, log.encode())
+        raise exit_status.died(f"The process {module}", code, log.encode())
     return code
 
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
-    assert module == weigh.__name__
+    assert module == weight_sizes.__name__
     try:
-        return asdict(weigh.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
+        return asdict(weight_sizes.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code
-        raise exits.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
+        raise exit_status.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
@@ -211,7 +212,7 @@ def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, A
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(log):
         sys.argv = [module, *arguments]
         try:
-            code = tools.main()
+            code = model_child.main()
         except Exception:
             traceback.print_exc()
             code = 1

@@ -8,6 +8,7 @@ Every rule has a negative control: a bad snippet on which it must fire.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -21,51 +22,52 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lora_rocm"
 HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
-LIGHT_DATA = {
-    "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
-    "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
-    "shape", "entry_spec",
-}  # fmt: skip
-LIGHT_UNITS = {"errors", "recipe", "specs", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
-# Unit -> units it may import, besides itself, the package root and builtin.
-ARROWS: dict[str, set[str]] = {
-    "errors": set(),
-    "recipe": {"errors", "specs"},
-    "specs": {"errors", "recipe"},
-    "host": {"errors", "recipe", "specs"},
-    "run": {"errors", "recipe", "specs", "host"},
-    "check": {"errors", "recipe", "specs", "host", "run", "data"},
-    "doctor": {"errors", "recipe", "specs", "host", "run"},
-    "cli": {"errors", "recipe", "specs", "host", "run", "data", "check", "doctor"},
-    "device": {"errors", "recipe", "specs", "host", "run"},
-    "kernels": {"errors", "recipe", "specs", "host", "run", "device"},
-    "data": {"errors", "recipe", "specs", "host", "run", "device", "kernels"},
-    "families": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data"},
-    "adapters": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families"},
-    "optim": {"errors", "recipe", "specs", "host", "device", "kernels", "adapters"},
-    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families", "adapters", "optim"},
-    "builtin": set(),
-    "__main__": {"cli"},
-    "": set(),
+STANDARD, LIGHT, HEAVY = "standard library only", "never torch", "may import torch"
+ROOMS: dict[str, str] = {
+    "": STANDARD,
+    "builtin": STANDARD,
+    "errors": STANDARD,
+    "foundation": STANDARD,
+    "hardware": STANDARD,
+    "hardware.probe": STANDARD,
+    "rundir": STANDARD,
+    "sections": LIGHT,
+    "specs": LIGHT,
+    "recipe": LIGHT,
+    "rules": LIGHT,
+    "dataset": LIGHT,
+    "planning": LIGHT,
+    "cache_files": LIGHT,
+    "report": LIGHT,
+    "supervisor": LIGHT,
+    "device": HEAVY,
+    "kernels": HEAVY,
+    "checks": HEAVY,
+    "base_models": HEAVY,
+    "families": HEAVY,
+    "latent_cache": HEAVY,
+    "loader": HEAVY,
+    "optim": HEAVY,
+    "adapters": HEAVY,
+    "memory": HEAVY,
+    "export": HEAVY,
+    "train": HEAVY,
+    "bench": HEAVY,
+    "commands": LIGHT,
+    "doctor": LIGHT,
+    "cli": LIGHT,
+    "__main__": LIGHT,
 }
-# data gets encoders as callables: it may know the shapes of the interface, not a family.
-FAMILY_TYPES = {"Encode", "Encoder", "Inputs", "Tensors"}
+"""A room imports from itself and from rooms above it, so there is no circle of rooms."""
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
-    (f"{PACKAGE}.train.tools", "main"),
-    (f"{PACKAGE}.run.failure", "exit_code_of"),
-    (f"{PACKAGE}.run.child", "main"),
-    (f"{PACKAGE}.data.workers", "_serve"),
+    (f"{PACKAGE}.train.model_child", "main"),
+    (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
+    (f"{PACKAGE}.supervisor.child_main", "main"),
+    (f"{PACKAGE}.loader.worker_pool", "_serve"),
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
 }
-# Used by the installer before anything is installed.
-STANDARD_LIBRARY_ONLY = {
-    "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
-    "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
-    "host.remember", "host.files", "host.sources", "host.wheels", "host.printable", "host.safe_path",
-    "host.windows_api",
-}  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 
@@ -82,18 +84,22 @@ class Module:
         return _parse(self.source)
 
     @property
-    def unit(self) -> str:
-        """First name below the package: ``errors``, ``recipe``, ...; empty for the package itself.
+    def room(self) -> str:
+        """The package that a module lies in, by its name in ROOMS.
 
-        What the light half knows of the families is a unit of its own: ``families/registry.py`` and every ``spec.py``.
+        Three are not packages. "specs" is what the light half knows of families: their registry and every ``spec.py``.
+        "sections" is what these are made of. A package of ``families`` belongs to "families".
         """
-        unit = f"{self.name}..".split(".")[1]
-        return "specs" if unit == "families" and self.name.rpartition(".")[2] in ("spec", "registry") else unit
+        parts = self.name.split(".")[1:]
+        if parts[:1] == ["families"]:
+            return "specs" if parts[-1] in ("spec", "registry") else "families"
+        if parts == ["recipe", "sections"]:
+            return "sections"
+        return next((room for count in (2, 1) if (room := ".".join(parts[:count])) in ROOMS), parts[0] if parts else "")
 
     @property
     def is_light(self) -> bool:
-        parts = self.name.split(".")
-        return self.unit in LIGHT_UNITS or (self.unit == "data" and (len(parts) == 2 or parts[2] in LIGHT_DATA))
+        return ROOMS[self.room] != HEAVY
 
 
 @dataclass(frozen=True)
@@ -170,22 +176,18 @@ def family_of(name: str) -> str:
 
 
 def arrow_faults(module: Module) -> Iterator[str]:
-    """Imports against the arrows."""
+    """Imports from rooms below, for types too."""
+    order = list(ROOMS)
     for found in imports_of(module):
-        if found.target.partition(".")[0] != PACKAGE:
-            continue
-        other = Module(found.target, "").unit
-        if other == module.unit or other in ("", "builtin") or other in ARROWS[module.unit]:
-            continue
-        types_only = found.for_types or found.name in FAMILY_TYPES
-        if module.unit == "data" and found.target == f"{PACKAGE}.families.base" and types_only:
-            continue
-        yield f"{module.name}:{found.line} imports {found.target}"
+        if found.target.partition(".")[0] == PACKAGE:
+            other = Module(found.target, "").room
+            if order.index(other) > order.index(module.room):
+                yield f"{module.name}:{found.line} imports {found.target}"
 
 
 def family_faults(module: Module) -> Iterator[str]:
-    """A family that knows another, or shared code that knows one."""
-    if module.unit not in ("families", "specs") or module.name == f"{PACKAGE}.families.registry":
+    """A family that knows another, or shared code that knows one. The registry knows their specs."""
+    if module.name == f"{PACKAGE}.families.registry":
         return
     for found in imports_of(module):
         other = family_of(found.target)
@@ -207,11 +209,12 @@ def light_faults(module: Module) -> Iterator[str]:
 
 def standard_library_faults(module: Module) -> Iterator[str]:
     """A package that has to be installed first, in what the installer uses."""
-    if module.name.removeprefix(f"{PACKAGE}.") not in STANDARD_LIBRARY_ONLY:
+    if ROOMS[module.room] != STANDARD:
         return
     for found in imports_of(module):
-        root, ours = found.target.partition(".")[0], found.target.removeprefix(f"{PACKAGE}.")
-        if not (root in sys.stdlib_module_names or ours in STANDARD_LIBRARY_ONLY):
+        root = found.target.partition(".")[0]
+        ours = root == PACKAGE and ROOMS[Module(found.target, "").room] == STANDARD
+        if not (root in sys.stdlib_module_names or ours or found.for_types):
             yield f"{module.name}:{found.line} imports {found.target}"
 
 
@@ -284,7 +287,7 @@ def python_child_faults(module: Module) -> Iterator[str]:
 
     The installer starts Pythons that may know no ``-P``, all through two functions that set PYTHONSAFEPATH.
     """
-    if module.name in (f"{PACKAGE}.host.safe_path", "scripts/venv_state.py", "scripts/install.py"):
+    if module.name in (f"{PACKAGE}.foundation.safe_path", "scripts/venv_state.py", "scripts/install.py"):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.List | ast.Tuple) and node.elts:
@@ -327,13 +330,12 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
     ("rule", "planted"),
     [
         bad(arrow_faults, "errors", "from lora_rocm.recipe.schema import Recipe"),
-        bad(arrow_faults, "run.status", "def f():\n    import lora_rocm.cli"),
+        bad(arrow_faults, "commands.status", "def f():\n    import lora_rocm.cli"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
-        bad(arrow_faults, "adapters.lora", "from lora_rocm.train.export import write"),
+        bad(arrow_faults, "adapters.lora", "from lora_rocm.export.writers import write"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
-        bad(arrow_faults, "device.canary", "from lora_rocm.data.cache import LatentCache"),
-        bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
+        bad(arrow_faults, "checks.canary", "from lora_rocm.latent_cache.cache import LatentCache"),
+        bad(family_faults, "latent_cache.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
@@ -341,11 +343,11 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "families.flux.spec", "import torch"),
         bad(light_faults, "recipe.kinds", "from lora_rocm.families.base import family_for"),
         bad(light_faults, "cli", "def f():\n    import torch"),
-        bad(light_faults, "host.probe", "from transformers import CLIPTextModel"),
-        bad(light_faults, "data.samples", "import datasets"),
-        bad(light_faults, "check", "def f():\n    from lora_rocm.data.cache import LatentCache"),
-        bad(standard_library_faults, "host.probe", "import psutil"),
-        bad(standard_library_faults, "host.wheels", "from lora_rocm.recipe.schema import Recipe"),
+        bad(light_faults, "hardware.probe.detection", "from transformers import CLIPTextModel"),
+        bad(light_faults, "dataset.scan", "import datasets"),
+        bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
+        bad(standard_library_faults, "hardware.probe.detection", "import psutil"),
+        bad(standard_library_faults, "hardware.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * (MAX_FILE_LINES + 1)),
         bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
@@ -360,8 +362,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(encoding_faults, "errors", "path.write_text('a')"),
         bad(encoding_faults, "errors", "tempfile.NamedTemporaryFile('w')"),
         bad(encoding_faults, "errors", "subprocess.run(['a'], text=True)"),
-        bad(python_child_faults, "run.process", "subprocess.Popen([sys.executable, '-m', 'x'])"),
-        bad(python_child_faults, "run.process", "command = [str(look.sources.python), script]"),
+        bad(python_child_faults, "supervisor.process", "subprocess.Popen([sys.executable, '-m', 'x'])"),
+        bad(python_child_faults, "supervisor.process", "command = [str(look.sources.python), script]"),
         bad(python_child_faults, "train.loop", "f('python3', *['-c', code])"),
         bad(python_child_faults, "train.loop", "os.execv(python, words)"),
     ],
@@ -373,21 +375,28 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (arrow_faults, "data.cache", "from lora_rocm.families.base import Encoder"),
-        (arrow_faults, "data.cache", "if TYPE_CHECKING:\n    from lora_rocm.families.base import ModelFamily"),
+        (arrow_faults, "latent_cache.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
         (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
-        (light_faults, "data.samples", "def f():\n    import datasets"),
-        (light_faults, "data.cache", "import torch"),
+        (light_faults, "dataset.scan", "def f():\n    import datasets"),
+        (light_faults, "latent_cache.cache", "import torch"),
         (light_faults, "families.flux.family", "import torch"),
         (light_faults, "recipe.kinds", "from lora_rocm.families.flux.spec import SPEC"),
         (arrow_faults, "recipe.kinds", "from lora_rocm.families.registry import PRODUCT"),
         (family_faults, "families.registry", "from lora_rocm.families.sdxl.spec import SPEC"),
         (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
-        (standard_library_faults, "host.probe", "import ctypes\nfrom lora_rocm.host.facts import Gpu"),
+        (
+            standard_library_faults,
+            "hardware.probe.detection",
+            "import ctypes\nfrom lora_rocm.hardware.facts import Gpu",
+        ),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
-        (python_child_faults, "run.process", "Popen(python_command('-m', module))\nwhere = f'{sys.executable} -m'"),
+        (
+            python_child_faults,
+            "supervisor.process",
+            "Popen(python_command('-m', module))\nwhere = f'{sys.executable} -m'",
+        ),
     ],
 )
 def test_stays_silent_on_good_code(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> None:
@@ -427,6 +436,22 @@ def test_a_heavy_module_is_noticed_when_imported() -> None:
     assert loads_heavy(f"{PACKAGE}.errors", f"{PACKAGE}.device.transfer").startswith(f"{PACKAGE}.device.transfer loads")
 
 
-def test_the_light_half_is_all_there() -> None:
-    assert {module.unit for module in package_modules()} == set(ARROWS)
-    assert {f"{PACKAGE}.data.{name}" for name in LIGHT_DATA} <= set(light_modules())
+def test_every_room_is_in_the_list() -> None:
+    assert {module.room for module in package_modules()} == set(ROOMS)
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """A circle of imports, if there is one."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for types and imports inside functions count too."""
+    ours = module_names()
+    imports = {m.name: {i.target for i in imports_of(m) if i.target in ours} - {m.name} for m in package_modules()}
+    assert circles(imports) == []
+    assert circles({**imports, f"{PACKAGE}.errors": {f"{PACKAGE}.cli"}}) != []  # control

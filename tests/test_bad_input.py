@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.program import RECIPE, Program, pictures, snapshot
 from tests.tiny_models import tiny_pipeline, write_config_folder, write_single_file, write_tiny_sdxl
 
@@ -326,8 +326,8 @@ def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monke
     listener = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listener.getsockname()[1]}")
-    monkeypatch.setattr("lora_rocm.families.hub.ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("lora_rocm.data.rows.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lora_rocm.base_models.hub.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lora_rocm.dataset.hf_datasets.ANSWER_TIMEOUT_S", 0.5)
     with listener:
         for key, value, words in (
             ("model.name_or_path", "someone/else", "cannot be reached"),

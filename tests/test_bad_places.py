@@ -21,9 +21,9 @@ from filelock import FileLock
 from PIL import Image
 from safetensors.torch import load_file
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.lock import locked
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.lock import locked
 from tests.program import RECIPE, Program, pictures, snapshot
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
@@ -245,7 +245,7 @@ def test_a_complete_cache_that_may_only_be_read(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda source, target: refuse(source, target, replace))
         patch.setattr(os, "utime", no_marks)
-        patch.setattr("lora_rocm.data.cache.SETTLED_S", float("inf"))  # hashes that are new are not written either
+        patch.setattr("lora_rocm.cache_files.hash_memory.SETTLED_S", float("inf"))  # nor are new hashes written
         assert program.train(new.path, FORMATS, f"cache.dir={cache}").code == 0
         assert snapshot(cache) == before and results(new) == results(RunDir(folder / "runs" / "ok"))
         for bad in (cache / "image").rglob("*.safetensors"):
@@ -341,11 +341,13 @@ def test_a_second_process_is_kept_out(
     assert {name: content for name, content in snapshot(copy.path).items() if ".lock" not in name} == {
         name: content for name, content in before.items() if ".lock" not in name
     }
-    monkeypatch.setattr("lora_rocm.run.lock.LEFTOVER_GRACE_S", 0.1)
+    monkeypatch.setattr("lora_rocm.supervisor.lock.LEFTOVER_GRACE_S", 0.1)
     monkeypatch.setattr("lora_rocm.train.worker.ORPHAN_LOCK_WAIT_S", 0.1)
     with FileLock(copy.worker_lock):
         program.train(copy.path, FORMATS, resume="latest").refused(2, "Another process holds", copy.worker_lock)
-        monkeypatch.setattr("lora_rocm.run.lock.end_leftover", lambda run_dir, say: None)  # it came a moment later
+        monkeypatch.setattr(
+            "lora_rocm.supervisor.lock.end_leftover", lambda run_dir, say: None
+        )  # it came a moment later
         program.train(copy.path, FORMATS, resume="latest").refused(3, "another worker still holds", copy.path)
     assert program.train(copy.path, FORMATS, resume="latest").code == 0
 
@@ -371,9 +373,9 @@ def test_more_memory_than_this_machine_has(program: Program, new: RunDir, monkey
     def takes_all(*args: object) -> None:
         torch.empty(2**50)
 
-    monkeypatch.setattr("lora_rocm.train.run.inject", takes_all)
+    monkeypatch.setattr("lora_rocm.train.pipeline.inject", takes_all)
     program.train(new.path).refused(3, "not enough memory", "lora.rank")
-    monkeypatch.setattr("lora_rocm.train.tools.png", takes_all)
+    monkeypatch.setattr("lora_rocm.train.model_child.png", takes_all)
     small = ("--steps", "1", "--width", "64", "--height", "64")
     program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not enough memory")
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_rocm import check as module
-from lora_rocm.check import check, plan_data
-from lora_rocm.data.plan import BatchPlan, Item
-from lora_rocm.data.samples import geometries, scan
+from lora_rocm.commands import check as module
+from lora_rocm.commands.check import check, plan_data
+from lora_rocm.dataset.batch_sampler import BatchPlan, Item
+from lora_rocm.dataset.scan import geometries, scan
 from lora_rocm.errors import DataError, ModelError, RecipeError
-from lora_rocm.host.plain import FileVersion
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.recipe.load import load_recipe
-from tests.data.conftest import letter_limit
+from tests.fake_encoders import letter_limit
 
 RECIPE = """\
 model: {name_or_path: model}
@@ -59,7 +59,7 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
     stand_in = Weigh()
-    monkeypatch.setattr("lora_rocm.run.children.run_for_json", stand_in)
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", stand_in)
     return stand_in
 
 
@@ -147,14 +147,14 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lora_rocm.run.layout.os.fsync", full)
+    monkeypatch.setattr("lora_rocm.rundir.layout.os.fsync", full)
     check("my.yaml")
     check("my.yaml")
     assert weigh.calls == 2
 
 
 def test_the_module_name_of_the_child() -> None:
-    assert module.WEIGH_MODULE == "lora_rocm.families.weigh"
+    assert module.WEIGH_MODULE == "lora_rocm.families.weight_sizes"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

@@ -14,10 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 from lora_rocm import __version__, cli
-from lora_rocm.host.kept import keep
-from lora_rocm.run.layout import RunDir
-from tests.host.situations import situation
-from tests.run.fake_run import write_whole_run
+from lora_rocm.rules.mitigation_store import keep
+from lora_rocm.rundir.layout import RunDir
+from tests.hardware.situations import situation
+from tests.supervisor.fake_run import write_whole_run
 
 ROOT = Path(__file__).parents[1]
 HEALTHY = "tests/hosts/linux-rx7900xtx.json"
@@ -183,7 +183,7 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((*args, kwargs))
         return 130
 
-    monkeypatch.setattr("lora_rocm.run.launch.train", train)
+    monkeypatch.setattr("lora_rocm.commands.train.train", train)
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
     options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True, "gpus": None}
@@ -199,7 +199,7 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lora_rocm.run.launch.demo", interrupted)
+    monkeypatch.setattr("lora_rocm.commands.train.demo", interrupted)
     assert run("demo") == (130, "", "Stopped.\n")
 
 

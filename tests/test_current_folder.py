@@ -17,16 +17,16 @@ import pytest
 from typer.testing import CliRunner
 
 from lora_rocm import cli
-from lora_rocm.host.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
-from lora_rocm.host.sources import Look, this_machine
-from lora_rocm.host.torch_files import ASK
-from lora_rocm.run import selftest
-from lora_rocm.run.children import run_for_json
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.process import heavy_command
-from lora_rocm.run.team import free_port
+from lora_rocm.foundation.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
+from lora_rocm.hardware.probe.sources import Look, this_machine
+from lora_rocm.hardware.probe.torch_files import ASK
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import selftest_runner
+from lora_rocm.supervisor.process import heavy_command
+from lora_rocm.supervisor.subprocesses import run_for_json
+from lora_rocm.supervisor.worker_group import free_port
 from tests.program import RECIPE, pictures
-from tests.run.fake_run import write_whole_run
+from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def test_every_command_starts_its_children_safely(name: str, tmp_path: Path, mon
     CliRunner().invoke(cli.app, COMMANDS[name])
     assert started.pythons
     for command, environ in started.pythons:
-        assert command[1:4] == ["-P", "-m", "lora_rocm.run.child"]
+        assert command[1:4] == ["-P", "-m", "lora_rocm.supervisor.child_main"]
         assert environ["PYTHONSAFEPATH"] == "1" and environ["PYTHONPATH"] == str(ROOT)
 
 
@@ -153,12 +153,12 @@ def test_the_self_test_and_the_question_to_torch_are_started_safely(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", started)
         with pytest.raises(OSError, match="nothing is started"):
-            selftest.run_checks(["--device", "cpu"], os.environ, lambda text: None)
+            selftest_runner.run_checks(["--device", "cpu"], os.environ, lambda text: None)
     assert started.pythons[0][0][:3] == heavy_command("")[:3]
     look = Look(this_machine())
     monkeypatch.setattr(look, "ask", lambda tool, command, timeout_s, about: asked.append(command))
-    from lora_rocm.host import torch_files
-    from lora_rocm.host.facts import Torch
+    from lora_rocm.hardware.facts import Torch
+    from lora_rocm.hardware.probe import torch_files
 
     torch_files._ask(look, Path("nowhere"), Torch("2.13.0"))
     assert [command[1:] for command in asked] == [["-P", "-c", ASK]]

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lora_rocm.check import check
-from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.encoding import Encoding
-from lora_rocm.data.prepare import prepare
-from lora_rocm.data.samples import geometries, load_image, scan
+from lora_rocm.commands.check import check
+from lora_rocm.dataset.scan import geometries, load_image, scan
 from lora_rocm.errors import DataError, LoraRocmError
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.suggest import all_keys
-from tests.data.conftest import FakeFamily
+from tests.fake_encoders import FakeFamily
 from tests.program import RECIPE, pictures, run_for_json
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
@@ -68,8 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr("lora_rocm.run.children.run_for_json", run_for_json)
-        patch.setattr("lora_rocm.data.fill.empty_pools", lambda: None)  # garbage collection takes a third of a second
+        patch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
+        patch.setattr(
+            "lora_rocm.latent_cache.encode.empty_pools", lambda: None
+        )  # garbage collection takes a third of a second
         yield root
 
 

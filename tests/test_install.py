@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.host.facts import Gpu, HostFacts
+from lora_rocm.hardware.facts import Gpu, HostFacts
 from scripts import install, venv_state
 from tests.golden import HOSTS, assert_golden, machines
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))

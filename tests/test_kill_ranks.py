@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_rocm.run.events import current_steps, read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.test_kill import DEADLINE_S, results, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.host.packages import HEAVY, require_packages, unusable
-from lora_rocm.run.layout import RunDir
-from tests.run.fake_run import RECIPE, write_whole_run
+from lora_rocm.foundation.packages import HEAVY, require_packages, unusable
+from lora_rocm.rundir.layout import RunDir
+from tests.supervisor.fake_run import RECIPE, write_whole_run
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_path("purelib"))

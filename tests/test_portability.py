@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_architecture import PACKAGE, Module, imports_of, package_modules, script_modules
 
-POSIX_HOME = f"{PACKAGE}.run.process"
+POSIX_HOME = f"{PACKAGE}.supervisor.process"
 POSIX_MODULES = {"crypt", "fcntl", "grp", "nis", "posix", "pty", "pwd", "resource", "spwd", "syslog", "termios", "tty"}
 POSIX_NAMES = {
     "os": """
@@ -34,7 +34,7 @@ POSIX_NAMES = {
 }
 LINUX_FOLDER = re.compile(r"/(dev|etc|proc|run|sys|tmp|usr|var)(/\S*)?")
 # These look at Linux itself, or compare with what a Linux user wrote; a test of each holds what they do elsewhere.
-KNOWS_LINUX = re.compile(rf"{PACKAGE}\.(host\.probe\w*|host\.harmful|device\.pcie)$")
+KNOWS_LINUX = re.compile(rf"{PACKAGE}\.(hardware\.probe\.\w+|rules\.harmful_tests|bench\.pcie)$")
 
 
 def posix_faults(module: Module) -> Iterator[str]:
@@ -83,19 +83,19 @@ def test_holds(rule: Rule, scripts_too: bool) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (posix_faults, "run.status", "import os\nos.kill(1, 9)"),
-        (posix_faults, "run.status", "from signal import SIGKILL"),
+        (posix_faults, "commands.status", "import os\nos.kill(1, 9)"),
+        (posix_faults, "commands.status", "from signal import SIGKILL"),
         (posix_faults, "train.loop", "def f():\n    import fcntl"),
-        (posix_faults, "host.memory", "import os\nos.statvfs('.')"),
-        (posix_faults, "host.here", "from os import uname"),
-        (posix_faults, "data.cache", "import os\nos.open('a', os.O_RDONLY | os.O_DIRECT)"),
-        (posix_faults, "device.memory", "import resource"),
-        (posix_faults, "run.events", "import select\nselect.poll()"),
-        (fork_faults, "data.batches", "import multiprocessing\nmultiprocessing.get_context('fork')"),
-        (fork_faults, "data.batches", "from multiprocessing import get_context\nget_context()"),
-        (folder_faults, "data.cache", "path = Path('/tmp') / 'x'"),
-        (folder_faults, "run.launch", "open('/dev/null', 'rb')"),
-        (folder_faults, "device.memory", "f('/proc/meminfo')"),
+        (posix_faults, "hardware.memory_budget", "import os\nos.statvfs('.')"),
+        (posix_faults, "rules.this_machine", "from os import uname"),
+        (posix_faults, "latent_cache.cache", "import os\nos.open('a', os.O_RDONLY | os.O_DIRECT)"),
+        (posix_faults, "device.allocator", "import resource"),
+        (posix_faults, "rundir.events", "import select\nselect.poll()"),
+        (fork_faults, "loader.batches", "import multiprocessing\nmultiprocessing.get_context('fork')"),
+        (fork_faults, "loader.batches", "from multiprocessing import get_context\nget_context()"),
+        (folder_faults, "latent_cache.cache", "path = Path('/tmp') / 'x'"),
+        (folder_faults, "commands.train", "open('/dev/null', 'rb')"),
+        (folder_faults, "device.allocator", "f('/proc/meminfo')"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -106,11 +106,15 @@ def test_fires_on_a_planted_fault(rule: Rule, name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (posix_faults, "run.process", "import os\nos.kill(1, 9)"),
-        (posix_faults, "data.cache", "import os\nos.open('a', os.O_RDONLY)\nself.reader.poll()"),
-        (fork_faults, "data.batches", "import multiprocessing\nmultiprocessing.get_context('spawn')"),
-        (folder_faults, "host.probe_linux", "KFD = Path('/dev/kfd')"),
-        (folder_faults, "doctor.linux", "what = 'may not open /dev/kfd'\nwhy = '/dev/kfd is there'\nf('/temporary')"),
+        (posix_faults, "supervisor.process", "import os\nos.kill(1, 9)"),
+        (posix_faults, "latent_cache.cache", "import os\nos.open('a', os.O_RDONLY)\nself.reader.poll()"),
+        (fork_faults, "loader.batches", "import multiprocessing\nmultiprocessing.get_context('spawn')"),
+        (folder_faults, "hardware.probe.linux_probe", "KFD = Path('/dev/kfd')"),
+        (
+            folder_faults,
+            "doctor.linux_checks",
+            "what = 'may not open /dev/kfd'\nwhy = '/dev/kfd is there'\nf('/temporary')",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

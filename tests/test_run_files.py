@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.results import FileDigest, read_result
-from lora_rocm.train import export, state
+from lora_rocm.export import writers as export
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import FileDigest, read_result
+from lora_rocm.train import checkpoint
 from tests.crash.lab import TARGETS, UNET, VAE
 from tests.program import RECIPE, Program, Said, pictures, snapshot
 from tests.tiny_models import write_tiny_sdxl
@@ -122,7 +123,7 @@ def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) 
     left = [name for name in names if (run_dir.path / name).is_symlink()]
     written = {*EXPORTS, "report.html", "recipe.yaml", "environment.json", "result.json", "samples/before-after.png"}
     assert not written & set(left)  # whoever replaces a link has written
-    assert state.read(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
+    assert checkpoint.read(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
 
 
 @pytest.mark.parametrize("name", [*sorted(IN_PLACE), *FOLDERS])
@@ -160,7 +161,7 @@ def test_a_checkpoint_on_another_disk_is_read_and_only_its_link_is_removed(
     assert said.code == 0 and "Going on from step 2" in said.out
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3]
     assert not os.path.lexists(run_dir.checkpoint(1)) and snapshot(outside) == before
-    assert state.read(outside / "checkpoints" / "step-00000002") is not None and writing.read_bytes() == b"half"
+    assert checkpoint.read(outside / "checkpoints" / "step-00000002") is not None and writing.read_bytes() == b"half"
     changed = {name for name, content in snapshot(run_dir.path).items() if inside.get(name) != content}
     assert changed >= {*EXPORTS, "events.jsonl", "heartbeat.rank0.json", "report.html", "recipe.yaml", "result.json"}
 

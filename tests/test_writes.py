@@ -1,7 +1,7 @@
 """Files are written, renamed and removed by one module: read from the source, as in ``test_architecture.py``.
 
-``host/files.py`` follows no link where none may be followed. What does so elsewhere stands in a table with the reason
-why that is no matter: a call that is new has to go through ``host/files.py``, or to be looked at and entered here.
+``foundation/files.py`` follows no link where none may be followed. What does so elsewhere stands in a table with the
+reason why that is no matter. A new call has to go through ``foundation/files.py``, or to be examined and entered here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_architecture import PACKAGE, Module, _with_function, package_modules
 
-HOME = f"{PACKAGE}.host.files"
+HOME = f"{PACKAGE}.foundation.files"
 CALLS = {
     "chmod", "export_chrome_trace", "hardlink_to", "makedirs", "mkdir", "removedirs", "rename", "renames", "rmdir",
     "rmtree", "save_file", "symlink", "symlink_to", "touch", "truncate", "unlink", "utime", "write_bytes", "write_text",
@@ -27,37 +27,37 @@ TEMPORARY = "in a folder of its own among the system's temporary files"
 MARK = "the time of an entry of the cache, for ``cache prune``"
 LOCK = "``refuse_link`` comes before it; opened without following links, and nothing is written"
 ALLOWED = {
-    ("check", "_weigh", "write_text"): TEMPORARY,
+    ("commands.check", "_weigh", "write_text"): TEMPORARY,
     ("cli", "main", "open"): "the system's null device",
-    ("data.cache", "_mark_used", "utime"): MARK,
-    ("data.manifest", "recall", "utime"): MARK,
-    ("data.manifest", "_mark", "utime"): MARK,
-    ("data.upkeep", "delete", "unlink"): "of plain files only, told by name, place and ``lstat``",
-    ("data.upkeep", "move", "replace"): "of plain files only, told by name, place and ``lstat``",
-    ("device.selftest_copies", "_copies", "write_bytes"): TEMPORARY,
-    ("host.kept", "forget", "unlink"): OF_A_LINK,
-    ("host.reference", "", "write_bytes"): "a developer's tool, given the pages that it fills in",
-    ("run.children", "follow_tool", "open"): TEMPORARY,
-    ("run.failure", "exit_code_of", "open"): "the system's null device",
-    ("run.layout", "create", "mkdir"): "the run directory itself, which may be a link",
-    ("run.layout", "probe", "unlink"): OF_A_LINK,
-    ("run.lock", "locked", "FileLock"): LOCK,
-    ("run.lock", "_is_held", "FileLock"): LOCK,
-    ("run.prepare", "settle", "unlink"): OF_A_LINK,
-    ("run.prepare", "accept", "unlink"): OF_A_LINK,
-    ("run.prepare", "withdraw", "unlink"): OF_A_LINK,
-    ("run.process", "run_worker", "unlink"): OF_A_LINK,
-    ("run.selftest", "store", "unlink"): OF_A_LINK,
-    ("run.supervise", "run", "unlink"): OF_A_LINK,
-    ("run.supervise", "_state", "unlink"): OF_A_LINK,
-    ("run.team", "run_workers", "unlink"): OF_A_LINK,
-    ("train.artifacts", "_save", "unlink"): OF_A_LINK,
-    ("train.bench_measure", "_profiled", "unlink"): "what it has just written itself",
-    ("train.bench_profile", "traced", "export_chrome_trace"): "in a folder that the user names, or a temporary one",
+    ("latent_cache.cache", "_mark_used", "utime"): MARK,
+    ("latent_cache.manifest", "recall", "utime"): MARK,
+    ("latent_cache.manifest", "_mark", "utime"): MARK,
+    ("cache_files.maintenance", "delete", "unlink"): "of plain files only, told by name, place and ``lstat``",
+    ("cache_files.maintenance", "move", "replace"): "of plain files only, told by name, place and ``lstat``",
+    ("checks.selftest_copies", "_copies", "write_bytes"): TEMPORARY,
+    ("rules.mitigation_store", "forget", "unlink"): OF_A_LINK,
+    ("commands.docs_tables", "", "write_bytes"): "a developer's tool, given the pages that it fills in",
+    ("supervisor.subprocesses", "follow_tool", "open"): TEMPORARY,
+    ("foundation.exit_codes", "exit_code_of", "open"): "the system's null device",
+    ("rundir.layout", "create", "mkdir"): "the run directory itself, which may be a link",
+    ("rundir.layout", "probe", "unlink"): OF_A_LINK,
+    ("supervisor.lock", "locked", "FileLock"): LOCK,
+    ("supervisor.lock", "_is_held", "FileLock"): LOCK,
+    ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
+    ("supervisor.resume", "accept", "unlink"): OF_A_LINK,
+    ("supervisor.resume", "withdraw", "unlink"): OF_A_LINK,
+    ("supervisor.process", "run_worker", "unlink"): OF_A_LINK,
+    ("supervisor.selftest_runner", "store", "unlink"): OF_A_LINK,
+    ("supervisor.supervisor", "run", "unlink"): OF_A_LINK,
+    ("supervisor.supervisor", "_state", "unlink"): OF_A_LINK,
+    ("supervisor.worker_group", "run_workers", "unlink"): OF_A_LINK,
+    ("train.outputs", "_save", "unlink"): OF_A_LINK,
+    ("bench.measurement", "_profiled", "unlink"): "what it has just written itself",
+    ("bench.profile", "traced", "export_chrome_trace"): "in a folder that the user names, or a temporary one",
     ("train.hooks", "__init__", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
     ("train.session", "put_off", "truncate"): "its own open file",
-    ("train.state", "discard_newer", "unlink"): OF_A_LINK,
-    ("train.state", "_remove", "unlink"): "in a folder that is no link",
+    ("train.checkpoint", "discard_newer", "unlink"): OF_A_LINK,
+    ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
 }
 
@@ -141,7 +141,7 @@ def test_the_table_has_nothing_that_is_not_there() -> None:
     ],
 )
 def test_fires_on_a_planted_fault(source: str) -> None:
-    assert faults(Module(f"{PACKAGE}.run.status", source))
+    assert faults(Module(f"{PACKAGE}.commands.status", source))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_fires_on_a_planted_fault(source: str) -> None:
         "text.replace('a', 'b')",
         "replace(situation, changes=())",
         "dataclasses.replace(value, **kept)",
-        "from lora_rocm.host.files import remove, rename\nremove(path)\nrename(a, b)",
+        "from lora_rocm.foundation.files import remove, rename\nremove(path)\nrename(a, b)",
         "Image.open('a')",
     ],
 )
 def test_stays_silent_on_good_code(source: str) -> None:
-    assert faults(Module(f"{PACKAGE}.run.status", source)) == []
+    assert faults(Module(f"{PACKAGE}.commands.status", source)) == []

@@ -201,7 +201,7 @@ def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | Non
         drop: start of the names of tensors that are left out.
         extra: more tensors, of which only shape and format count.
     """
-    from lora_rocm.families.loading import Source
+    from lora_rocm.base_models.loading import Source
     from lora_rocm.families.sdxl.family import LAYOUT
 
     source = Source("hollow", LAYOUT, LAYOUT.configs, None)

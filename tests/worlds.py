@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from lora_rocm.device.world import World
-from lora_rocm.host.ranks import Rank
+from lora_rocm.device.process_group import World
+from lora_rocm.hardware.ranks import Rank
 
 Result = TypeVar("Result")
 Spoil = Callable[[int, int, Tensor], None]

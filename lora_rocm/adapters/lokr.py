@@ -40,7 +40,8 @@ from lora_rocm.adapters.names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import MAX_RANK, AdapterSection, LokrSection
+from lora_rocm.recipe.schema import AdapterSection, LokrSection
+from lora_rocm.recipe.sections import MAX_RANK
 
 FACTORS = ("lokr_w1", "lokr_w2")
 PARTS = tuple(f"{factor}{part}" for factor in FACTORS for part in ("", "_a", "_b"))

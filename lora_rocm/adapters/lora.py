@@ -24,7 +24,8 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
-from lora_rocm.recipe.schema import MAX_RANK, AdapterSection, LoraSection
+from lora_rocm.recipe.schema import AdapterSection, LoraSection
+from lora_rocm.recipe.sections import MAX_RANK
 
 INPUT_SCALE = "dora_input_scale"
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"

@@ -27,10 +27,10 @@ from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
 from lora_rocm.adapters.names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.adapters.origin import origin_of, title_of
+from lora_rocm.base_models.safetensors_file import Header, read_header, read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.weightfiles import Header, read_header, read_tensors
-from lora_rocm.host.plain import read_plain
+from lora_rocm.foundation.bounded_read import read_plain
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.host.safe_path import python_command
+from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.recipe.schema import AdapterSection
 
 EXAMPLES = 4

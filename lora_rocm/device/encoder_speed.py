@@ -5,7 +5,7 @@ With MIOpen, latents of 1280x1280 took 21.9 s a picture and of 1536x1536 60 s, w
 measured.
 
 MIOPEN_FIND_MODE cannot help one stage only: it is a variable of the process, and one process encodes, trains and draws.
-It is 2 (fast) for all of them (``host/rules_amd.py``), because the default mode times out the driver on large pictures
+It is 2 (fast) for all of them (``rules/amd_rules.py``), because the default mode times out the driver on large pictures
 (ROCm#4729). What a stage can choose is whether its convolutions go through MIOpen at all; here the caching does.
 
 Both ways compute in float32 and agree to rounding, and the cache key is the same, as for any other choice of kernels.

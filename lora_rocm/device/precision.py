@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lora_rocm.errors import MachineError
-from lora_rocm.host.archs import arch_of
-from lora_rocm.host.settings import Settings
+from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.settings import Settings
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 from lora_rocm.doctor.choices import CHOICE_CHECKS, NOTES
 from lora_rocm.doctor.finding import LEVELS, Check, Finding
-from lora_rocm.doctor.kernel_log import LOG_CHECKS
+from lora_rocm.doctor.kernel_log_checks import LOG_CHECKS
 from lora_rocm.doctor.known_bad import KNOWN_BAD_CHECKS
-from lora_rocm.doctor.linux import LINUX_CHECKS
-from lora_rocm.doctor.memory import MEMORY_CHECKS
-from lora_rocm.doctor.remembered import REMEMBERED_CHECKS
-from lora_rocm.doctor.software import SOFTWARE_CHECKS
-from lora_rocm.doctor.tested import TESTED_CHECKS
-from lora_rocm.doctor.windows import WINDOWS_CHECKS
+from lora_rocm.doctor.linux_checks import LINUX_CHECKS
+from lora_rocm.doctor.memory_checks import MEMORY_CHECKS
+from lora_rocm.doctor.mitigations_seen import REMEMBERED_CHECKS
+from lora_rocm.doctor.selftest_checks import TESTED_CHECKS
+from lora_rocm.doctor.software_checks import SOFTWARE_CHECKS
+from lora_rocm.doctor.windows_checks import WINDOWS_CHECKS
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.host import wheels
-from lora_rocm.host.environ import EnvPlan
-from lora_rocm.host.quirks import Situation
-from lora_rocm.host.select import Selection, select
+from lora_rocm.hardware import wheels
+from lora_rocm.hardware.gpu_select import Selection, select
+from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.rule import Situation
 
 # Inside a level findings come in this order: what the rest stands on first.
 CHECKS: dict[str, Check] = {

@@ -7,12 +7,12 @@ from functools import partial
 
 from lora_rocm.doctor.cures import REPORT, unset
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.host.archs import NO_RCCL, arch_of
-from lora_rocm.host.environ import RULES, EnvPlan
-from lora_rocm.host.harms import HARMS
-from lora_rocm.host.quirks import Situation
-from lora_rocm.host.select import set_by_user, visible
-from lora_rocm.host.wheels import named
+from lora_rocm.hardware.archs import NO_RCCL, arch_of
+from lora_rocm.hardware.gpu_select import set_by_user, visible
+from lora_rocm.hardware.wheels import named
+from lora_rocm.rules.environment import RULES, EnvPlan
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.rule import Situation
 
 OWN = "decision of this project, docs/amd.md"
 MOST_UNREAD = 20
@@ -29,7 +29,7 @@ def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"{named(gpu)}, PCI {gpu.pci_id or 'id unknown'}",
         "nothing is known about it: the plan is the safest there is, slower than need be, and training may still fail",
         (f"Please report it with the file that this writes: {REPORT}",),
-        "lora_rocm/host/archs.py",
+        "lora_rocm/hardware/archs.py",
     )
 
 
@@ -47,7 +47,7 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
         f"also there: {shown}",
         f"the others are hidden from it ({name}={value}); set {name} yourself to choose otherwise",
         (),
-        "lora_rocm/host/select.py",
+        "lora_rocm/hardware/gpu_select.py",
     )
 
 
@@ -80,7 +80,7 @@ def _by_uuid(situation: Situation, plan: EnvPlan) -> Finding | None:
         "; ".join(f"{name}={environ[name]}" for name in set_by_user(facts, environ)),
         f"the plan is one for {named(situation.gpu)}: for another GPU it may be wrong",
         ("With a number (0 is the first) in place of the UUID the plan fits the GPU that it names.",),
-        "lora_rocm/host/select.py",
+        "lora_rocm/hardware/gpu_select.py",
     )
 
 

@@ -15,16 +15,16 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
-from lora_rocm.doctor.report import write_report
+from lora_rocm.doctor.report_file import write_report
 from lora_rocm.doctor.text import healthy, machine_text, report_text
 from lora_rocm.errors import LoraRocmError, MachineError
-from lora_rocm.host.environ import EnvPlan, plan
-from lora_rocm.host.facts import load_facts
-from lora_rocm.host.here import situation_here
-from lora_rocm.host.quirks import Situation
-from lora_rocm.host.stack import stack_of
-from lora_rocm.host.verdict import path_of
-from lora_rocm.run.selftest import self_test
+from lora_rocm.hardware.facts import load_facts
+from lora_rocm.hardware.selftest_result import path_of
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.rules.environment import EnvPlan, plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.supervisor.selftest_runner import self_test
 
 JSON_FORMAT = 1
 

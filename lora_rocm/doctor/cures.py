@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.host import wheels
-from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.packages import installer
-from lora_rocm.host.quirks import Situation
+from lora_rocm.foundation.packages import installer
+from lora_rocm.hardware import wheels
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.rules.rule import Situation
 
 REPORT = "lora-rocm doctor --report machine.md"
 KNOWN = "Known: "

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lora_rocm.host.environ import EnvPlan
-from lora_rocm.host.quirks import Level, Situation
+from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.rule import Level, Situation
 
 LEVELS: tuple[Level, ...] = ("breaks", "harms", "slows", "note")
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.host.environ import EnvPlan
-from lora_rocm.host.quirks import Level, Situation, When, release
-from lora_rocm.host.rules_amd import SDMA_BAD, SDMA_BAD_BELOW, SDMA_BAD_FROM
+from lora_rocm.rules.amd_rules import SDMA_BAD, SDMA_BAD_BELOW, SDMA_BAD_FROM
+from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.rule import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
 Cure = Callable[[Situation], tuple[str, ...]]

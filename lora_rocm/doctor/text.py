@@ -8,10 +8,10 @@ from collections import Counter
 from lora_rocm.doctor.checks import as_intended
 from lora_rocm.doctor.cures import KNOWN, REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
-from lora_rocm.host.printable import printable
-from lora_rocm.host.quirks import Level, Situation
-from lora_rocm.host.stack import stack_of
-from lora_rocm.host.wheels import SECOND_CLASS
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.hardware.wheels import SECOND_CLASS
+from lora_rocm.rules.rule import Level, Situation
 
 WIDTH = 110
 LEVEL_WORDS = {

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.data.entry_spec import EntrySpec, TensorSpec
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:

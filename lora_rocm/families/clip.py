@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
-from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 
 CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.recipe.schema import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
 
 class CheckpointSection(ModelSection):

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lora_rocm.kernels import fingerprint_weights
-from lora_rocm.kernels.choice import LAUNCH
+from lora_rocm.kernels.backend import LAUNCH
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, MAX_BUFFERS
 
 WARPS = 4

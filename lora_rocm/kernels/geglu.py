@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.backend import Form
 
 
 def geglu(ag: Tensor, form: Form) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lora_rocm.kernels.choice import LAUNCH
+from lora_rocm.kernels.backend import LAUNCH
 
 BLOCK = 1024
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lora_rocm.kernels.choice import LAUNCH
+from lora_rocm.kernels.backend import LAUNCH
 
 BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128

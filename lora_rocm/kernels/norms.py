@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_rocm.kernels.choice import Form
-from lora_rocm.kernels.hollow import HollowGroupNorm
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.meta_stubs import HollowGroupNorm
 
 
 def group_norm(

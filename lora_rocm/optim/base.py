@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ResumeError
-from lora_rocm.kernels.choice import form_for
+from lora_rocm.kernels.backend import form_for
 from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from lora_rocm.device.graph_check import Capture
-from lora_rocm.device.selftest_judge import WrongAnswerError
+from lora_rocm.checks.graph_check import Capture
+from lora_rocm.checks.selftest_base import WrongAnswerError
 from lora_rocm.errors import StateError
-from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
 from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
 

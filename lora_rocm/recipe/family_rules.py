@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_rocm.errors import Problem
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.recipe.schema import MAX_BUCKET_STEP, MAX_SIDE_PX
+from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key
 
 SIDES: dict[Key, int] = {

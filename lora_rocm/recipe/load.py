@@ -25,7 +25,8 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
-from lora_rocm.recipe.schema import MOVED, PathRule, Recipe, TimeoutsSection, path_rule
+from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
+from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
     Key,

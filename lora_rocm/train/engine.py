@@ -11,25 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.data.shape import Shape
-from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.train.graphs import Graphs, Passed
-
-
-def send_zeros(family: ModelFamily, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
-    """(batch, draws) on the device for a pass of which only the shape matters; every row has weight 0."""
-    batch = family.example(shape, rows)
-    draws = family.objective.draw(batch, [0] * rows).tensors
-    batch["weight"] = torch.zeros(rows)
-    tensors = {**batch, **draws}
-    sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
-    return {name: sent[name] for name in batch}, {name: sent[name] for name in draws}
 
 
 @dataclass

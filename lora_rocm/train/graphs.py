@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.device.failure import device_fault
-from lora_rocm.device.memory import empty_pools
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.torch_errors import device_fault
 from lora_rocm.families.base import Tensors
 
 TOLERANCE = 1e-2

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lora_rocm.device.canary import ENTRIES_ARE_LOST, Canary
-from lora_rocm.device.failure import machine_error
-from lora_rocm.device.graph_check import Capture
-from lora_rocm.device.memory import afterwards
-from lora_rocm.device.selftest_judge import WrongAnswerError
+from lora_rocm.checks.canary import ENTRIES_ARE_LOST, Canary
+from lora_rocm.checks.graph_check import Capture
+from lora_rocm.checks.selftest_base import WrongAnswerError
+from lora_rocm.device.allocator import afterwards
+from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.optim.base import GatedOptimizer

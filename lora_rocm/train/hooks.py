@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_rocm.data.batch import Batch, split
 from lora_rocm.device.transfer import fingerprint
-from lora_rocm.host.files import refuse_link
+from lora_rocm.foundation.files import refuse_link
+from lora_rocm.loader.batch import Batch, split
 from lora_rocm.train.loop import Trainer, seed_for
 
 if TYPE_CHECKING:

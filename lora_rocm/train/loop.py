@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batch import Batch, split
-from lora_rocm.device.failure import out_of_memory
-from lora_rocm.device.memory import usage
+from lora_rocm.device.allocator import usage
+from lora_rocm.device.process_group import World
+from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
-from lora_rocm.device.world import World
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.loader.batch import Batch, split
+from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
 MAX_WRONG_SUMS = 3  # in a row

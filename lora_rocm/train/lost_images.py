@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_rocm.data.manifest import Facts
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.latent_cache.manifest import Facts
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train import state
+from lora_rocm.train import checkpoint as state
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
-from lora_rocm.host.files import is_folder, remove, write_atomic, write_json
-from lora_rocm.host.plain import read_plain
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import is_folder, remove, write_atomic, write_json
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import OF_PREVIEWS, RunDir
+from lora_rocm.rundir.layout import OF_PREVIEWS, RunDir
 
 MARGIN_PX = 6
 LABEL_PX = 16

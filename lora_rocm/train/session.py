@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import MachineError, StoppedError
-from lora_rocm.host.files import open_in_place
-from lora_rocm.run.events import EventWriter, read_events
-from lora_rocm.run.heartbeat import HeartbeatWriter
-from lora_rocm.run.layout import RunDir
+from lora_rocm.foundation.files import open_in_place
+from lora_rocm.rundir.events import EventWriter, read_events
+from lora_rocm.rundir.heartbeat import HeartbeatWriter
+from lora_rocm.rundir.layout import RunDir
 
 ORPHAN_GRACE_S = 30.0
 BEGINNINGS = {"cache": "cache_first", "step": "first_step"}

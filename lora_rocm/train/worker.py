@@ -20,26 +20,26 @@ import filelock
 import torch
 
 from lora_rocm import __version__
-from lora_rocm.device.apply import apply
-from lora_rocm.device.failure import settle, told
+from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
-from lora_rocm.device.world import World, join
+from lora_rocm.device.process_group import World, join
+from lora_rocm.device.torch_errors import settle, told
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.host.files import refuse_link
-from lora_rocm.host.ranks import Rank, rank_of
-from lora_rocm.host.settings import settings_from
+from lora_rocm.foundation.files import refuse_link
+from lora_rocm.foundation.output_stream import outliving_stdout
+from lora_rocm.hardware.ranks import Rank, rank_of
+from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import EventWriter
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.output import outliving_stdout
-from lora_rocm.run.prepare import recipe_to_train
-from lora_rocm.run.process import stop_signals
+from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import stop_signals
+from lora_rocm.supervisor.resume import recipe_to_train
 from lora_rocm.train.session import Session
 
 if TYPE_CHECKING:
-    from lora_rocm.train.state import Checkpoint
+    from lora_rocm.train.checkpoint import Checkpoint
 
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
@@ -101,8 +101,8 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
 
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
-    from lora_rocm.train import run  # heavy imports only once the lock is held and errors have a place to go
-    from lora_rocm.train.start import Start
+    from lora_rocm.train import pipeline  # heavy imports only once the lock is held and errors have a place to go
+    from lora_rocm.train.context import Start
 
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings, me.local_rank)
@@ -113,7 +113,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     apply(settings, device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     world = join(me, device, session.beat)
-    checkpoint = run.find_checkpoint(session, options.checkpoint)
+    checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
         "start",
         pid=os.getpid(),
@@ -125,7 +125,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     )
     _require_same(world, recipe, dtype, checkpoint)
     start = Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world)
-    finished, updates = run.train(start)
+    finished, updates = pipeline.train(start)
     world.close()
     code = 0 if finished else StoppedError.exit_code
     session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)

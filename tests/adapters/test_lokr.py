@@ -20,10 +20,10 @@ from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear
 from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.errors import AdapterError, ExportError
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.schema import LokrSection
-from lora_rocm.train import export
-from lora_rocm.train.facts import Facts
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -167,8 +167,8 @@ def test_exports_are_loaded_back(folder: Path, tmp_path: Path, form: str, dtype:
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
     for to in ("kohya", "peft"):
         path = tmp_path / ("peft" if to == "peft" else "lokr.safetensors")
-        export.write(to, path, family, adapter, recipe, FACTS)
-        found = export.verify(to, path, family, model, adapter)
+        writers.write(to, path, family, adapter, recipe, FACTS)
+        found = writers.verify(to, path, family, model, adapter)
         assert found.relative_difference <= {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[dtype]
         assert any("diffusers" in words or "PEFT" in words for words in found.cannot_read)
 
@@ -178,15 +178,15 @@ def test_text_encoders_are_written_and_read(folder: Path, tmp_path: Path) -> Non
     family, model, adapter = trained(folder, lora=settings)
     assert adapter.components == ["text_encoder", "text_encoder_2", "unet"]
     for to, path in (("kohya", tmp_path / "x.safetensors"), ("peft", tmp_path / "peft")):
-        export.write(to, path, family, adapter, family.recipe, FACTS)
-        export.verify(to, path, family, model, adapter)
+        writers.write(to, path, family, adapter, family.recipe, FACTS)
+        writers.verify(to, path, family, model, adapter)
         assert components_of(family, path) == {"text_encoder", "text_encoder_2", "unet"}
         assert read_lora(family, model.components, path).keys() == adapter.modules.keys()
 
 
 def test_a_kohya_file_has_lycoris_names(folder: Path, tmp_path: Path) -> None:
     family, _, adapter = trained(folder, lora=lokr(rank=1, alpha=0.5, factor=4))
-    export.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
+    writers.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
     tensors = load_file(tmp_path / "x.safetensors")
     key = "lora_unet_middle_block_1_proj_in"
     names = {name.removeprefix(f"{key}.") for name in tensors if name.startswith(f"{key}.")}
@@ -195,7 +195,7 @@ def test_a_kohya_file_has_lycoris_names(folder: Path, tmp_path: Path) -> None:
 
 def test_peft_draws_the_same_by_its_own_layers(folder: Path, tmp_path: Path) -> None:
     family, model, adapter = trained(folder, lora=lokr(rank=2, alpha=1.0), output={"dtype": "fp32"})
-    export.write("peft", tmp_path / "peft", family, adapter, family.recipe, FACTS)
+    writers.write("peft", tmp_path / "peft", family, adapter, family.recipe, FACTS)
     bare = family.load(torch.float32, CPU).components["unet"]
     loaded = PeftModel.from_pretrained(bare, str(tmp_path / "peft" / "unet")).get_base_model()
     torch.testing.assert_close(unet_output(loaded.eval()), unet_output(model.components["unet"]), rtol=1e-4, atol=1e-4)
@@ -204,7 +204,7 @@ def test_peft_draws_the_same_by_its_own_layers(folder: Path, tmp_path: Path) -> 
 def test_the_diffusers_form_is_refused(folder: Path, tmp_path: Path) -> None:
     family, _, adapter = trained(folder, lora=lokr(rank=2))
     with pytest.raises(ExportError, match="kohya, peft"):
-        export.write("diffusers", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
+        writers.write("diffusers", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
 
 
 WRONG = {
@@ -219,13 +219,13 @@ WRONG = {
 def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, fault: str) -> None:
     family, model, adapter = trained(folder, lora=lokr(rank=1, alpha=0.5, factor=4))
     path = tmp_path / "x.safetensors"
-    export.write("kohya", path, family, adapter, family.recipe, FACTS)
-    export.verify("kohya", path, family, model, adapter)  # the control
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
+    writers.verify("kohya", path, family, model, adapter)  # the control
     tensors = load_file(path)
     WRONG[fault](tensors, "lora_unet_middle_block_1_proj_in")
     save_file(tensors, path)
     with pytest.raises(ExportError):
-        export.verify("kohya", path, family, model, adapter)
+        writers.verify("kohya", path, family, model, adapter)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -233,7 +233,7 @@ def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, fault: str) -> Non
 def test_a_file_is_attached_as_it_was_trained(folder: Path, tmp_path: Path, form: str, to: str) -> None:
     family, model, adapter = shared(folder, form)
     path = tmp_path / ("peft" if to == "peft" else "x.safetensors")
-    export.write(to, path, family, adapter, family.recipe, FACTS)
+    writers.write(to, path, family, adapter, family.recipe, FACTS)
     bare = family.load(torch.float32, CPU)
     attached = attach_file(family, bare, path)
     assert isinstance(attached, LokrAdapter) and attached.modules.keys() == adapter.modules.keys()
@@ -255,7 +255,7 @@ def test_a_run_starts_from_a_file(folder: Path, tmp_path: Path, form: str) -> No
     """Exactly with the settings of the file; with a higher rank and another scale with the same effect."""
     family, _, adapter = shared(folder, form)
     path = tmp_path / "x.safetensors"
-    export.write("kohya", path, family, adapter, family.recipe, FACTS)
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
     same, _ = start(folder, path, **FORMS[form])
     for name, tensor in adapter.state().items():
         assert torch.equal(same.state()[name], tensor), name
@@ -273,7 +273,7 @@ def test_a_run_starts_from_a_file(folder: Path, tmp_path: Path, form: str) -> No
 def test_what_a_file_needs_is_said(folder: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     family, _, adapter = shared(folder, "factor 8")
     path = tmp_path / "x.safetensors"
-    export.write("kohya", path, family, adapter, family.recipe, FACTS)
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
     with pytest.raises(AdapterError) as caught:
         start(folder, path, **settings)
     assert caught.value.code == "init-from-unfit" and words in caught.value.fix
@@ -283,7 +283,7 @@ def test_a_lora_does_not_start_a_lokr_nor_the_other_way_round(folder: Path, tmp_
     for made, wanted in (("lora", "lokr"), ("lokr", "lora")):
         family, _, adapter = trained(folder, lora={"type": made, "rank": 2, "targets": FEW_TARGETS})
         path = tmp_path / f"{made}.safetensors"
-        export.write("kohya", path, family, adapter, family.recipe, FACTS)
+        writers.write("kohya", path, family, adapter, family.recipe, FACTS)
         recipe = tiny_recipe(folder, lora={"type": wanted, "targets": FEW_TARGETS, "init_from": str(path)})
         with pytest.raises(AdapterError, match=f"lora.type to {made}") as caught:
             inject(family_for(recipe), family.load(torch.float32, CPU), recipe.lora, 3)

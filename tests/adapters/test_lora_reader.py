@@ -21,10 +21,10 @@ from lora_rocm.adapters.lora_entry import LoraEntry
 from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, components_of, read_lora
 from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
+from lora_rocm.export import writers
+from lora_rocm.export.comfy_reader import apply_comfy
+from lora_rocm.export.metadata import Facts
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.train import export
-from lora_rocm.train.comfy import apply_comfy
-from lora_rocm.train.facts import Facts
 from tests.adapters.lycoris import locon
 from tests.tiny_models import tiny_pipeline, trained, write_tiny_sdxl
 
@@ -60,7 +60,7 @@ def refused(path: Path, live: tuple[Any, Any, Any]) -> AdapterError:
 def test_our_own_forms(live: tuple[Any, Any, Any], tmp_path: Path, form: str) -> None:
     family, model, adapter = live
     path = tmp_path / "lora.safetensors"
-    export.write(form, path, family, adapter, family.recipe, FACTS)
+    writers.write(form, path, family, adapter, family.recipe, FACTS)
     assert same(read_lora(family, model.components, path), adapter.entries())
     assert components_of(Sdxl, path) == {"unet", "text_encoder", "text_encoder_2"}
 
@@ -80,7 +80,7 @@ def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: 
 def test_kohya_without_alpha_has_scale_one(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
     family, model, adapter = live
     path = tmp_path / "x.safetensors"
-    export.write("kohya", path, family, adapter, family.recipe, FACTS)
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
     save_file({name: t for name, t in load_file(path).items() if not name.endswith("alpha")}, path)
     assert {entry.scale for entry in read_lora(family, model.components, path).values()} == {1.0}
 
@@ -354,7 +354,7 @@ def test_a_mutated_file_is_never_a_traceback(
     path = tmp_path / "x.safetensors"
     pristine = tmp_path / f"{form}.safetensors"
     if not pristine.exists():
-        export.write(form, pristine, family, adapter, family.recipe, FACTS)
+        writers.write(form, pristine, family, adapter, family.recipe, FACTS)
     content = bytearray(pristine.read_bytes())
     place = place if place < 150 else 8 + (place * 977) % (len(content) - 8)
     content[place : place + len(noise)] = noise

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.train import run
+from lora_rocm.train import pipeline
 from lora_rocm.train.loop import Position
 from tests.program import Program
 
@@ -28,8 +28,8 @@ SHIM = ctypes.CDLL(None)
 
 def forget_the_position(patch: pytest.MonkeyPatch) -> None:
     """A resume that takes everything over but where it is in the data."""
-    restore = run._restore
-    patch.setattr(run, "_restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
+    restore = pipeline._restore
+    patch.setattr(pipeline, "_restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
 
 
 def write_in_place(patch: pytest.MonkeyPatch) -> None:

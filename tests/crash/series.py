@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import state
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint as state
 from tests.crash.lab import EXIT, HALF, KILLED, PASSING, VANISH, Call, Ended, Lab, differing, lose_power, results
 
 WRITES = ("write", "writev", "pwrite")

@@ -9,7 +9,7 @@ import torch
 
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.errors import MachineError
-from lora_rocm.host.settings import Settings
+from lora_rocm.hardware.settings import Settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.doctor.tested import GROUPS, OTHER
-from lora_rocm.host.environ import RULES, EnvPlan, EnvRow, Warned, plan
-from lora_rocm.host.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
-from lora_rocm.host.harms import HARMS
-from lora_rocm.host.here import situation_here
-from lora_rocm.host.mitigation_records import Kept, Remembered
-from lora_rocm.host.quirks import Situation
-from lora_rocm.host.verdict import Result, Stack, Verdict
+from lora_rocm.doctor.selftest_checks import GROUPS, OTHER
+from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
+from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+from lora_rocm.rules.environment import RULES, EnvPlan, EnvRow, Warned, plan
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.mitigation_records import Kept, Remembered
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS
 
 GIB = 2**30

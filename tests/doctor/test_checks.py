@@ -9,10 +9,10 @@ import pytest
 from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.doctor.known_bad import BAD
-from lora_rocm.host.environ import RULES
-from lora_rocm.host.facts import DeviceFile, Unread
-from lora_rocm.host.harms import HARMS
-from lora_rocm.host.mitigation_records import Kept, Workload
+from lora_rocm.hardware.facts import DeviceFile, Unread
+from lora_rocm.rules.environment import RULES
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.mitigation_records import Kept, Workload
 from tests.doctor.injections import (
     APU,
     DEBIAN_612,

@@ -14,8 +14,8 @@ import pytest
 
 from lora_rocm.doctor import command
 from lora_rocm.errors import MachineError
-from lora_rocm.host.facts import HostFacts
-from lora_rocm.host.verdict import Result, Verdict
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.hardware.selftest_result import Result, Verdict
 from tests.doctor.injections import BARE, LINUX, STACK, case
 from tests.golden import HOSTS, machines
 

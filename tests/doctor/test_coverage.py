@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import CHECKS
-from lora_rocm.host.environ import RULES
+from lora_rocm.rules.environment import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ MEMORY = (
     ("amdgpu.gttsize alone is not enough", "gtt"),
     ("linux-firmware 20251125 (MES 0x83) hangs", "firmware-mes firmware-20251125"),
     ("ROCm 7.2 with Debian's kernel 6.12 is bad on Strix Halo", "kernel-strix-halo-debian"),
-    ("an APU reports several totals, and too much free memory", "code:lora_rocm/device/memory.py rule:memory-limit"),
+    ("an APU reports several totals, and too much free memory", "code:lora_rocm/device/allocator.py rule:memory-limit"),
     ("Windows spills into shared memory without a word", "dedicated-memory rule:memory-limit"),
     ("Variable Graphics Memory divides the memory", "dedicated-memory"),
     ("Windows' page file has to be large enough", "page-file"),
@@ -75,7 +75,7 @@ WINDOWS = (
 LIBRARIES = (
     ("fused attention is experimental on some", "rule:attention-0.10 rule:attention-0.12"),
     ("NaN of AOTriton 0.11 on gfx1100", "variable-attention-nan selftest-attention"),
-    ("the VAE takes plain attention", "code:lora_rocm/device/apply.py"),
+    ("the VAE takes plain attention", "code:lora_rocm/device/backend_settings.py"),
     ("flash-attn", "library-flash_attn"),
     ("AITER", "library-amd_aiter"),
     ("TransformerEngine", "library-transformer_engine"),
@@ -91,7 +91,7 @@ LIBRARIES = (
 )
 CONVOLUTIONS = (
     ("the default search times the driver out", "rule:miopen-find variable-miopen-search"),
-    ("the exhaustive search crashes gfx1030", "code:lora_rocm/device/apply.py"),
+    ("the exhaustive search crashes gfx1030", "code:lora_rocm/device/backend_settings.py"),
     ("a first picture can take very long", "code:lora_rocm/device/encoder_speed.py"),
     ("MIOpen can be left out, but for tall products", "rule:verdict-miopen selftest-conv"),
     ("ROCm 10.0.0 on gfx1151", "rocm-conv"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.doctor.checks import findings
-from lora_rocm.host.quirks import release
+from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, WINDOWS, Case, on
 
 

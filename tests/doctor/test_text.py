@@ -9,7 +9,7 @@ import pytest
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.cures import KNOWN
 from lora_rocm.doctor.text import report_text
-from lora_rocm.host.verdict import Result, Verdict
+from lora_rocm.hardware.selftest_result import Result, Verdict
 from tests.doctor.injections import BARE, HEALTHY, INJECTIONS, LINUX, NVIDIA, STACK, case, facts_of
 from tests.golden import assert_golden, machines
 

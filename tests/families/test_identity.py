@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.data import cache
-from lora_rocm.data.cache import HashMemory
+from lora_rocm.base_models import loading
+from lora_rocm.base_models.loading import WeightsVersion
+from lora_rocm.base_models.safetensors_file import read_header
+from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.errors import StorageError
-from lora_rocm.families import loading
-from lora_rocm.families.loading import WeightsVersion
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.families.weightfiles import read_header
+from lora_rocm.latent_cache import cache
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_an_encoder_that_is_loaded_is_not_believed_to_be_what_is_remembered(fold
 
 
 def cache_door() -> Any:
-    from lora_rocm.data.proven import plain_door
+    from lora_rocm.latent_cache.quarantine import plain_door
 
     return plain_door(CPU)
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, Marks, ShapeRules
-from lora_rocm.recipe.schema import InputFolder, ModelSection, ObjectiveSection
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
 
 class ToyTextSection(ModelSection):

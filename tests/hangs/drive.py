@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.run import process
+from lora_rocm.supervisor import process
 
 process.WORKER = "tests.hangs.faulty_worker"
 

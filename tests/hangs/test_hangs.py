@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.hangs.faulty_worker import GRANDCHILD, fault_file
 from tests.test_kill import results, write_recipe
 

@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lora_rocm.data import rows
-from lora_rocm.data.folders import MAX_CAPTION_BYTES
-from lora_rocm.data.samples import Scan, scan
+from lora_rocm.dataset import hf_datasets
+from lora_rocm.dataset.folders import MAX_CAPTION_BYTES
+from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection, DataSource
 from tests.hostile import attacks
@@ -98,8 +98,8 @@ def test_a_dataset_of_the_hub_names_no_files_of_this_machine(
     cached.parent.mkdir()
     cached.write_bytes(attacks.picture())
     table = datasets.Dataset.from_dict({"image": [str(private), str(cached)], "text": ["a", "b"]})
-    monkeypatch.setattr(rows, "_refuse_silent_hub", lambda *_: None)
-    monkeypatch.setattr(rows, "_from_hub", lambda *_: table)
+    monkeypatch.setattr(hf_datasets, "_refuse_silent_hub", lambda *_: None)
+    monkeypatch.setattr(hf_datasets, "_from_hub", lambda *_: table)
     found = scanned(Path("some/hub"))
     assert [sample.key for sample in found.samples] == ["train/1"]  # the library keeps what it downloads there
     assert "outside the dataset" in found.set_aside[0].what
@@ -110,7 +110,7 @@ def test_a_dataset_of_the_hub_names_no_files_of_this_machine(
 def test_parquet_that_swells_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, refused: bool, as_folder: bool
 ) -> None:
-    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(hf_datasets, "MAX_UNPACKED_BYTES", 1 << 20)
     file = tmp_path / "ds" / "train.parquet"
     file.parent.mkdir()
     columns = {"image": [attacks.picture() + bytes(1 << 20), attacks.picture() + bytes(1 << 20)], "text": ["x", "y"]}
@@ -156,8 +156,8 @@ def test_arrow_whose_offsets_lie(tmp_path: Path) -> None:
     assert content.count(words) >= 1  # offsets of the captions
     for lie in (2**31 - 1, -1 % 2**32, 10_000_000):
         file.write_bytes(content.replace(words, words[:4] + lie.to_bytes(4, "little")))
-        rows._open.cache_clear()
-        rows._pictures.cache_clear()
+        hf_datasets._open.cache_clear()
+        hf_datasets._pictures.cache_clear()
         with pytest.raises(DataError) as caught:
             scanned(folder)
         assert caught.value.code == "dataset-damaged"
@@ -168,7 +168,7 @@ def test_a_saved_dataset_that_names_other_files(tmp_path: Path) -> None:
     state = json.loads((folder / "state.json").read_bytes())
     for name in ("../../etc/passwd", "/etc/passwd", "nothing.arrow", 3, None):
         (folder / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": name}]}), encoding="utf-8")
-        rows._open.cache_clear()
+        hf_datasets._open.cache_clear()
         with pytest.raises(DataError):
             scanned(folder)
 
@@ -193,7 +193,7 @@ def test_kinds_of_datasets_that_are_not_read(tmp_path: Path, monkeypatch: pytest
     (folder / "train.csv").write_text("image,text\na,b\n", encoding="utf-8")
     with pytest.raises(DataError, match="no dataset in this folder"):
         scanned(folder)
-    monkeypatch.setattr(rows, "_refuse_silent_hub", lambda *_: None)
+    monkeypatch.setattr(hf_datasets, "_refuse_silent_hub", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: type("Builder", (), {"name": "pandas\x1b"}))
     with pytest.raises(DataError, match="is not read"):
         scanned(Path("some/hub"))

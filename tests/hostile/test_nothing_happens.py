@@ -13,10 +13,10 @@ from typing import Any
 import datasets
 import pytest
 
-from lora_rocm.families.loading import builtin_folder
-from lora_rocm.run.layout import RunDir
+from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.rundir.layout import RunDir
 from tests.hostile import attacks
-from tests.run.fake_run import write_whole_run
+from tests.supervisor.fake_run import write_whole_run
 
 MAX_GROWN_BYTES = 512 << 20
 """Above what the process had after the sound files. Without the guards one alias bomb alone takes four gigabytes."""

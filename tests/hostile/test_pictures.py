@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.data import pictures
-from lora_rocm.data.folders import walk
-from lora_rocm.data.pictures import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_header, readable_extensions
-from lora_rocm.data.samples import image_bytes, load_image, scan
+from lora_rocm.dataset import image_io
+from lora_rocm.dataset.folders import walk
+from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_header, readable_extensions
+from lora_rocm.dataset.scan import image_bytes, load_image, scan
 from lora_rocm.recipe.schema import DataSection
 from tests.hostile import attacks
 
@@ -65,7 +65,7 @@ def test_headers_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     assert time.process_time() - began < QUICK_S
     path.write_bytes(sound)
     assert read_header(path).size == (8, 8)
-    monkeypatch.setattr(pictures, "MAX_HEADER_COST", 1000)
+    monkeypatch.setattr(image_io, "MAX_HEADER_COST", 1000)
     assert "its header has no end" in refused(path)  # it is the limit that refuses
 
 
@@ -122,7 +122,7 @@ def test_files_of_gigabytes_are_not_read(tmp_path: Path) -> None:
 PIPES = """
 import os, sys
 from pathlib import Path
-from lora_rocm.data.samples import scan
+from lora_rocm.dataset.scan import scan
 from lora_rocm.recipe.schema import DataSection
 found = scan(DataSection(path=sys.argv[1], resolution=8, bucket_step=8))
 print([sample.key for sample in found.samples])

@@ -12,28 +12,29 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lora_rocm.data.captions import variants
-from lora_rocm.data.folders import MAX_CAPTION_BYTES, read_caption
-from lora_rocm.data.samples import scan
+from lora_rocm.commands.status import status, status_text
+from lora_rocm.dataset.captions import variants
+from lora_rocm.dataset.folders import MAX_CAPTION_BYTES, read_caption
+from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import LoraRocmError, RecipeError
-from lora_rocm.host.facts import MAX_FILE_BYTES, load_facts
-from lora_rocm.host.plain import read_plain
-from lora_rocm.host.printable import legible, one_line
-from lora_rocm.host.settings import VARIABLE, Settings, settings_from
-from lora_rocm.host.verdict import Result, Stack, Verdict, path_of, stored
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.exit_codes import exit_code_of
+from lora_rocm.foundation.terminal_text import legible, one_line
+from lora_rocm.hardware.facts import MAX_FILE_BYTES, load_facts
+from lora_rocm.hardware.selftest_result import Result, Stack, Verdict, path_of, stored
+from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
-from lora_rocm.recipe.schema import MAX_ITEMS, DataSection, SourceOptions
-from lora_rocm.run.events import EventWriter, read_events
-from lora_rocm.run.failure import exit_code_of
-from lora_rocm.run.heartbeat import read_heartbeat
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.page import picture
-from lora_rocm.run.progress import BarView, LineView, ProgressDisplay
-from lora_rocm.run.report import write_report
-from lora_rocm.run.status import status, status_text
+from lora_rocm.recipe.schema import DataSection, SourceOptions
+from lora_rocm.recipe.sections import MAX_ITEMS
+from lora_rocm.report.html import picture
+from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay
+from lora_rocm.report.report import write_report
+from lora_rocm.rundir.events import EventWriter, read_events
+from lora_rocm.rundir.heartbeat import read_heartbeat
+from lora_rocm.rundir.layout import RunDir
 from tests.hostile import attacks
 from tests.program import RECIPE
-from tests.run.fake_run import data_fields, step_fields, write_whole_run
+from tests.supervisor.fake_run import data_fields, step_fields, write_whole_run
 
 STEERS = ("\x1b", "\x07", "\x9b")
 

@@ -72,17 +72,17 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     import torch
 
     from lora_rocm.adapters.lora_reader import read_lora
-    from lora_rocm.data import rows
-    from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
-    from lora_rocm.data.samples import load_image, scan
+    from lora_rocm.base_models.loading import Source
+    from lora_rocm.commands.status import status
+    from lora_rocm.dataset import hf_datasets
+    from lora_rocm.dataset.image_io import UnreadablePicture, decode, read_header
+    from lora_rocm.dataset.scan import load_image, scan
     from lora_rocm.families.base import family_for
     from lora_rocm.families.clip import load_tokenizer
-    from lora_rocm.families.loading import Source
     from lora_rocm.recipe.load import load_recipe
     from lora_rocm.recipe.schema import DataSection, DataSource
-    from lora_rocm.run.layout import RunDir
-    from lora_rocm.run.report import write_report
-    from lora_rocm.run.status import status
+    from lora_rocm.report.report import write_report
+    from lora_rocm.rundir.layout import RunDir
 
     family = family_for(load_recipe("demo.yaml").recipe)
     components = {"unet": family.source.skeleton("unet")}
@@ -108,9 +108,9 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
 
     def as_dataset(path: Path) -> None:
         (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
-        for row, _ in rows.rows_of(source):
-            with contextlib.suppress(rows.UnreadableCell):
-                rows.picture_in(row)
+        for row, _ in hf_datasets.rows_of(source):
+            with contextlib.suppress(hf_datasets.UnreadableCell):
+                hf_datasets.picture_in(row)
 
     def as_run(path: Path) -> None:
         copy = Path(shutil.copytree(path, Path(tempfile.mkdtemp(dir=folder / "own")) / "run"))

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.host import archs
-from lora_rocm.host.quirks import release
-from lora_rocm.kernels import choice, proof
+from lora_rocm.checks import kernel_check
+from lora_rocm.hardware import archs
+from lora_rocm.kernels import backend
+from lora_rocm.rules.rule import release
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **ty
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name in WORDS | COUNTS},
     )
-    options = {"num_warps": warps, **choice.LAUNCH}
+    options = {"num_warps": warps, **backend.LAUNCH}
     text: str = triton.compile(source, target=GPUTarget("hip", arch, ARCHS[arch]), options=options).asm["amdgcn"]
     assert arch in text
     return text
@@ -142,7 +143,7 @@ def test_this_triton_compiles_for_the_cards_that_the_table_says(arch: str) -> No
     """By one kernel: a target is refused whatever the kernel is."""
     kernel = next(kernels())
     if is_refused(arch):
-        with pytest.raises(RuntimeError, match=proof.REFUSED):
+        with pytest.raises(RuntimeError, match=kernel_check.REFUSED):
             assembly(kernel[0], kernel[1], arch, kernel[2])
     else:
         assembly(kernel[0], kernel[1], arch, kernel[2])
@@ -150,7 +151,7 @@ def test_this_triton_compiles_for_the_cards_that_the_table_says(arch: str) -> No
 
 def test_the_table_knows_the_triton_that_is_installed() -> None:
     assert release(triton.__version__)[:2] in [series.version for series in archs.TRITON]
-    assert choice.triton_version() == triton.__version__
+    assert backend.triton_version() == triton.__version__
 
 
 @pytest.mark.slow
@@ -184,17 +185,17 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
         seen[self.fn.__name__] = options.get("enable_fp_fusion")
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
-    for case in proof.SMALL:
-        proof._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
+    for case in kernel_check.SMALL:
+        kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
     assert len(seen) == 11 and set(seen.values()) == {True}
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert choice.form_for(gpu) == "triton"
-    assert choice.form_for(gpu, triton=False) == choice.form_for(cpu) == "eager"
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    assert choice.form_for(gpu) == "eager"
+    assert backend.form_for(gpu) == "triton"
+    assert backend.form_for(gpu, triton=False) == backend.form_for(cpu) == "eager"
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert backend.form_for(gpu) == "eager"
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gfx: str, version: str) -> None:
@@ -203,7 +204,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, gfx: str, version: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = SimpleNamespace(gcnArchName=f"{gfx}:sramecc-:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(choice, "triton_version", lambda: version)
+    monkeypatch.setattr(backend, "triton_version", lambda: version)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +221,10 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
 ) -> None:
     said: list[str] = []
     on_gpu(monkeypatch, gfx, version)
-    monkeypatch.setattr(proof, "first_wrong", lambda *_: pytest.fail("it was compiled"))
+    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: pytest.fail("it was compiled"))
     for device in (torch.device("cuda"), torch.device("meta")):  # what is counted in memory is what will run
-        assert choice.form_for(device) == "eager"
-    assert not proof.trusted(torch.device("cuda"), torch.float16, said.append)
+        assert backend.form_for(device) == "eager"
+    assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
     assert len(said) == 1 and said[0].endswith(
         f"slower: Triton {version} compiles nothing for this GPU ({gfx}); {others}."
     )
@@ -232,4 +233,4 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
 @pytest.mark.parametrize(("gfx", "version"), [("gfx1030", "3.8.0"), ("gfx1030", "3.12.0"), ("gfx1299", "3.9.0")])
 def test_what_no_table_knows_is_tried(gfx: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, gfx, version)
-    assert choice.form_for(torch.device("cuda")) == "triton"
+    assert backend.form_for(torch.device("cuda")) == "triton"

@@ -10,7 +10,7 @@ import torch
 from lora_rocm.train.adapter import Adapter, inject
 from torch import Tensor, nn
 
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
@@ -18,8 +18,8 @@ from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, dense_weight, format_of, is_packed
-from lora_rocm.train.footprint import count, hollow_model
-from lora_rocm.train.offload import Offload
+from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.memory.offload import Offload
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")

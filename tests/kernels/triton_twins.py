@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.checks.kernel_check import FINGERPRINTS, SMALL, first_wrong
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
-from lora_rocm.kernels.proof import FINGERPRINTS, SMALL, first_wrong
 
 DEVICE, FEW = torch.device(sys.argv[1]), sys.argv[2:] == ["few"]
 

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.device.canary import Canary
-from lora_rocm.device.graph_check import capture_on_gpu
+from lora_rocm.checks.canary import Canary
+from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, MachineError, StateError
-from lora_rocm.host.changes import SEEN_OF_CODE
+from lora_rocm.memory import oom_recovery
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
-from lora_rocm.train import relief
+from lora_rocm.rules.mitigations import SEEN_OF_CODE
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
-from tests.device.test_frozen import Recorder
+from tests.checks.test_frozen_weights import Recorder
+from tests.memory.test_oom_recovery import FullAt
 from tests.optim.test_base import BLOCKED, FREE, everything, set_gradients
 from tests.train.test_loop import CPU, Corruptor, Rig, same
-from tests.train.test_relief import FullAt
 from tests.train.test_together import Ranks
 
 GPU = torch.device("cuda", 0)
@@ -95,7 +95,7 @@ def test_without_the_guard_the_same_bit_is_trained_on(monkeypatch: pytest.Monkey
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setattr(relief, "empty_pools", lambda: None)
+    monkeypatch.setattr(oom_recovery, "empty_pools", lambda: None)
     rig, mode = Rig(), FullAt(40)
     work_of = rig.trainer._work
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.base_models import loading
+from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.device.transfer import DeviceTransfer, Sent
 from lora_rocm.errors import ResumeError
-from lora_rocm.families import loading
-from lora_rocm.families.weightfiles import read_header
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import state
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint as state
 from lora_rocm.train.base_seal import broken, seals_of
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_run import DTYPES, make_recipe, start, write_material
+from tests.train.test_pipeline import DTYPES, make_recipe, start, write_material
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

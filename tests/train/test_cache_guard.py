@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.data import proven
-from lora_rocm.device.canary import Canary
+from lora_rocm.checks.canary import Canary
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import encoders
-from lora_rocm.host.settings import Settings
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.latent_cache import quarantine
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import guard, run
-from lora_rocm.train import start as start_facts
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import context as start_facts
+from lora_rocm.train import guard, pipeline
 from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
 from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
 from tests.train import test_guard
 from tests.train.test_guard import looks, recipe_of
-from tests.train.test_run import CPU
+from tests.train.test_pipeline import CPU
 
 material = test_guard.material
 IMAGES = 2
@@ -35,7 +35,7 @@ IMAGES = 2
 @pytest.fixture(autouse=True)
 def _all_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first entry on, so that one look decides about everything."""
-    monkeypatch.setattr(proven, "FIRST_HELD", proven.MOST_HELD)
+    monkeypatch.setattr(quarantine, "FIRST_HELD", quarantine.MOST_HELD)
 
 
 def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:
@@ -49,7 +49,7 @@ def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = 
         lambda event: on_progress(event["what"], event["done"]) if event["type"] == "cache" else None
     )
     try:
-        run.prepare_data(run.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
+        pipeline.prepare_data(pipeline.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
     finally:
         session.close()
 
@@ -95,7 +95,7 @@ class Later(Broken):
 def test_a_kernel_that_goes_wrong_in_the_middle_leaves_nothing_behind(
     material: Path, tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_rocm.data.progress.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("lora_rocm.dataset.progress.REPORT_EVERY_S", 0.0)
     with Later() as broken, pytest.raises(CanaryError) as caught:
         fill(material, tmp_path / "watched", broken.progress)
     assert caught.value.where.startswith("convolution") and not entries(tmp_path / "watched")
@@ -124,7 +124,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
         if what == "images" and done == 1:
             next(loaded[-1].parameters()).data.view(torch.int32).view(-1)[0] ^= 1
 
-    monkeypatch.setattr("lora_rocm.data.progress.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("lora_rocm.dataset.progress.REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(encoders, "load_vae", kept)
     with pytest.raises(CanaryError) as caught:
         fill(material, tmp_path, flip)

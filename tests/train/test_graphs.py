@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
-from lora_rocm.train.ledger import Ledger
 from tests.train.test_loop import Rig, same
 
 Replay = tuple[Callable[[], None], Passed]

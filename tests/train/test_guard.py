@@ -12,17 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.device.canary import Canary
+from lora_rocm.checks.canary import Canary
 from lora_rocm.errors import CanaryError, ExportError, NonFiniteError, StateError
+from lora_rocm.export import writers
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import export, state
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_run import bytes_of, make_recipe, start
+from tests.train.test_pipeline import bytes_of, make_recipe, start
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ class Later(Broken):
 def written(run_dir: Path) -> tuple[list[int], list[str]]:
     """Updates of the checkpoints that are whole, and the names of all LoRA files."""
     directory = RunDir(run_dir)
-    whole = [updates for updates, path in directory.list_checkpoints() if state.read(path) is not None]
+    whole = [updates for updates, path in directory.list_checkpoints() if checkpoint.read(path) is not None]
     return whole, sorted(path.name for path in run_dir.rglob("*lora*.safetensors"))
 
 
@@ -155,7 +156,7 @@ def test_without_the_canary_wrong_kernels_go_into_a_checkpoint(
         after_step(monkeypatch, 2, kernels.spoil)
         start(recipe_of(material), tmp_path / "run", stop_at=3)
     assert 4 in written(tmp_path / "run")[0]
-    poisoned, right = (state.read(RunDir(path).checkpoint(4)) for path in (tmp_path / "run", sound))
+    poisoned, right = (checkpoint.read(RunDir(path).checkpoint(4)) for path in (tmp_path / "run", sound))
     assert poisoned is not None and right is not None
     ours, theirs = poisoned.tensors("adapter"), right.tensors("adapter")
     assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -221,7 +222,7 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
     assert caught.value.where == "after 3 updates: exp_avg_sq" and caught.value.exit_code == 3
     assert written(run_dir) == ([2], ["lora-step00000002.safetensors"])
     with monkeypatch.context() as patch:
-        write = export.write
+        write = writers.write
 
         def spoiling(*given: Any) -> Any:
             digests = write(*given)
@@ -230,7 +231,7 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
             return digests
 
         trainers: list[Trainer] = []
-        patch.setattr(export, "write", spoiling)
+        patch.setattr(writers, "write", spoiling)
         after_step(patch, 3, trainers.append)
         with pytest.raises(StateError, match="average of the weights"):
             start(recipe, run_dir)
@@ -266,6 +267,6 @@ def test_without_the_look_state_that_is_not_finite_would_be_written(
     after_step(monkeypatch, 4, lambda trainer: poison(trainer, "exp_avg", float("nan")))
     with pytest.raises(ExportError):  # a step later the weights are of no use
         start(recipe_of(material), tmp_path / "run", stop_at=4)
-    poisoned = state.read(RunDir(tmp_path / "run").checkpoint(4))
+    poisoned = checkpoint.read(RunDir(tmp_path / "run").checkpoint(4))
     assert poisoned is not None
     assert any(tensor.isnan().any() for tensor in poisoned.tensors("optimizer").values())

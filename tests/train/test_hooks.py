@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Trainer
 from tests.train.test_loop import Corruptor, Rig, batches

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.data.batch import Batch
-from lora_rocm.data.shape import Shape
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.loader.batch import Batch
+from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
-from lora_rocm.train.relief import Relief
 
 CPU = torch.device("cpu")
 EFFECTIVE_BATCH, WIDTH = 4, 8

@@ -16,21 +16,22 @@ from torch import Tensor
 
 from lora_rocm.device.transfer import Clock, DeviceTransfer
 from lora_rocm.errors import NonFiniteError
-from lora_rocm.host.changes import SEEN_OF_CODE
-from lora_rocm.host.settings import Settings
+from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
-from lora_rocm.train import run, state
-from lora_rocm.train import start as start_facts
+from lora_rocm.rules.mitigations import SEEN_OF_CODE
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint as state
+from lora_rocm.train import context as start_facts
+from lora_rocm.train import pipeline
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
-from tests.train import test_run
+from tests.train import test_pipeline
 from tests.train.test_guard import after_step
-from tests.train.test_run import CPU, bytes_of, make_recipe
+from tests.train.test_pipeline import CPU, bytes_of, make_recipe
 
-material = test_run.material
+material = test_pipeline.material
 STEPS = 8
 
 Seen = list[tuple[int, list[str], float]]
@@ -83,8 +84,10 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
 
     session.readers.append(stop)
     try:
-        checkpoint = run.find_checkpoint(session, None)
-        return run.train(run.Start(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt))[0]
+        checkpoint = pipeline.find_checkpoint(session, None)
+        return pipeline.train(
+            pipeline.Start(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt)
+        )[0]
     finally:
         session.close()
 
@@ -226,12 +229,12 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
     shutil.copytree(stopped, tmp_path / "forgetful")
     assert start(recipe, stopped)  # it is saved: nobody has to say it again
     assert bytes_of(stopped) == bytes_of(straight)
-    restore = run._restore
+    restore = pipeline._restore
 
     def forgetful(*args: Any) -> Any:
         position = restore(*args)
         position.attempt = 0
         return position
 
-    monkeypatch.setattr(run, "_restore", forgetful)  # negative control
+    monkeypatch.setattr(pipeline, "_restore", forgetful)  # negative control
     assert start(recipe, tmp_path / "forgetful") and bytes_of(tmp_path / "forgetful") != bytes_of(straight)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_run import make_recipe, start
+from tests.train.test_pipeline import make_recipe, start
 
 skimage_data = pytest.importorskip("skimage.data", reason="scikit-image ships the photographs")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_rocm.host.files import write_atomic, write_json
+from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
 
 

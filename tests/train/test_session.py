@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import StoppedError
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.session import Session
-from tests.run.fake_run import step_fields
+from tests.supervisor.fake_run import step_fields
 
 START: dict[str, Any] = {
     "pid": 1,
@@ -65,7 +65,7 @@ def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
     program = (
         "import sys, time, json\n"
         "from pathlib import Path\n"
-        "from lora_rocm.run.layout import RunDir\n"
+        "from lora_rocm.rundir.layout import RunDir\n"
         "from lora_rocm.train.session import Session\n"
         "session = Session(RunDir(Path(sys.argv[1])), watch_parent=True)\n"
         "print(json.dumps(session.stop_requested()), flush=True)\n"

@@ -16,17 +16,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from lora_rocm.device.world import World
+from lora_rocm.device.process_group import World
 from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
-from lora_rocm.run.team import environments
-from lora_rocm.train import run, session, worker
-from lora_rocm.train.start import Data, Start
-from tests.train.test_run import make_recipe, write_material
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.worker_group import environments
+from lora_rocm.train import pipeline, session, worker
+from lora_rocm.train.context import Data, Start
+from tests.train.test_pipeline import make_recipe, write_material
 from tests.worlds import in_threads
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_what_is_of_one_process_may_differ(
     def load(*args: object) -> NoReturn:
         raise StoppedError("enough", "Here the test ends.")
 
-    monkeypatch.setattr(run, "load", load)
+    monkeypatch.setattr(pipeline, "load", load)
     own = str(material / "other cache") if key == "cache.dir" else 99.0
     ends = start([make_recipe(material, **SHORT), changed(material, key, own)])
     assert [(code, event["code"]) for code, event in ends] == [(StoppedError.exit_code, "enough")] * 2
@@ -150,7 +150,7 @@ def test_another_number_format_is_refused(material: Path, start: Pair, monkeypat
 
 def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same path on another machine, and what is there is not the same."""
-    prepare_data, caption = run.prepare_data, material / "pictures" / "bild 1.txt"
+    prepare_data, caption = pipeline.prepare_data, material / "pictures" / "bild 1.txt"
     before = caption.read_bytes()
 
     def elsewhere(begin: Start, family: ModelFamily) -> Data:
@@ -158,7 +158,7 @@ def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: py
             caption.write_text("another caption", encoding="utf-8")
         return prepare_data(begin, family)
 
-    monkeypatch.setattr(run, "prepare_data", elsewhere)
+    monkeypatch.setattr(pipeline, "prepare_data", elsewhere)
     try:
         ends = start([make_recipe(material, **SHORT)] * 2)
     finally:

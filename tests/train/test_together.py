@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batch import Batch
-from lora_rocm.device import world as module
+from lora_rocm.device import process_group as module
+from lora_rocm.device.process_group import World
 from lora_rocm.device.transfer import METHODS, DeviceTransfer
-from lora_rocm.device.world import World
 from lora_rocm.errors import MachineError, TransferError
-from lora_rocm.train import relief
+from lora_rocm.loader.batch import Batch
+from lora_rocm.memory import oom_recovery
+from tests.memory.test_oom_recovery import FullAt
 from tests.train.test_loop import EFFECTIVE_BATCH, Corruptor, Rig, batches, same
-from tests.train.test_relief import FullAt
 from tests.worlds import Spoil, in_threads
 
 STEPS = 6
@@ -112,7 +112,7 @@ def test_one_that_ends_takes_the_others_with_it() -> None:
 
 @pytest.mark.parametrize("at", [3, 40])
 def test_memory_that_runs_out_on_one_rank_costs_no_sample(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relief, "empty_pools", lambda: None)
+    monkeypatch.setattr(oom_recovery, "empty_pools", lambda: None)
     clean, ranks, mode = Ranks(2), Ranks(2), FullAt(at)
     clean.fit()
     trainer = ranks.rigs[1].trainer

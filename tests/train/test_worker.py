@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import session, worker
-from tests.run.fake_run import RECIPE
+from tests.supervisor.fake_run import RECIPE
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.data.workers import Group, WorkersFailed
-from lora_rocm.run.events import read_events
-from lora_rocm.run.incidents import trouble_of
-from lora_rocm.run.judge import changes_of
-from lora_rocm.run.layout import RunDir
-from tests.train.test_run import bytes_of, make_recipe, material, start, straight
+from lora_rocm.loader.worker_pool import Group, WorkersFailed
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.incidents import trouble_of
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.restart_policy import changes_of
+from tests.train.test_pipeline import bytes_of, make_recipe, material, start, straight
 
 __all__ = ["material", "straight"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from lora_rocm.host.environ import EnvPlan
-from lora_rocm.host.show import described
-from tests.host.situations import situation
-from tests.host.test_show import ROWS
+from lora_rocm.commands.env import described
+from lora_rocm.rules.environment import EnvPlan
+from tests.commands.test_env import ROWS
+from tests.hardware.situations import situation
 
 
 def test_cmd_reads_every_value_as_it_is(wine_environment: dict[str, str], tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.program import RECIPE, pictures
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from lora_rocm.base_models import storage_formats
+from lora_rocm.base_models.conversion import beside
+from lora_rocm.base_models.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
+from lora_rocm.base_models.safetensors_file import Header
 from lora_rocm.errors import ModelError
-from lora_rocm.families import stored
-from lora_rocm.families.conversion import beside
-from lora_rocm.families.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
 from lora_rocm.families.objectives import ddpm
-from lora_rocm.families.weightfiles import Header
-from lora_rocm.host.printable import printable
+from lora_rocm.foundation.terminal_text import printable
 
 UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000
@@ -138,9 +138,9 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
 def _check_component(source: Source, expected: Expected, name: str) -> str:
     """Refuse a component that is not what its config says; what is to be said of it, or nothing."""
     headers, prefix = source.weights(name)
-    stored.refuse_quantised_config(source.config_path(name), source.config(name))
+    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
     for header in headers:
-        stored.refuse_scaled(header.path, header.tensors)
+        storage_formats.refuse_scaled(header.path, header.tensors)
     found = source.look(name)
     where = headers[0].path
     if found.unread:
@@ -155,8 +155,8 @@ def _check_component(source: Source, expected: Expected, name: str) -> str:
         )
     entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
     read = set().union(*found.made_of.values())
-    stored.refuse_whole_numbers(where, entries, read)
-    return stored.rounding(name, [entries[key] for key in read])
+    storage_formats.refuse_whole_numbers(where, entries, read)
+    return storage_formats.rounding(name, [entries[key] for key in read])
 
 
 def _named_beside(source: Source, header: Header) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
-from lora_rocm.device.apply import vae_attention
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
+from lora_rocm.device.backend_settings import vae_attention
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.loading import Source
 
 ENCODING_VERSION = 1  # raised when the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger pictures are encoded and decoded in tiles (the VAE's own, overlapping and blended)

@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.data.cache import HashMemory
-from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.data.shape import Shape
+from lora_rocm.base_models.loading import WEIGHTS_MEMORY, Layout, Source, resolve
+from lora_rocm.base_models.random_weights import PREFIX, random_source
+from lora_rocm.base_models.safetensors_file import legacy_model_hash
+from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.entry_spec import TensorSpec
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.ldm import detect, fused_unet, keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.preview import draw_pictures
-from lora_rocm.families.loading import WEIGHTS_MEMORY, Layout, Source, resolve
 from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
-from lora_rocm.families.random_weights import PREFIX, random_source
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.spec import CheckpointSection
-from lora_rocm.families.weightfiles import legacy_model_hash
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lora_rocm.kernels.choice import Form, form_for
+from lora_rocm.kernels.backend import Form, form_for
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_rocm.device.apply import vae_attention
+from lora_rocm.base_models.loading import Source
+from lora_rocm.device.backend_settings import vae_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
-from lora_rocm.families.loading import Source
 from lora_rocm.families.objectives.base import LatentSpace
 
 BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lora_rocm.families.objectives.base import Draws, LatentSpace
 from lora_rocm.families.spec import CheckpointSection
-from lora_rocm.recipe.schema import DdpmSection, Recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.sections import DdpmSection
 
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # that the losses here know; diffusers knows more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.families.ldm.detect import SD, SD1, SD2, UNET_PREFIX, Expected
-from lora_rocm.families.loading import Source
-from lora_rocm.families.weightfiles import read_tensors
 
 EXPECTED_SD15 = Expected(
     title="Stable Diffusion 1.x",

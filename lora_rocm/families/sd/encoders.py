@@ -6,12 +6,12 @@ from functools import cached_property
 
 import torch
 
-from lora_rocm.data.entry_spec import CAPTION, EntrySpec, TensorSpec
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.ldm.encoders import CPU, ENCODING_VERSION, tokenizer_identity
-from lora_rocm.families.loading import Source
 
 
 class TextEncoder:

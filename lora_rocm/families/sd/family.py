@@ -14,11 +14,12 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionMod
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from lora_rocm.families import clip, conversion
+from lora_rocm.base_models import conversion
+from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm.encoders import VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
-from lora_rocm.families.loading import Layout, Part, Source
 from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
 

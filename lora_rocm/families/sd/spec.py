@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
-from lora_rocm.recipe.schema import DdpmSection, PathOrHubId
+from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
 
 WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
 

@@ -14,12 +14,13 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.families import clip, conversion
+from lora_rocm.base_models import conversion
+from lora_rocm.base_models.loading import Layout, Part
+from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import keys
 from lora_rocm.families.ldm.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
-from lora_rocm.families.loading import Layout, Part
 from lora_rocm.families.sdxl.detect import EXPECTED
 
 LAYOUT = Layout(

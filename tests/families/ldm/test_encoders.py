@@ -12,13 +12,13 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
-from lora_rocm.data.caption_length import lost_ends
-from lora_rocm.data.entry_spec import CAPTION, IMAGE
-from lora_rocm.data.proven import plain_door
+from lora_rocm.dataset.caption_length import lost_ends
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.ldm import encoders
 from lora_rocm.families.ldm.encoders import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")

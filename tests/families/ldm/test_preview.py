@@ -12,10 +12,10 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
-from lora_rocm.data.proven import plain_door
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.ldm import encoders, preview
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever

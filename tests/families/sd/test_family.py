@@ -12,15 +12,15 @@ import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor
 
-from lora_rocm.data.entry_spec import CAPTION
-from lora_rocm.data.proven import plain_door
-from lora_rocm.data.shape import Shape
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.loading import Source
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.sd.detect import TELLING_BIAS
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, Sd2, Sd15
+from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 from tests.tiny_sd import WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
 

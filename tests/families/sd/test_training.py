@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import RunDir
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
 from tests.families.sd.test_family import VERSIONS
 from tests.tiny_sd import SD_TARGETS, Version, write_tiny_sd
-from tests.train.test_run import make_recipe, start, write_material
+from tests.train.test_pipeline import make_recipe, start, write_material
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),

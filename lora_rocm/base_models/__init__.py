@@ -1,0 +1,1 @@
+"""Base models as files: formats, names of tensors, the hub, loading."""

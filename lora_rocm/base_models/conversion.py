@@ -1,0 +1,193 @@
+"""From the names in a file to a component's own, and what a file lacks or has too much of.
+
+Loading and checking use the same functions: checking hands them tensors of PyTorch's meta device, which have shapes and
+no bytes, made from a header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.loaders.single_file_utils import (
+    convert_ldm_clip_checkpoint,
+    convert_ldm_unet_checkpoint,
+    convert_ldm_vae_checkpoint,
+    convert_open_clip_checkpoint,
+)
+from torch import Tensor, nn
+
+from lora_rocm.base_models.safetensors_file import DTYPES, Header, TensorEntry
+from lora_rocm.foundation.terminal_text import printable
+
+State = dict[str, Tensor]
+Converter = Callable[[State, nn.Module], State]
+"""(tensors by their names in a one-file checkpoint, the component without weights) -> tensors by the component's names.
+
+A name that it needs and that is not there is a KeyError.
+"""
+
+TEXT_WRAPPER = "text_model."  # transformers before 5.6 and its saved files have it where later models do not
+OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+"""Of a VAE that diffusers 0.18 or older has saved."""
+OF_ORIGINAL_VAE = ".mid.block_1."  # in names of the original release; diffusers has mid_block
+
+# Ends of names, and parts of names, that come along with a component and that no computation reads.
+HARMLESS_ENDS = (
+    ".position_ids",
+    ".logit_scale",
+    "embedders.0.transformer.text_projection.weight",
+    "num_batches_tracked",
+    "cond_stage_model.model.text_projection",
+)
+HARMLESS_PARTS = (
+    "model_ema.",
+    "first_stage_model.loss.",
+    "first_stage_model.discriminator.",
+    "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x reads the layer before the last
+)
+HARMLESS_STARTS = ("loss.", "discriminator.")  # of a VAE in a file of its own
+# Beside the components of a checkpoint: what training left there, and what says how the model predicts.
+KNOWN_BESIDE = (
+    "model_ema.", "model_ema", "v_pred", "ztsnr", "denoiser.", "alphas_cumprod", "betas", "sqrt_", "log_one_minus",
+    "posterior_", "global_step", "logvar", "embedding_manager", "lvlb_weights", "scale_factor",
+)  # fmt: skip
+
+
+class UnfitError(ValueError):
+    """The tensors of a file do not make the component that its config describes; the text is a sentence."""
+
+
+def unet_of_ldm(state: State, module: nn.Module) -> State:
+    """The UNet in the layout of the original release."""
+    return dict(convert_ldm_unet_checkpoint(state, _config(module)))
+
+
+def vae_of_ldm(state: State, module: nn.Module) -> State:
+    """The VAE in the layout of the original release, or with diffusers' own names behind a prefix or none."""
+    if not any(OF_ORIGINAL_VAE in name for name in state):
+        return own_names(state, module)
+    return dict(convert_ldm_vae_checkpoint(state, _config(module)))
+
+
+def clip_of_ldm(state: State, module: nn.Module) -> State:
+    """The first text encoder in the layout of the original release."""
+    return own_names(convert_ldm_clip_checkpoint(state), module)
+
+
+def open_clip_of_ldm(prefix: str) -> Converter:
+    """The second text encoder in the layout of the original release, which fuses three matrices of each attention."""
+    return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
+
+
+def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
+    """Tensors of a folder, with names that older libraries wrote changed to those of today."""
+    expected = set(module.state_dict())
+    renamed = {}
+    for name, tensor in state.items():
+        ways = (name, name.removeprefix(TEXT_WRAPPER), TEXT_WRAPPER + name, _new_attention(name))
+        renamed[next((way for way in ways if way in expected), name)] = tensor
+    return renamed
+
+
+def _new_attention(name: str) -> str:
+    for old, new in OLD_ATTENTION.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _config(module: nn.Module) -> dict[str, Any]:
+    config: Any = module.config
+    return dict(config)
+
+
+def fitted(state: State, module: nn.Module) -> State:
+    """The tensors that a component takes.
+
+    Raises:
+        UnfitError: some are missing, or have another shape.
+    """
+    expected = module.state_dict()
+    missing = sorted(set(expected) - set(state))
+    if missing:
+        raise UnfitError(_count(missing, "missing"))
+    wrong = [name for name, tensor in expected.items() if state[name].shape != tensor.shape]
+    if wrong:
+        shapes = f"{tuple(state[wrong[0]].shape)}, not {tuple(expected[wrong[0]].shape)}"
+        raise UnfitError(f"{_count(wrong, 'of another shape')} ({shapes})")
+    return {name: state[name] for name in expected}
+
+
+def _count(names: Sequence[str], what: str) -> str:
+    said = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+    return f"{said} {what}, for example {printable(names[0]):.200}"
+
+
+def converted(state: State, module: nn.Module, converter: Converter) -> State:
+    """``converter``'s tensors.
+
+    Raises:
+        UnfitError: a tensor is missing without which it cannot begin.
+    """
+    try:
+        return converter(state, module)
+    except KeyError as error:
+        raise UnfitError(_count([str(error.args[0])], "missing")) from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """How the tensors of a component's files become the component.
+
+    unread: names in the files that nothing in the component comes from.
+    made_of: name in the component -> names in the files.
+    """
+
+    unread: tuple[str, ...]
+    made_of: Mapping[str, frozenset[str]]
+
+
+def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> Found:
+    """What loading these tensors would give, from their header alone.
+
+    Raises:
+        UnfitError: as ``converted`` and ``fitted``.
+    """
+    traced: State = {}
+    for name, entry in entries.items():
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta").as_subclass(_Traced)
+        tensor.sources = frozenset([name])
+        traced[name] = tensor
+    taken = fitted(converted(traced, module, converter), module)
+    made_of = {name: getattr(tensor, "sources", frozenset()) for name, tensor in taken.items()}
+    read = frozenset().union(*made_of.values())
+    return Found(tuple(name for name in sorted(entries) if name not in read and not harmless(name)), made_of)
+
+
+class _Traced(Tensor):
+    """A tensor that knows from which tensors it was computed."""
+
+    sources: frozenset[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, _Traced):
+            given = [arg for arg in args if isinstance(arg, _Traced)]
+            made.sources = frozenset().union(*(arg.sources for arg in given if hasattr(arg, "sources")))
+        return made
+
+
+def harmless(name: str) -> bool:
+    """Whether a tensor that no component reads is known, and means nothing."""
+    inside = any(part in name for part in HARMLESS_PARTS)
+    return inside or name.endswith(HARMLESS_ENDS) or name.startswith(HARMLESS_STARTS)
+
+
+def beside(header: Header, prefixes: Sequence[str]) -> list[str]:
+    """Names of tensors that belong to no component and are not known."""
+    return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

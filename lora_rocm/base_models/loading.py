@@ -1,0 +1,552 @@
+"""Where base weights come from, and how they are read: a folder, a one-file checkpoint, the hub, or the package.
+
+Only safetensors weights are ever read. Configs and headers come first: a model of another family, or one that lacks
+tensors, is refused before its gigabytes are touched. Files are read with plain reads, never mapped: a mapped file
+cannot be replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
+
+A component's identity covers every byte of its weights. It is made from what is read: of a component that is loaded,
+while it is loaded; of an encoder, whose entries in the cache may be all that is needed, by reading it for that alone,
+which is remembered by the versions of its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import ConfigMixin
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from lora_rocm.base_models import conversion, hub
+from lora_rocm.base_models.conversion import Converter, Found, UnfitError
+from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.errors import ModelError, StorageError
+from lora_rocm.foundation.bounded_read import FileVersion, read_plain
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+
+BUILTIN_PREFIX = "builtin:"
+PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+VARIANTS = (None, "fp16", "bf16")
+MAX_CONFIG_BYTES = 1 << 24
+MAX_CONFIG_NUMBER = 1 << 24  # the largest of any model here is a vocabulary of 262,208
+MAX_LAYERS = 2000  # that a config may describe; SDXL's UNet has 180 by the same count
+WEIGHTS_MEMORY = "weights.jsonl"
+DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
+# What the model libraries raise on a config or weights that are damaged or of another kind.
+UNFIT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+    StrictDataclassError,
+)
+NAMES_CODE = "_implementation"  # in keys of a config that choose how to compute; they may name code on the hub
+VOLATILE_CONFIG_KEYS = (
+    "_name_or_path",
+    "_diffusers_version",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_class_name",
+)
+
+
+class ModelChoice(Protocol):
+    """The part of a recipe's ``model`` section that says where the weights are."""
+
+    @property
+    def name_or_path(self) -> str: ...
+    @property
+    def config(self) -> str | None: ...
+    @property
+    def vae(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component: its class, and the prefix and layout of its tensors in a one-file checkpoint.
+
+    other_prefixes: it may have in a file of its own.
+    """
+
+    cls: type[Any]
+    prefix: str
+    from_single_file: Converter
+    other_prefixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a family's models consist of.
+
+    configs: packaged folder with the family's published configs, for one-file checkpoints.
+    tokenizers_repo: hub id that holds the family's tokenizers.
+    """
+
+    parts: Mapping[str, Part]
+    tokenizers: tuple[str, ...]
+    configs: Path
+    tokenizers_repo: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A base model that was found, with nothing loaded yet.
+
+    folder: configs (and, when ``single_file`` is None, weights) in one sub-folder a component.
+    """
+
+    name: str
+    layout: Layout
+    folder: Path
+    tokenizer_folder: Path | None
+    single_file: Path | None = None
+    vae: Path | None = None
+    memory: HashMemory | None = None
+    _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def single_header(self) -> Header | None:
+        return None if self.single_file is None else read_header(self.single_file)
+
+    def config(self, name: str) -> dict[str, Any]:
+        """The config of a component ("scheduler" too) as a dict.
+
+        Raises:
+            ModelError: config-missing, config-unreadable.
+        """
+        return read_config(self.config_path(name))
+
+    def config_path(self, name: str) -> Path:
+        """The file of a component's config."""
+        folder = self.folder / name
+        if name == "vae" and self.vae is not None and self.vae.is_dir():
+            folder = self.vae
+        return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
+
+    def weights(self, name: str) -> tuple[list[Header], str]:
+        """(headers of the files that hold a component, prefix of its tensors in them).
+
+        Raises:
+            ModelError: weights-missing, weights-damaged, pickle-refused and others.
+        """
+        part = self.layout.parts[name]
+        if name == "vae" and self.vae is not None:
+            if not self.vae.is_file():
+                return _headers(self.vae), ""
+            header = read_header(self.vae)
+            prefixes = (part.prefix, *part.other_prefixes)
+            return [header], next(
+                (each for each in prefixes if any(key.startswith(each) for key in header.tensors)), ""
+            )
+        if self.single_header is not None:
+            return [self.single_header], part.prefix
+        return _headers(self.folder / name), ""
+
+    def _converter(self, name: str) -> Converter:
+        """How the names in a component's files become its own."""
+        own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
+        in_one_file = own_file is not None and own_file.is_file()
+        return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
+
+    def settings(self, name: str) -> str:
+        """What a component's config says of it, as text."""
+        found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
+        return json.dumps(found, sort_keys=True)
+
+    def fingerprint(self, name: str) -> str:
+        """Identity of a component: its settings, and every byte of its weights."""
+        return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
+
+    def _digest(self, name: str) -> str:
+        if name not in self._digests:
+            headers, prefix = self.weights(name)
+            version = WeightsVersion(prefix, tuple(header.version for header in headers))
+            known = self._recalled(version)
+            if known is None:
+                known = digest(headers, lambda key: key.startswith(prefix))
+                self._remember(version, known)
+            self._digests[name] = known
+        return self._digests[name]
+
+    def _recalled(self, version: WeightsVersion) -> str | None:
+        with contextlib.suppress(StorageError):  # then it is read
+            return self.memory.recall(version) if self.memory is not None else None
+        return None
+
+    def _remember(self, version: WeightsVersion, sha256: str) -> None:
+        if self.memory is not None:
+            with contextlib.suppress(StorageError):  # it is read again next time
+                self.memory.remember(version, sha256)
+
+    def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
+        """Load one component: frozen, in eval mode, in memory of its own.
+
+        Args:
+            name: of the component.
+            dtype: of the numbers that stay dense.
+            device: where it lies afterwards.
+            weights: in which the layers are stored.
+
+        Raises:
+            ModelError: weights-damaged, weights-unfit, pickle-refused.
+            StorageError: weights-changed.
+        """
+        headers, prefix = self.weights(name)
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
+        self._require_digest(name, headers, prefix, sha256)
+        with self._explained(name):
+            module = self._hollow(name)
+            state = conversion.converted(tensors, module, self._converter(name))
+            module.load_state_dict(conversion.fitted(state, module), assign=True)
+        module.requires_grad_(False)
+        weights.pack(module)
+        return module.to(device).eval()
+
+    def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
+        """Note the digest of what was loaded; what was thought to be in the files before has to be that.
+
+        Raises:
+            StorageError: weights-changed. The new digest is remembered, so that another start uses it.
+        """
+        before = self._digests.setdefault(name, sha256)
+        if before != sha256:
+            self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
+            raise StorageError(
+                "weights-changed",
+                f"The weights of {name} are not those that were read before. Where neither their size nor the times of "
+                "their file changed, it is damaged or was altered.",
+                where=", ".join(str(header.path) for header in headers),
+                fix="Check the file (download it again if nobody changed it), then run the same command again.",
+            )
+
+    def look(self, name: str) -> Found:
+        """What loading a component would give, from its config and the headers of its files.
+
+        Raises:
+            ModelError: weights-unfit: tensors are missing or have other shapes.
+        """
+        headers, prefix = self.weights(name)
+        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
+        with self._explained(name):
+            return conversion.look(entries, self._hollow(name), self._converter(name))
+
+    def files(self) -> list[Path]:
+        """All files that the base consists of, as far as they are on this machine."""
+        found = [
+            self.folder / "model_index.json",
+            *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
+        ]
+        found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
+        for name in self.layout.tokenizers if self.tokenizer_folder is not None else ():
+            found += sorted((self.tokenizer_folder / name).glob("*"))
+        return sorted({path for path in found if path.is_file()})
+
+    def _hollow(self, name: str) -> nn.Module:
+        """A component's structure from its config; its weights are on the meta device.
+
+        Raises:
+            ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
+        """
+        cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
+        require_bounded(found, path)
+        config = {key: value for key, value in found.items() if not key.endswith(NAMES_CODE)}
+        made: nn.Module
+        try:
+            with init_empty_weights():
+                known = issubclass(cls, ConfigMixin)
+                made = cls.from_config(config) if known else cls(cls.config_class.from_dict(config))
+        except UNFIT_ERRORS as error:
+            if out_of_memory(error):
+                raise
+            raise ModelError(
+                "config-unfit",
+                f"No {name} can be made from its config: {' '.join(str(error).split())[:200] or type(error).__name__}",
+                where=str(path),
+                fix=DOWNLOAD_AGAIN,
+            ) from error
+        return made
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """What the model libraries raise, as an error with a remedy."""
+        try:
+            yield
+        except UNFIT_ERRORS as error:
+            if out_of_memory(error):
+                raise
+            raise _unfit(self.name, name, error) from error
+
+    def skeleton(self, name: str) -> nn.Module:
+        """A component's structure from its config: its weights have their shapes, are zero, and take no memory.
+
+        They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
+
+        Raises:
+            ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
+        """
+        module = self._hollow(name)
+        for owner in module.modules():
+            for key, parameter in list(owner.named_parameters(recurse=False)):
+                hollow = torch.zeros(()).expand(parameter.shape)
+                owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
+        return module
+
+    def tokenizer_path(self, name: str) -> Path:
+        """Folder of a tokenizer; for a one-file checkpoint without ``model.config`` the hub (or its cache) is asked.
+
+        Raises:
+            ModelError: tokenizer-missing.
+        """
+        folder, reason = self.tokenizer_folder, ""
+        if folder is None:
+            patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
+            try:
+                folder = hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir())
+            except ModelError as error:
+                reason = f" {error.what}"
+        if folder is not None and (folder / name).is_dir():
+            return folder / name
+        raise ModelError(
+            "tokenizer-missing",
+            f"The model comes without {name}, and none was found elsewhere.{reason}",
+            where=f"model.name_or_path: {self.name}",
+            fix=f"Set model.config to a folder with {' and '.join(self.layout.tokenizers)} "
+            f"(as in {self.layout.tokenizers_repo}).",
+        )
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """By what the digest of a component's weights is remembered."""
+
+    prefix: str
+    files: tuple[FileVersion, ...]
+
+    @property
+    def identity(self) -> list[Any]:
+        return ["weights", self.prefix, [astuple(file) for file in self.files]]
+
+    @property
+    def changed_ns(self) -> int:
+        """When a file changed last."""
+        return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
+
+
+def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None) -> Source:
+    """Find a base model by what the recipe says; looks at the network only for a hub id that is not cached.
+
+    Args:
+        choice: the recipe's ``model`` section.
+        layout: the family's.
+        memory: where digests of weights are remembered.
+
+    Raises:
+        ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others, each with a remedy.
+    """
+    name = choice.name_or_path
+    vae = None if choice.vae is None else _vae_path(choice.vae)
+    path = Path(os.path.expanduser(name))  # pathlib raises at unknown users and at names too long for the file system
+    whole = name.startswith(BUILTIN_PREFIX) or os.path.isdir(path) or hub.looks_like_id(name)
+    if choice.config is not None and whole and not os.path.isfile(path):
+        raise ModelError(
+            "config-unused",
+            "A config folder is for a single-file checkpoint; this model brings its own.",
+            where=f"model.config: {choice.config} (model.name_or_path: {name})",
+            fix="Take model.config out, or give the checkpoint file.",
+        )
+    if name.startswith(BUILTIN_PREFIX):
+        folder = builtin_folder(name)
+    elif os.path.isfile(path):
+        _refuse_other_files(path, "model.name_or_path")
+        configs = None if choice.config is None else _existing_folder(choice.config, "model.config")
+        has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
+        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae, memory)
+    elif os.path.isdir(path):
+        folder = path
+    elif hub.looks_like_id(name):
+        folder = hub.download_model(name, choice.revision, tuple(layout.parts), layout.tokenizers)
+    else:
+        raise ModelError(
+            "model-missing",
+            "There is no such folder or file.",
+            where=f"model.name_or_path: {name}",
+            fix="Give a diffusers folder, a .safetensors file, a hub id, or builtin:tiny-sdxl.",
+        )
+    return Source(name, layout, folder, folder, None, vae, memory)
+
+
+def builtin_folder(name: str) -> Path:
+    """The folder of a model that ships with the package: ``builtin:tiny-sdxl`` lies in ``builtin/tiny_sdxl``."""
+    folder = Path(str(resources.files("lora_rocm.builtin"))) / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(
+            "model-missing",
+            "No such model ships with the package.",
+            where=f"model.name_or_path: {name}",
+            fix="The one that does is builtin:tiny-sdxl.",
+        )
+    return folder
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON config as a dict.
+
+    Raises:
+        ModelError: config-missing, config-unreadable.
+    """
+    try:
+        config = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            "config-unreadable",
+            f"A config file of the model is not readable: {error}",
+            where=str(path),
+            fix=DOWNLOAD_AGAIN,
+        ) from error
+    if not isinstance(config, dict):
+        what = "A config file of the model holds no object."
+        raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
+    return config
+
+
+def require_bounded(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a config that describes what no model is, before minutes and memory go into building it.
+
+    Raises:
+        ModelError: config-absurd.
+    """
+    for key, value in config.items():
+        largest = max((abs(number) for number in _numbers(value)), default=0)
+        if largest > MAX_CONFIG_NUMBER:
+            raise _absurd(path, f"{key} is {largest:.6g}")
+    blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
+    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")]
+    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + most[2]
+    if layers > MAX_LAYERS:
+        raise _absurd(path, f"it describes {layers:,.0f} layers")
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """The numbers in a value of a config, at any depth."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, int | float) and not isinstance(part, bool):
+            yield part
+        parts += part.values() if isinstance(part, dict) else _listed(part)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _most(value: object) -> float:
+    return max(_numbers(value), default=0)
+
+
+def _absurd(path: Path, what: str) -> ModelError:
+    return ModelError(
+        "config-absurd",
+        f"A config file of the model describes what no model has: {what}.",
+        where=str(path),
+        fix=DOWNLOAD_AGAIN,
+    )
+
+
+def _vae_path(name: str) -> Path:
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
+        _refuse_other_files(path, "model.vae")
+        return path
+    folder = _existing_folder(name, "model.vae")
+    return folder / "vae" if (folder / "vae").is_dir() else folder
+
+
+def _existing_folder(name: str, key: str) -> Path:
+    path = Path(os.path.expanduser(name))
+    if not os.path.isdir(path):
+        what = "This is a file, not a folder." if os.path.exists(path) else "There is no such folder."
+        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
+    return path
+
+
+def _refuse_other_files(path: Path, key: str) -> None:
+    """Refuse a file that is given as weights and is no safetensors file."""
+    _refuse_pickle(path)
+    if path.suffix.lower() != ".safetensors":
+        fix = "Give a .safetensors file."
+        raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
+
+
+def _refuse_pickle(path: Path) -> None:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise ModelError(
+            "pickle-refused",
+            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
+            where=str(path),
+            fix="Use the .safetensors edition of the model, which nearly every publisher offers.",
+        )
+
+
+def _headers(folder: Path) -> list[Header]:
+    """Headers of a component's weight files in a diffusers folder; float32 files come first."""
+    for stem in WEIGHT_STEMS:
+        for variant in VARIANTS:
+            tail = "" if variant is None else f".{variant}"
+            index = folder / f"{stem}.safetensors.index{tail}.json"
+            if index.is_file():
+                return [read_header(folder / name) for name in indexed(read_config(index), index)]
+            if (folder / f"{stem}{tail}.safetensors").is_file():
+                return [read_header(folder / f"{stem}{tail}.safetensors")]
+    for path in sorted(folder.glob("*")):
+        _refuse_pickle(path)
+    raise ModelError(
+        "weights-missing",
+        "There are no safetensors weights here.",
+        where=str(folder),
+        fix="Download the model again, with its .safetensors files.",
+    )
+
+
+def _unfit(model: str, name: str, error: object) -> ModelError:
+    reason = str(error)
+    if not isinstance(error, UnfitError):
+        first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
+        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # what follows is advice to programmers
+    return ModelError(
+        "weights-unfit",
+        f"The weights of {name} do not fit its config: {reason}.",
+        where=f"model.name_or_path: {model}",
+        fix=DOWNLOAD_AGAIN,
+    )

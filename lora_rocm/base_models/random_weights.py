@@ -1,0 +1,75 @@
+"""Base models of random numbers: the structure of a real one, and nothing to download. For benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.loading import BUILTIN_PREFIX, Layout, Source, builtin_folder
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+
+PREFIX = "random:"
+POOL = (1 << 24) + 43  # random numbers, of which all weights are made: drawing each would take a CPU minutes
+TINY = f"{BUILTIN_PREFIX}tiny-sdxl"
+
+
+class RandomSource(Source):
+    """A base whose weights are normal numbers, small as a fresh layer's, the same at each load; norms are one."""
+
+    def fingerprint(self, name: str) -> str:
+        """Identity of a component: its settings."""
+        return f"random-{json.dumps(self.config(name), sort_keys=True)}"
+
+    def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
+        """One component: frozen, in eval mode."""
+        pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
+        module, at = self.skeleton(name), 0
+        for owner in module.modules():
+            for key, hollow in list(owner.named_parameters(recurse=False)):
+                weight = _weight(hollow.shape, key, pool_N, at)
+                owner.register_parameter(key, nn.Parameter(weight.to(device), requires_grad=False))
+                at = (at + weight.numel()) % POOL
+        weights.pack(module)
+        return module.to(device).eval()
+
+    def files(self) -> list[Path]:
+        """The configs."""
+        return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]
+
+    def tokenizer_path(self, name: str) -> Path:
+        """The tiny model's, which ships with the package: weights that mean nothing need no other words."""
+        return builtin_folder(TINY) / name
+
+
+def random_source(name: str, layout: Layout) -> RandomSource:
+    """The structure of a model that ships with the package or lies in a folder here; else the family's published one.
+
+    Args:
+        name: the prefix, and what the recipe has as ``model.name_or_path``.
+        layout: the family's.
+    """
+    model = name.removeprefix(PREFIX)
+    path, folder = Path(os.path.expanduser(model)), layout.configs
+    if model.startswith(BUILTIN_PREFIX):
+        folder = builtin_folder(model)
+    elif all(os.path.isfile(path / part / "config.json") for part in layout.parts):
+        folder = path
+    return RandomSource(name, layout, folder, None)
+
+
+def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
+    """A new tensor: pieces of the pool from a place on, with the spread of a fresh layer."""
+    if len(shape) < 2:
+        return torch.full(shape, float(key == "weight"), dtype=pool_N.dtype)
+    spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=pool_N.dtype)
+    done = 0
+    while done < len(flat_N):
+        count = min(len(flat_N) - done, len(pool_N) - at)
+        torch.mul(pool_N[at : at + count], spread, out=flat_N[done : done + count])
+        done, at = done + count, 0
+    return flat_N.view(shape)

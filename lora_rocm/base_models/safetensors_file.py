@@ -1,0 +1,332 @@
+"""Safetensors files read by hand: header, plain reads (never a mapped file), and the digest of their content.
+
+Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification).
+
+A digest covers every byte. Tensors are read and hashed by a few threads at once, so that it costs a load next to
+nothing: hashlib and reads let other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from torch import Tensor
+
+from lora_rocm.errors import ModelError, StorageError, UserError
+from lora_rocm.foundation.bounded_read import FileVersion, check_plain
+from lora_rocm.foundation.terminal_text import printable
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+Looked = TypeVar("Looked")
+MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
+MAX_DIMENSIONS = 8
+READERS = 4  # threads: enough for a fast disk, and few enough that a slow one does not seek all the time
+RUN_BYTES = 64 << 20  # read by one thread in one go
+PIECE_BYTES = 4 << 20  # read, then hashed while it is in the processor's cache
+KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: ``begin`` and ``end`` are offsets in the file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one safetensors file. version: of the file when the header was read."""
+
+    path: Path
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    version: FileVersion
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        entry = self.tensors.get(name)
+        return None if entry is None else entry.shape
+
+
+def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> UserError:
+    """The error of a safetensors file that is not whole."""
+    return error(
+        "weights-damaged",
+        f"This safetensors file is damaged: {reason}.",
+        where=str(path),
+        fix="Download or copy the file again; a broken download is the usual cause.",
+    )
+
+
+def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
+    """Read and check a header: the sizes must add up to the size of the file.
+
+    Raises:
+        ModelError: weights-damaged, or weights-unreadable (``error`` names another branch of the tree).
+    """
+    try:
+        size = check_plain(path, sys.maxsize)
+        with path.open("rb") as file:
+            version = FileVersion.of(path, os.fstat(file.fileno()))
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise damaged(path, "it ends inside its header", error)
+            raw = file.read(length)
+    except OSError as problem:
+        raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
+    try:
+        fields = json.loads(raw, object_pairs_hook=_without_doubles)
+        metadata = fields.pop("__metadata__", {})
+        tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise TypeError("metadata are texts")
+        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise damaged(path, "its header is not readable", error) from problem
+    strange = sorted({entry.dtype for entry in tensors.values()} - set(DTYPES))
+    if strange:
+        raise error(
+            "weights-format",
+            f"This file holds numbers in a format that is not read here: {printable(strange[0]):.40}.",
+            where=str(path),
+            fix="Use an edition of the file in float16, bfloat16 or float32.",
+        )
+    _check_spans(path, tensors, 8 + length, size, error)
+    return Header(path, tensors, metadata, version)
+
+
+def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+    begin, end = value["data_offsets"]
+    shape = value["shape"]
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
+        raise ValueError("sizes are whole numbers, and few")
+    if not isinstance(value["dtype"], str):
+        raise TypeError("a number format is a name")
+    return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")  # readers differ in which of them counts
+    return found
+
+
+def _check_spans(
+    path: Path, tensors: dict[str, TensorEntry], data_start: int, size: int, error: type[UserError]
+) -> None:
+    """Every byte of the data belongs to one tensor, and every tensor has the bytes that its shape needs."""
+    at = data_start
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.end - entry.begin:
+            raise damaged(path, f"the size of {printable(name):.100} does not fit its shape", error)
+        if entry.begin != at:
+            raise damaged(path, "its tensors overlap or leave a gap", error)
+        at = entry.end
+    if at != size:
+        raise damaged(path, f"it has {size:,} bytes, which is not what its header says", error)
+
+
+def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
+    """The names of the files in an index of weights: all beside it, for nothing else belongs to the model.
+
+    Raises:
+        ModelError: it names something else.
+    """
+    named = index.get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else []
+    if not names or not all(
+        isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
+    ):
+        raise damaged(path, "it does not name files beside it")
+    return sorted(set(names))
+
+
+def read_tensors(
+    header: Header, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
+) -> dict[str, Tensor]:
+    """Read tensors with plain reads into memory of their own, in the order of the file.
+
+    Raises:
+        ModelError: weights-damaged, when the file ends early.
+    """
+    tensors = {}
+    entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
+    with header.path.open("rb") as file:
+        for name, entry in entries:
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            if tensor.numel():
+                file.seek(entry.begin)
+                if (
+                    file.readinto(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+                    != entry.end - entry.begin
+                ):
+                    raise damaged(header.path, f"it ends inside {name}", error)
+            tensors[name] = tensor
+    return tensors
+
+
+def read_hashed(
+    headers: Sequence[Header], wanted: Callable[[str], bool], convert: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Tensor], str]:
+    """Tensors in memory of their own, each converted as soon as it is read, and the digest of what was read.
+
+    Raises:
+        ModelError: weights-damaged.
+        StorageError: weights-changed: a file is not the one whose header was read.
+    """
+
+    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> tuple[str, Tensor]:
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+        sha256 = hashlib.sha256()
+        file.seek(entry.begin)
+        for start in range(0, len(place), PIECE_BYTES):
+            piece = place[start : start + PIECE_BYTES]
+            _fill(file, piece, header, name)
+            sha256.update(piece)
+        return sha256.hexdigest(), convert(tensor)
+
+    found = _by_threads(headers, wanted, look)
+    return {name: tensor for name, (_, tensor) in found.items()}, _combined(
+        headers, {name: sha256 for name, (sha256, _) in found.items()}
+    )
+
+
+def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:
+    """A sha256 (hex) over every byte of the tensors, their names, number formats and shapes.
+
+    How the tensors are spread over files makes no difference.
+
+    Raises:
+        ModelError: weights-damaged.
+        StorageError: weights-changed.
+    """
+
+    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
+        sha256, left = hashlib.sha256(), entry.end - entry.begin
+        place = memoryview(bytearray(min(left, PIECE_BYTES)))
+        file.seek(entry.begin)
+        while left:
+            piece = place[:left]
+            _fill(file, piece, header, name)
+            sha256.update(piece)
+            left -= len(piece)
+        return sha256.hexdigest()
+
+    return _combined(headers, _by_threads(headers, wanted, look))
+
+
+def _combined(headers: Iterable[Header], sha256_of: Mapping[str, str]) -> str:
+    combined = hashlib.sha256()
+    entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+    for name, sha256 in sorted(sha256_of.items()):
+        entry = entries[name]
+        combined.update(json.dumps([name, entry.dtype, entry.shape, sha256]).encode("ascii"))
+    return combined.hexdigest()
+
+
+def _fill(file: BinaryIO, place: memoryview, header: Header, name: str) -> None:
+    if file.readinto(place) != len(place):  # type: ignore[attr-defined]
+        raise damaged(header.path, f"it ends inside {name}")
+
+
+def _by_threads(
+    headers: Sequence[Header],
+    wanted: Callable[[str], bool],
+    look: Callable[[BinaryIO, Header, str, TensorEntry], Looked],
+) -> dict[str, Looked]:
+    """What ``look`` makes of every tensor, by name; the files are the same before and after."""
+
+    def through(header: Header, names: Sequence[str]) -> list[Looked]:
+        try:
+            with header.path.open("rb") as file:
+                _require_version(header, os.fstat(file.fileno()))
+                return [look(file, header, name, header.tensors[name]) for name in names]
+        except OSError as problem:
+            what = f"Cannot read the file: {problem.strerror}."
+            raise ModelError("weights-unreadable", what, where=str(header.path)) from problem
+
+    found: dict[str, Looked] = {}
+    pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1))
+    try:
+        runs = [(header, names) for header in headers for names in _runs(header, wanted)]
+        pieces = [(header, names, pool.submit(through, header, names)) for header, names in runs]
+        for header, names, piece in pieces:
+            for name, looked in zip(names, piece.result(), strict=True):
+                if name in found:
+                    raise damaged(header.path, f"{printable(name):.100} is in another file of the model, too")
+                found[name] = looked
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for header in headers:
+        try:
+            with header.path.open("rb") as file:  # asked by name, Windows may call the same file by another number
+                _require_version(header, os.fstat(file.fileno()))
+        except OSError as problem:
+            raise _changed(header) from problem
+    return found
+
+
+def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
+    """Names of tensors that lie side by side, as many as one thread reads in one go."""
+    entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
+    names: list[str] = []
+    num_bytes = 0
+    for name, entry in entries:
+        if names and num_bytes + entry.end - entry.begin > RUN_BYTES:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += entry.end - entry.begin
+    if names:
+        yield names
+
+
+def _require_version(header: Header, found: os.stat_result) -> None:
+    """Refuse a file that was changed since its header was read. Its rights and links may have changed."""
+    now = FileVersion.of(header.path, found)
+    before = header.version
+    if (now.num_bytes, now.changed_ns, now.inode) != (before.num_bytes, before.changed_ns, before.inode):
+        raise _changed(header)
+
+
+def _changed(header: Header) -> StorageError:
+    return StorageError(
+        "weights-changed",
+        "This file changed while it was being read.",
+        where=str(header.path),
+        fix="Wait until nothing writes it any more, then run the same command again.",
+    )
+
+
+def legacy_model_hash(path: Path) -> str:
+    """The short hash that A1111 and kohya show for a checkpoint: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
+    with path.open("rb") as file:
+        file.seek(KOHYA_HASH_OFFSET)
+        return hashlib.sha256(file.read(KOHYA_HASH_BYTES)).hexdigest()[:8]

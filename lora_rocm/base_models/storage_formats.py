@@ -1,0 +1,94 @@
+"""How a base's numbers are stored: forms that nothing here reads are refused by name, and rounding is told.
+
+A quantised or scaled weight is a number only together with its scale. Read alone it is noise of the right shape, on
+which training runs to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.base_models.safetensors_file import TensorEntry
+from lora_rocm.errors import ModelError
+from lora_rocm.foundation.terminal_text import printable
+
+# (part of a tensor's name, what stores weights so); the first that is found names the form.
+SCALED = (
+    (".quant_state.", "bitsandbytes in 4 bits"),
+    (".absmax", "bitsandbytes in 4 bits"),
+    (".SCB", "bitsandbytes in 8 bits"),
+    (".qweight", "GPTQ or AWQ"),
+    (".qzeros", "GPTQ or AWQ"),
+    (".comfy_quant", "ComfyUI's quantised form"),
+    ("scaled_fp8", "ComfyUI's scaled fp8"),
+    (".scale_weight", "ComfyUI's scaled fp8"),
+    (".weight_scale", "scaled int8 or fp8"),
+    (".input_scale", "scaled int8 or fp8"),
+    (".scale_input", "ComfyUI's scaled fp8"),
+    (".weight._data", "quanto"),
+    (".weight._scale", "quanto"),
+)
+QUANTISED_KEYS = ("quantization_config", "compression_config")
+WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+ROUNDED = {"F8_E4M3": "fp8 (e4m3), which has 4 significant bits", "F8_E5M2": "fp8 (e5m2), which has 3 significant bits"}
+USE_ANOTHER = "Use the edition of the model in float16, bfloat16 or float32."
+
+
+def refuse_scaled(path: Path, names: Iterable[str]) -> None:
+    """Refuse weights that come with scales.
+
+    Raises:
+        ModelError: weights-quantised.
+    """
+    named = list(names)
+    for part, form in SCALED:
+        for name in named:
+            if part in name:
+                raise _quantised(form, f"{path}: {printable(name):.200}")
+
+
+def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a component whose config says that its weights are quantised.
+
+    Raises:
+        ModelError: weights-quantised.
+    """
+    for key in QUANTISED_KEYS:
+        found = config.get(key)
+        if found is not None:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise _quantised(printable(str(method or "a method that it does not name"))[:40], f"{path}: {key}")
+
+
+def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: Iterable[str]) -> None:
+    """Refuse weights that are whole numbers where the component has fractions.
+
+    Raises:
+        ModelError: weights-quantised.
+    """
+    wrong = sorted(name for name in names if entries[name].dtype in WHOLE_NUMBERS)
+    if wrong:
+        form = f"whole numbers ({entries[wrong[0]].dtype}) without a scale"
+        raise _quantised(form, f"{path}: {printable(wrong[0]):.200} ({len(wrong)} in all)")
+
+
+def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
+    """A sentence where weights have fewer bits than any training precision has; else nothing (empty)."""
+    found = sorted({entry.dtype for entry in entries} & ROUNDED.keys())
+    if not found:
+        return ""
+    return (
+        f"The base's {component} is stored as {ROUNDED[found[0]]}: it is trained on as it is, rounded. An edition in "
+        "float16 or bfloat16 is nearer to the original."
+    )
+
+
+def _quantised(form: str, where: str) -> ModelError:
+    return ModelError(
+        "weights-quantised",
+        f"The weights of this model are quantised ({form}), which nothing here reads.",
+        where=where,
+        fix=USE_ANOTHER,
+    )

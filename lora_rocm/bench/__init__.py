@@ -1,0 +1,1 @@
+"""The heavy children of ``lora-rocm bench``."""

@@ -1,0 +1,143 @@
+"""The same model, LoRA and optimizer on inputs that lie on the device, with no trainer around: what a step must cost.
+
+Plain modules of diffusers and PEFT, all of it in the base's number format, no autocast, PyTorch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lora_rocm.adapters.kinds import kind_for
+from lora_rocm.adapters.targets import either
+from lora_rocm.bench.setup import Bench
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.loop import seed_for
+
+WARM_UP = 3
+COMPILED_LIMIT = 256  # forms of one block's code: widths, and what PEFT makes of each
+EAGER, CAPTURED, COMPILED = "bare, eager", "bare, captured", "bare, compiled and captured"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run of ours hands to the bare loop.
+
+    Attributes:
+        batch, draws: a micro-batch and its noise, on the host.
+        layers: the names of those to adapt, by component.
+        recomputes: the run computes all activations again, be it that the recipe asked for it, that the memory plan
+            chose it, or that a step ran out of memory.
+    """
+
+    batch: Tensors
+    draws: Tensors
+    layers: Mapping[str, Sequence[str]]
+    recomputes: bool
+
+
+def inputs_of(bench: Bench) -> Inputs:
+    """The first micro-batch of a run, and how it computes now."""
+    trainer = bench.trainer
+    batch = next(trainer.open_batches(0))
+    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch.positions]
+    layers: dict[str, list[str]] = {}
+    for component, path, _ in bench.artifacts.adapter.modules.values():
+        layers.setdefault(component, []).append(path)
+    tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+    return Inputs(tensors, trainer.family.objective.draw(tensors, seeds).tensors, layers, trainer.relief.recomputes)
+
+
+class BareStep:
+    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` says rank and scale."""
+
+    def __init__(
+        self, family: ModelFamily, recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str
+    ) -> None:
+        self.family = family
+        self.model: LoadedModel = family.load(dtype, torch.device("cpu"))
+        self.model.device = device
+        parameters: list[nn.Parameter] = []
+        for name, component in self.model.components.items():
+            parameters += _adapt(component, inputs.layers.get(name, ()), recipe, dtype)
+            component.to(device).train()
+            if inputs.recomputes and name not in family.text_components:
+                _checkpointed(component, draws=recipe.lora.dropout > 0)
+            if how == COMPILED:
+                _compiled(component)
+        self.batch = {name: tensor.to(device) for name, tensor in inputs.batch.items()}
+        self.draws = {name: tensor.to(device) for name, tensor in inputs.draws.items()}
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=recipe.optim.learning_rate, fused=True, capturable=device.type == "cuda" and how != EAGER
+        )
+
+    def __call__(self) -> None:
+        loss_B = losses(self.family, self.model, self.batch, self.draws)
+        self.loss: Tensor = loss_B.mean()
+        self.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """What replays a step as one graph.
+
+    Raises:
+        RuntimeError: it cannot be captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@contextmanager
+def compiling(wanted: bool) -> Iterator[None]:
+    """Where blocks are compiled: each shape by itself, and what was compiled is forgotten at the end."""
+    if not wanted:
+        yield
+        return
+    import torch._dynamo  # takes seconds
+
+    try:
+        with torch._dynamo.config.patch(cache_size_limit=COMPILED_LIMIT, automatic_dynamic_shapes=False):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: torch.dtype) -> list[nn.Parameter]:
+    if not paths:
+        return []
+    inject_adapter_in_model(kind_for(recipe.lora).config(recipe.lora, either(paths)), component)
+    found = [parameter for parameter in component.parameters() if parameter.requires_grad]
+    for parameter in found:
+        parameter.data = parameter.data.to(dtype)
+    return found
+
+
+def _checkpointed(component: Any, draws: bool) -> None:
+    """The blocks that diffusers would. Without ``draws`` no random state is read, which capturing forbids."""
+    component.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=draws))
+
+
+def _compiled(component: Any) -> None:
+    """The blocks that diffusers names as repeated; text encoders have none."""
+    if getattr(component, "_repeated_blocks", None):
+        component.compile_repeated_blocks(fullgraph=True, dynamic=False)

@@ -1,0 +1,60 @@
+"""The heavy child of ``lora-rocm bench``: ``python -m lora_rocm.bench.device_child transfer|compute JOB.json``.
+
+Says what it measures as events, one JSON object a line of standard output: ``machine`` once, then for each row
+``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which it was, and
+goes on after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.bench import compute, copies
+from lora_rocm.bench.pcie import address_of
+from lora_rocm.device.allocator import device_budget
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device, describe
+from lora_rocm.hardware.settings import settings_from
+from lora_rocm.rundir.events import emit
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured, for the head of table and file. ``gpus``: name and PCI address of each."""
+    on_gpu = device.type == "cuda"
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
+    return {
+        "device": describe(device),
+        "gpu": on_gpu,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "budget_bytes": device_budget(device) if on_gpu else None,
+        "integrated": bool(getattr(found[0], "is_integrated", 0)) if found else None,
+        "gpus": [{"name": gpu.name, "address": address_of(gpu)} for gpu in found],
+    }
+
+
+def main() -> int:
+    """Do one job; what is not foreseen ends with a traceback on standard error, which the parent reads."""
+    tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    device = choose_device("auto")
+    apply(settings_from(os.environ), device)  # what is measured is what trains
+    emit("machine", **machine(device))
+    if tool == "transfer":
+        copies.run(device, job["start"])
+    else:
+        compute.run(device, job["start"], job["shapes"])
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

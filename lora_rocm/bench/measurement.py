@@ -1,0 +1,253 @@
+"""The figures of ``bench step``: of our own run, and of the bare loop beside it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.bench.bare_loop import CAPTURED, COMPILED, EAGER, BareStep, Inputs, captured, compiling
+from lora_rocm.bench.marks import LOSS, SEND, STEP, Marks
+from lora_rocm.bench.op_counts import count_step, first_flops
+from lora_rocm.bench.profile import summary, traced
+from lora_rocm.bench.setup import Bench
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.families.base import family_for
+from lora_rocm.recipe.schema import Recipe
+
+MIN_WARM_UP, MAX_WARM_UP = 5, 60
+EDGES = 2  # the first and the last step of a window are not like those between: not counted
+PARTS_STEPS, TRACED_STEPS, FLAGGED_STEPS = 5, 3, 2
+MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}
+MATMUL_CALLS = {"cuda": 30, "cpu": 3}
+EVENT_PARTS = ("loading", "copy", "check", "wait")
+FLAGGED = "called a synchronizing"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How long to measure, and where traces go (kept only where ``profile``)."""
+
+    steps: int
+    profile: bool
+    folder: Path
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Floating point operations a second of a large square matrix product, warmed up."""
+    side = MATMUL_SIDE[device.type]
+    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    seconds = stepped(lambda: torch.mm(one, other), MATMUL_CALLS[device.type], device, MATMUL_CALLS[device.type])
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {"side": side, "dtype": dtype_name, "per_second": 2.0 * side**3 / statistics.fmean(seconds)}
+
+
+def stepped(run: Callable[[], object], count: int, device: torch.device, warm_up: int) -> list[float]:
+    """Seconds of each of ``count`` calls that follow each other, after a warm-up; on a GPU by its own clock."""
+    on_gpu = device.type == "cuda"
+    for _ in range(warm_up):
+        run()
+
+    def mark() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    marks = [mark()]
+    for _ in range(count):
+        run()
+        marks.append(mark())
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    pairs = zip(marks, marks[1:], strict=False)
+    return [begin.elapsed_time(end) / 1e3 if on_gpu else end - begin for begin, end in pairs]
+
+
+def free() -> None:
+    """Give back all memory that nothing holds any more, and begin to look for its peak anew."""
+    gc.collect()
+    empty_pools()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure_ours(bench: Bench, wanted: Wanted, matmul: Figures) -> Figures:
+    """All figures of a run before its first step.
+
+    The peak is that of all steps, from the first: a replayed graph asks the allocator for nothing.
+    """
+    device = bench.start.device
+    free()
+    held = _held(device)
+    flops = first_flops(bench)
+    warm_up = _warm_up(bench)
+    bench.make_steps(warm_up)
+    events = bench.make_steps(wanted.steps + EDGES)[1:-1]
+    train = bench.start.recipe.train
+    figures = {
+        **times([event["step_s"] for event in events], train.batch_size * train.gradient_accumulation_steps),
+        **_peaks(device, held),
+        "warm_up_steps": warm_up + 1,
+        "flops": flops,
+        "parts_s": _parts(bench),
+        "profile": _profiled(lambda: bench.make_steps(TRACED_STEPS), TRACED_STEPS, device, wanted, "lora-rocm"),
+    }
+    if device.type == "cuda":
+        figures["flagged_waits"] = flagged_waits(lambda: bench.make_steps(FLAGGED_STEPS)) / FLAGGED_STEPS
+    else:
+        counts = count_step(bench)[0]
+        figures["counts"] = counts.to_json()
+        figures["profile"]["waits"] = counts.waits
+    return with_rates({**figures, **_kept(bench), "incidents": bench.incidents}, flops, matmul)
+
+
+def measure_bare(
+    recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str, wanted: Wanted
+) -> Figures:
+    """Figures of the bare loop; without accumulation, so that a step is one micro-batch.
+
+    Raises:
+        RuntimeError: it cannot be captured or compiled here, or memory ran out.
+    """
+    free()
+    with compiling(how == COMPILED):
+        step = BareStep(family_for(recipe), recipe, inputs, dtype, device, how)
+        free()
+        held = _held(device)
+        run = captured(step) if how in (CAPTURED, COMPILED) else step
+        seconds = stepped(run, wanted.steps, device, MIN_WARM_UP)
+        figures = {
+            **times(seconds, recipe.train.batch_size),
+            **_peaks(device, held),
+            "warm_up_steps": MIN_WARM_UP,
+            "recomputes": inputs.recomputes,
+            "profile": _profiled(lambda: _times(run, TRACED_STEPS), TRACED_STEPS, device, wanted, how),
+        }
+        return figures | {"idle_s": idle_s(figures)}
+
+
+def variants(against: str | None, device: torch.device) -> Sequence[str]:
+    """The bare loops to measure: eager everywhere, captured on a GPU, compiled where asked for."""
+    if against is None:
+        return ()
+    if device.type != "cuda":
+        return (EAGER,)
+    return (EAGER, CAPTURED, COMPILED) if against == "bare-compiled" else (EAGER, CAPTURED)
+
+
+def times(seconds: Sequence[float], samples: int) -> Figures:
+    """Median, 95th percentile and mean of a step, and samples a second by the mean."""
+    ordered = sorted(seconds)
+    mean = statistics.fmean(ordered)
+    return {
+        "steps": len(ordered),
+        "median_s": statistics.median(ordered),
+        "p95_s": ordered[max(0, -(-95 * len(ordered) // 100) - 1)],
+        "mean_s": mean,
+        "samples": samples,
+        "samples_per_s": samples / mean,
+    }
+
+
+def with_rates(figures: Figures, flops: int, matmul: Mapping[str, Any]) -> Figures:
+    """Also what the step reaches of the rate of a matrix product, and how long the device had nothing to do."""
+    rate = flops / figures["median_s"]
+    return {**figures, "flops_per_s": rate, "of_matmul": rate / matmul["per_second"], "idle_s": idle_s(figures)}
+
+
+def idle_s(figures: Mapping[str, Any]) -> float | None:
+    """Time of a step, without the profiler, in which the device did nothing; None where it was not seen."""
+    busy_s: float | None = figures["profile"]["busy_s"]
+    return None if busy_s is None else max(0.0, figures["median_s"] - busy_s)
+
+
+def flagged_waits(run: Callable[[], object]) -> int:
+    """How often PyTorch itself says that a call waits for the GPU (events that are waited for it does not name)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum(FLAGGED in str(warning.message) for warning in caught)
+
+
+def _kept(bench: Bench) -> Figures:
+    """What the steps did to need less memory: parts of a micro-batch, and blocks recomputed or offloaded."""
+    relief, memory = bench.trainer.relief, bench.artifacts.memory
+    blocks = len(bench.trainer.family.blocks(bench.trainer.model))
+    recomputed, offloaded = (0, blocks * memory.offloads)
+    if memory.plan is not None:
+        recomputed, offloaded = len(memory.plan.recomputed), len(memory.plan.offloaded)
+    return {
+        "parts": relief.parts,
+        "recomputes": relief.recomputes,
+        "blocks": blocks,
+        "recomputed_blocks": blocks if relief.recomputes else recomputed,
+        "offloaded_blocks": offloaded,
+    }
+
+
+def _warm_up(bench: Bench) -> int:
+    """So many that each size of picture has come often enough to be captured."""
+    sizes = len(bench.data.prepared.facts.bucket_counts)
+    return MIN_WARM_UP if sizes <= 1 else min(MAX_WARM_UP, max(MIN_WARM_UP, 3 * bench.data.plan.steps_per_epoch + 1))
+
+
+def _parts(bench: Bench) -> dict[str, float]:
+    """Part of a step -> seconds. Loader and verdict by the host's clock, all else by the device's."""
+    marks, trainer = Marks(bench.start.device), bench.trainer
+    with ExitStack() as stack:
+        for owner, method, name in (
+            (trainer.transfer, "send", SEND),
+            (trainer.engine, "losses", LOSS),
+            (trainer.optimizer, "step", STEP),
+        ):
+            stack.enter_context(marks.around(owner, method, name))
+        events = bench.make_steps(PARTS_STEPS + EDGES)
+    found = {name: statistics.fmean(event[f"{name}_s"] for event in events[1:-1]) for name in EVENT_PARTS}
+    return found | {name: seconds / len(events) for name, seconds in marks.seconds().items()}
+
+
+def _profiled(run: Callable[[], object], steps: int, device: torch.device, wanted: Wanted, name: str) -> Figures:
+    path = wanted.folder / f"{name.replace(', ', '-').replace(' ', '-')}.trace.json.gz"
+    found = summary(traced(run, device, path), steps)
+    if wanted.profile:
+        found["trace"] = str(path)
+    else:
+        path.unlink()
+        del found["top"]
+    return found
+
+
+def _times(run: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        run()
+
+
+def _held(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _peaks(device: torch.device, held: int | None) -> Figures:
+    on_gpu = device.type == "cuda"
+    return {
+        "held_bytes": held,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+    }

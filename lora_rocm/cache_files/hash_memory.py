@@ -1,0 +1,162 @@
+"""The hashes of files, remembered by what a file is known by: path, size, times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lora_rocm.errors import storage_error
+from lora_rocm.foundation.files import make_folder, open_in_place
+
+if TYPE_CHECKING:
+    pass
+
+
+MAX_LINE_BYTES = 1 << 16
+
+
+SHA256_BYTES = 32
+
+
+SETTLED_S = 2.0  # a file changed this recently could change again within one tick of its time stamp
+
+
+def marks_of(found: os.stat_result) -> tuple[int, int, int]:
+    """What a file is known by, besides its name; see ``FileState``."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What a file is known by: as long as these are the same, so are its bytes.
+
+    inode_changed_ns: files that come out of one archive have the same times, and those without compression the same
+    sizes; of two that exchange their names this alone tells (on Windows it is the time at which the file was made).
+    """
+
+    path: str
+    num_bytes: int
+    changed_ns: int
+    inode_changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Of a file now.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        return cls(str(file.absolute()), *marks_of(file.stat()))
+
+    @property
+    def identity(self) -> list[Any]:
+        return [self.path, self.num_bytes, self.changed_ns, self.inode_changed_ns]
+
+
+class State(Protocol):
+    """What is remembered by: changes whenever the bytes do. changed_ns: when they did."""
+
+    @property
+    def identity(self) -> list[Any]: ...
+    @property
+    def changed_ns(self) -> int: ...
+
+
+class HashMemory:
+    """SHA-256 of files, remembered by (absolute path, size, times of change) in ``hashes.jsonl``, which only grows.
+
+    The file is read when it is first asked. Each line carries a digest of itself: one that was torn by a crash or
+    damaged is skipped, and its file is hashed again. ``recall`` may be called in any thread once ``begin`` was.
+    """
+
+    def __init__(self, root: Path, name: str = "hashes.jsonl") -> None:
+        self.path = root / name
+        self._known: dict[bytes, bytes] | None = None
+
+    def begin(self) -> dict[bytes, bytes]:
+        """Read what is remembered, once."""
+        if self._known is None:
+            self._known = self._read()
+        return self._known
+
+    def recall(self, state: State) -> str | None:
+        """The hash (hex) of a file that has been in this state before."""
+        known = self.begin().get(_digest(state.identity))
+        return known.hex() if known is not None else None
+
+    def remember(self, state: State, sha256: str) -> None:
+        """Keep the hash of what was read from a file after it was found in this state; of two the last counts.
+
+        Raises:
+            StorageError: the memory cannot be written.
+        """
+        known, digest = self.begin(), _digest(state.identity)
+        if known.get(digest) != bytes.fromhex(sha256) and time.time() - state.changed_ns / 1e9 > SETTLED_S:
+            known[digest] = bytes.fromhex(sha256)
+            self._append(remembered_line(state, sha256))
+
+    def sha256(self, file: Path) -> str:
+        """The hash of a file's bytes, read only if the file is new or changed.
+
+        Raises:
+            OSError: the file cannot be read.
+            StorageError: the memory cannot be written.
+        """
+        state = FileState.of(file)
+        known = self.recall(state)
+        if known is not None:
+            return known
+        with file.open("rb") as opened:
+            computed = hashlib.file_digest(opened, "sha256").hexdigest()
+        self.remember(state, computed)
+        return computed
+
+    def _read(self) -> dict[bytes, bytes]:
+        known = {}
+        try:
+            with self.path.open("rb") as file:
+                for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                    try:
+                        *identity, sha256, digest = json.loads(line)
+                        content = bytes.fromhex(sha256)
+                    except (ValueError, TypeError, RecursionError):
+                        continue
+                    if digest == _line_digest(identity, sha256) and len(content) == SHA256_BYTES:
+                        known[_digest(identity)] = content
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+        return known
+
+    def _append(self, line: bytes) -> None:
+        try:
+            make_folder(self.path.parent)
+            with open_in_place(self.path) as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # torn by a crash
+                        file.write(b"\n")
+                file.write(line)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+
+def remembered_line(state: State, sha256: str) -> bytes:
+    """A line of the memory of hashes."""
+    line = [*state.identity, sha256, _line_digest(state.identity, sha256)]
+    return json.dumps(line).encode("ascii") + b"\n"
+
+
+def _digest(identity: list[Any]) -> bytes:
+    """A short name for a file's state: a million of them take little memory."""
+    return hashlib.blake2b(json.dumps(identity).encode("ascii"), digest_size=16).digest()
+
+
+def _line_digest(identity: list[Any], sha256: Any) -> str:
+    return _digest([*identity, sha256]).hex()

@@ -1,0 +1,319 @@
+"""Looking after a cache folder: what it holds, what is damaged, what can go. Light, and one entry at a time in memory.
+
+Only what the cache itself writes is touched, told by place and name; links are never followed. It may be done beside a
+run: what is deleted while that run wants it costs the run nothing but encoding it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from pathlib import Path
+
+import psutil
+
+from lora_rocm.cache_files import entry_file
+from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, check_place, read_entry, read_header
+from lora_rocm.dataset.entry_spec import ENTRY_NAME as ENTRY_KIND
+from lora_rocm.errors import MachineError, UserError, storage_error
+from lora_rocm.foundation.files import is_folder, is_link
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.foundation.units import size_text
+
+ENTRY_NAME = re.compile(r"([0-9a-f]{40})(?:-([1-9][0-9]{0,8}))?\.safetensors")
+TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}(?:-[0-9]{1,9})?\.safetensors\.([0-9]{1,9})(?:\.[0-9a-f]{8})?\.tmp")
+KEY_START = re.compile("[0-9a-f]{2}")
+KNOWN_KINDS = ("image", "text")
+MANIFESTS = "manifests"
+MANIFEST_NAME = re.compile(r"([0-9a-f]{40})")
+MANIFEST_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}\.([0-9]{1,9})\.[0-9a-f]{8}\.tmp")
+OLD_TEMPORARY_S = 3600
+FRESH_TEMPORARY_S = 60  # its writer may be on another machine that shares the folder
+DAY_S = 86400
+MAX_NAMED = 100
+GOOD, BAD, UNREADABLE, LINK, OLDER, NEWER = "good", "bad", "unreadable", "no plain file", "older", "newer"
+NEVER_DELETED = (UNREADABLE, LINK, NEWER)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of an entry; ``number`` counts its repairs."""
+
+    path: Path
+    kind: str
+    key: str
+    number: int
+    found: os.stat_result
+    state: str
+    why: str = ""
+
+
+def stats(folder: Path) -> str:
+    """Number and size of the files of each kind in a cache folder.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    _check_folder(folder)
+    kinds: dict[str, list[int]] = {}
+    for place, _, names in os.walk(folder):
+        inside = Path(place).relative_to(folder).parts
+        for name in names:
+            with contextlib.suppress(OSError):  # a run may just have renamed it
+                kinds.setdefault(inside[0] if inside else "(top)", []).append(os.lstat(Path(place, name)).st_size)
+    lines = [
+        f"  {printable(kind)}: {len(sizes)} files, {size_text(sum(sizes))}" for kind, sizes in sorted(kinds.items())
+    ]
+    total = sum(sum(sizes) for sizes in kinds.values())
+    return "\n".join([f"{_shown(folder)}: {size_text(total)}", *lines])
+
+
+def verify(folder: Path, say: Say) -> int:
+    """Read every entry, compare its bytes with its fingerprints, and name the bad ones.
+
+    Returns:
+        Exit code: that of a fault of the machine where an entry is bad or unreadable and no good one stands in for it.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    counts: Counter[str] = Counter()
+    for files in _entries(folder, say):
+        healthy = any(file.state == GOOD for file in files)
+        for file in files:
+            wrong = file.state in (BAD, UNREADABLE, LINK)
+            counts["replaced" if wrong and healthy else file.state] += 1
+            if wrong and not healthy:
+                counts["named"] += 1
+                if counts["named"] <= MAX_NAMED:
+                    say(f"{file.state}: {_shown(file.path)}: {printable(file.why)}")
+    if counts["named"] > MAX_NAMED:
+        say(f"... and {counts['named'] - MAX_NAMED} more")
+    bad, unreadable = counts[BAD] + counts[LINK], counts[UNREADABLE]
+    summary = f"{_shown(folder)}: {counts[GOOD]} good, {bad} bad, {unreadable} unreadable"
+    for state, words in (("replaced", "damaged before and replaced"), (OLDER, "of older"), (NEWER, "of newer")):
+        if counts[state]:
+            versions = "" if state == "replaced" else " versions of the program"
+            summary += f", {counts[state]} {words}{versions}"
+    say(summary)
+    if bad or unreadable:
+        say("None of them is ever trained on: the next run that wants one encodes it again.")
+    if bad or counts["replaced"]:
+        say("To delete damaged files: lora-rocm cache prune")
+    return MachineError.exit_code if bad or unreadable else 0
+
+
+@dataclass
+class Pruning:
+    """Deletes and counts; with ``dry`` it only counts."""
+
+    dry: bool
+    freed_bytes: int = 0
+    done: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+
+    def delete(self, path: Path, found: os.stat_result, why: str) -> None:
+        """Delete a file that is still the one that was looked at."""
+        if self._do(path, found, path.unlink):
+            self._count(found, why)
+
+    def move(self, file: File, target: Path, over: File | None) -> bool:
+        """Give a good entry an earlier name, over a file that is to go; whether it has that name now."""
+        moved = self._do(file.path, file.found, lambda: os.replace(file.path, target))
+        if moved and over is not None:
+            self._count(over.found, over.state)
+        return moved
+
+    def _count(self, found: os.stat_result, why: str) -> None:
+        self.done[why] += 1
+        self.freed_bytes += found.st_size
+
+    def _do(self, path: Path, found: os.stat_result, change: Callable[[], None]) -> bool:
+        try:
+            now = path.lstat()
+            if (now.st_ino, now.st_size, now.st_mtime_ns) != (found.st_ino, found.st_size, found.st_mtime_ns):
+                self.left["changed meanwhile"] += 1
+                return False
+            if not self.dry:
+                change()
+        except FileNotFoundError:
+            return False
+        except PermissionError:  # Windows: somebody has it open
+            self.left["in use, or not yours to delete"] += 1
+            return False
+        except OSError as error:
+            raise storage_error(error, path) from error
+        return True
+
+
+def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> None:
+    """Delete what killed writers left, bad and superfluous entries, and with a limit those that no run wanted lately.
+
+    Raises:
+        UserError: there is no such folder.
+        StorageError: the folder cannot be written.
+    """
+    pruning, now = Pruning(dry_run), time.time()
+    oldest = None if older_than_days is None else now - older_than_days * DAY_S
+    for files in _entries(folder, say):
+        _prune_entry(pruning, files, oldest)
+    for place in _places(folder):
+        for path, pid in _matching(place, TEMPORARY_NAME):
+            _prune_temporary(pruning, path, int(pid[1]), now)
+    _prune_manifests(pruning, folder / MANIFESTS, oldest, now)
+    words = {
+        BAD: "bad",
+        GOOD: "second copies",
+        OLDER: "of older versions",
+        "unused": f"not used for {older_than_days or 0:g} days",
+        "temporary": "left by writers that were killed",
+    }
+    parts = [f"{pruning.done[why]} {text}" for why, text in words.items() if pruning.done[why]]
+    would = "Would free" if dry_run else "Freed"
+    say(f"{_shown(folder)}: {would} {size_text(pruning.freed_bytes)}: {', '.join(parts) or 'nothing to delete'}")
+    if pruning.left:
+        say("Left alone: " + ", ".join(f"{number} {why}" for why, number in sorted(pruning.left.items())))
+
+
+def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) -> None:
+    """Of the files of one entry only the newest good one stays, under the first name that is free for it.
+
+    A run looks for an entry's names from the first on and stops at the first gap; so none is left.
+    """
+    good = [file for file in files if file.state == GOOD]
+    unused = bool(good) and oldest is not None and max(file.found.st_mtime for file in good) < oldest
+    keep = good[-1] if good and not unused else None
+    stays = [file for file in files if file.state in NEVER_DELETED]
+    for file in stays:
+        pruning.left[file.state] += 1
+    goes = {file.number: file for file in files if file is not keep and file not in stays}
+    if keep is not None:
+        free = next(number for number in count() if number not in {file.number for file in stays})
+        if free < keep.number:
+            if not pruning.move(keep, _named(keep, free), goes.get(free)):
+                return
+            goes.pop(free, None)
+    for file in goes.values():
+        pruning.delete(file.path, file.found, "unused" if file.state == GOOD and unused else file.state)
+
+
+def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
+    """What large datasets came to (``latent_cache/manifest.py``): without one the next start takes longer, no more."""
+    if not is_folder(folder):
+        return
+    for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
+        _prune_temporary(pruning, path, int(pid[1]), now)
+    for path, _ in _matching(folder, MANIFEST_NAME):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat()
+            if oldest is not None and found.st_mtime < oldest and stat.S_ISREG(found.st_mode):
+                pruning.delete(path, found, "unused")
+
+
+def _prune_temporary(pruning: Pruning, path: Path, pid: int, now: float) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    age_s = now - found.st_mtime
+    abandoned = age_s > OLD_TEMPORARY_S or (age_s > FRESH_TEMPORARY_S and not psutil.pid_exists(pid))
+    if abandoned and stat.S_ISREG(found.st_mode):
+        pruning.delete(path, found, "temporary")
+
+
+def _named(file: File, number: int) -> Path:
+    return file.path.with_name(f"{file.key}{f'-{number}' if number else ''}.safetensors")
+
+
+def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
+    """The files of each entry, in the order of their repairs, looked at one after the other."""
+    _check_folder(folder)
+    for kind in _kinds(folder):
+        if is_link(folder / kind):
+            say(f"{_shown(folder / kind)} is a link and is not followed: give its target's folder with --dir")
+    for place in _places(folder):
+        named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
+        named.sort(key=lambda pair: (pair[1][1], int(pair[1][2] or 0)))
+        for key, group in groupby(named, key=lambda pair: pair[1][1]):
+            looked = [_look(path, place.parent.name, key, int(match[2] or 0)) for path, match in group]
+            files = [file for file in looked if file is not None]
+            if files:
+                yield files
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """The folders that hold entries, without following links."""
+    for kind in _kinds(folder):
+        if not is_link(folder / kind):
+            yield from (path for path, _ in _matching(folder / kind, KEY_START) if is_folder(path))
+
+
+def _kinds(folder: Path) -> list[str]:
+    """Names of the folders of entries: known ones, and those with a file that says it is an entry of that name."""
+    found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
+    return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]
+
+
+def _has_entry(place: Path) -> bool:
+    for part, _ in _matching(place, KEY_START):
+        for path, match in _matching(part, ENTRY_NAME) if is_folder(part) else ():
+            with contextlib.suppress(OSError, CacheEntryBad):
+                check_place(read_header(path), place.name, match[1])
+                return True
+    return False
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    """What lies in a folder and has such a name, in order.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    return [(folder / name, match) for name in names if (match := pattern.fullmatch(name))]
+
+
+def _look(path: Path, kind: str, key: str, number: int) -> File | None:
+    """One file, read and checked; nothing where it is gone meanwhile."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return File(path, kind, key, number, found, LINK, "it is a folder, a link or a device")
+    state, why = GOOD, ""
+    try:
+        header, content = read_entry(path)
+        check_place(header, kind, key)
+        check_bytes(header, content)
+        if header.spec_version != entry_file.SPEC_VERSION:
+            state = OLDER if header.spec_version < entry_file.SPEC_VERSION else NEWER
+    except CacheEntryBad as error:
+        state, why = BAD, str(error)
+    except OSError as error:
+        state, why = UNREADABLE, error.strerror or str(error)
+    return File(path, kind, key, number, found, state, why)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        fix = "Give the folder of cache.dir with --dir."
+        raise UserError("no-cache", "There is no cache folder here.", where=str(folder.absolute()), fix=fix)
+
+
+def _shown(path: Path) -> str:
+    return printable(str(path.absolute()))

@@ -1,0 +1,148 @@
+"""The canary: calculations whose answers are known, made again and again while a run goes on.
+
+Kernels that give wrong answers without a word are known on consumer AMD cards (ROCm#6461, ROCm#6595,
+rocm-libraries#9962), and what was right at the start can go wrong later (a driver that has recovered from a fault,
+memory that has worn). The checks are those of the self-test, in the shapes, the number format and by the attention of
+the run; the frozen weights on the device are compared with what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lora_rocm.checks.frozen_weights import CapturedFingerprints
+from lora_rocm.checks.graph_check import Capture, captured_sums
+from lora_rocm.checks.selftest_attention import attention
+from lora_rocm.checks.selftest_base import DTYPES, WrongAnswerError, judge, poison, whole_numbers
+from lora_rocm.checks.selftest_maths import convolution, products
+from lora_rocm.device.torch_errors import machine_error
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import CanaryError
+
+SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
+"""The problems are scaled by the next one at each look (no precision is lost): the answer of the look before is wrong
+now, also where it goes with the square."""
+SUM_LIMIT = 64  # so that no sum of these whole numbers, in whatever order, leaves what float32 holds exactly
+GRAPH = "captured graph"
+NAMED = 3  # how many changed weights an error names
+STEPS_ARE_LOST = (
+    "Steps made since this was last found right cannot be trusted, and nothing was written from them; the last "
+    "checkpoint was written right after a look that found all well."
+)
+ENTRIES_ARE_LOST = "Nothing that was encoded since this was last found right was kept."
+
+
+@dataclass
+class Canary:
+    """Looks whether kernels and frozen weights are still what they were.
+
+    Attributes:
+        dtype: the number format of the run.
+        rank: of the recipe's LoRA.
+        transfer: the door that the frozen weights came through.
+        weights: what those are.
+        consequence: what it means for the run if one of them is not right.
+        capture: what captures a graph, where the run replays such; else None.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    transfer: DeviceTransfer
+    weights: str = "base weights"
+    consequence: str = STEPS_ARE_LOST
+    capture: Capture | None = None
+    _looks: int = field(default=0, init=False)
+    _fingerprints: CapturedFingerprints | None = field(default=None, init=False)
+
+    def failure(self) -> CanaryError | None:
+        """What is wrong, or None; waits for the device. Neither generators nor switches are left changed."""
+        scale = SCALES[self._looks % len(SCALES)]
+        self._looks += 1
+        with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
+            for name, run in self._kernels(scale):
+                try:
+                    run()
+                except WrongAnswerError as error:
+                    what = "A calculation whose answer is known came out wrong"
+                    return self._failed("canary-kernel", what, name, error)
+            try:
+                changed = self._changed(scale)
+            except (WrongAnswerError, RuntimeError) as error:
+                if self.capture is None or machine_error(error) is not None:
+                    raise
+                return self.graph_failure(error)
+        if not changed:
+            return None
+        told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
+        return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
+
+    def graph_failure(self, detail: object) -> CanaryError:
+        """The error for a graph of this run that does not compute right."""
+        return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, detail)
+
+    def _changed(self, scale: float) -> list[str]:
+        """Names of the frozen weights that have changed. Where the run uses graphs one is tried, and then used here."""
+        if self.capture is None:
+            self._fingerprints = None  # with the memory of its graph
+            return self.transfer.changed()
+        captured_sums(self.device, self.dtype, scale, self.capture)
+        self._fingerprints = self._fingerprints or CapturedFingerprints(self.capture)
+        return self.transfer.changed(self._fingerprints)
+
+    @property
+    def checks(self) -> list[str]:
+        """The names of what is looked at."""
+        graph = [GRAPH] if self.capture else []
+        return [*(name for name, _ in self._kernels(1.0)), *graph, self.weights]
+
+    def _failed(self, code: str, what: str, name: str, detail: object) -> CanaryError:
+        return CanaryError(
+            code,
+            f"{what}. {self.consequence}",
+            where=f"{name}: {detail}",
+            fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
+            + (" Or set runtime.graphs: off." if code == "canary-graph" else ""),
+        )
+
+    def _kernels(self, scale: float) -> Iterator[tuple[str, Callable[[], None]]]:
+        device, rank = self.device, self.rank
+        dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+        rows, width, channels, queries = (512, 320, 32, 257) if device.type == "cuda" else (48, 40, 4, 33)
+        library = torch.backends.cudnn.enabled
+        lora = {  # x @ down.T @ up.T, and its gradients: [M, K, N]
+            "NT": ("forward", ((rows, width, rank), (rows, rank, width))),
+            "NN": ("gradient of the input", ((rows, rank, width), (rows, width, rank))),
+            "TN": ("gradient of a weight", ((rank, rows, width), (width, rows, rank))),
+        }
+        for layout, (what, sizes) in lora.items():
+            yield (
+                f"LoRA products, {what}",
+                lambda layout=layout, sizes=sizes: products(device, dtype, layout, sizes, scale=scale),  # type: ignore[misc]
+            )
+        yield "convolution", lambda: convolution(device, dtype, library, (channels, 16, 24, 3), scale=scale)
+        shapes = ((1, 2, queries, queries, False), (1, 2, queries, 77, False))
+        yield "attention", lambda: attention(device, None, dtype, 64, shapes, scale=scale)
+        yield "sums", lambda: _sums(device, rows, width, scale)
+
+
+@cache
+def _problem(rows: int, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A float32 matrix, and its sums over rows, over columns and over all."""
+    x_MN = whole_numbers((rows, width), SUM_LIMIT, seed=11)
+    return x_MN.float(), (x_MN.sum(0), x_MN.sum(1), x_MN.sum())
+
+
+def _sums(device: torch.device, rows: int, width: int, scale: float) -> None:
+    """Reductions: in float32, as the loss, the norms and the moments are."""
+    x_MN, wanted = _problem(rows, width)
+    x = (x_MN * scale).to(device)
+    poison(device, *(answer.numel() * x.element_size() for answer in wanted))
+    found = (x.sum(0), x.sum(1), x.sum())
+    for axis, got, answer in zip(("rows", "columns", "all"), found, wanted, strict=True):
+        judge(got, answer * scale, f"sum over {axis}", 0.0)

@@ -1,0 +1,264 @@
+"""Our Triton kernels against their plain forms, on the device and in the format that a run will use.
+
+They run on cards and compilers that nobody has tried. So before a model is fused they are compiled and compared here,
+forward and backward, and those over whole numbers to the bit; where one fails, the run takes the plain forms, and says
+so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.checks.selftest_base import poison
+from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.torch_errors import device_fault, out_of_memory
+from lora_rocm.kernels.backend import Form, refusal, triton_version
+from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
+from lora_rocm.kernels.fingerprint_weights import TILE
+from lora_rocm.kernels.geglu import geglu
+from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far a single number may be from the plain form in float32, as a share of its own size and the root of the mean
+square of all. Rounding makes half of it at most; a number that was not written, or not masked, is off by 0.5."""
+SEED = 20
+CANNOT = (
+    RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
+    AssertionError,
+)  # fmt: skip
+"""What a compiler raises, besides Triton's own errors, where it or a part of it (a C compiler, headers, a linker, a
+driver library, a folder to write to) is missing or does not know the card."""
+REFUSED = "PassManager::run failed"
+"""All that Triton's error says of a target that it does not know; the reason goes to standard error, in 70 lines."""
+
+Run = Callable[..., Tensor | tuple[Tensor, ...]]
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call a kernel.
+
+    run: (form, norm, *inputs) -> outputs. norm: made once for each format, or None. means: of the inputs' numbers.
+    pictures are laid out in channels_last.
+    """
+
+    name: str
+    run: Run
+    shapes: tuple[tuple[int, ...], ...]
+    norm: Callable[[], nn.Module] | None = None
+    mean: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} of {' and '.join('x'.join(map(str, shape)) for shape in self.shapes)}"
+
+
+@dataclass(frozen=True)
+class ExactCase:
+    """Kernels over whole numbers, which both forms make the same. run: (form, device) -> name -> outputs."""
+
+    name: str
+    run: Callable[[Form, torch.device], dict[str, Tensor]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
+    return geglu(ag.clone(), form)  # which the backward pass writes over
+
+
+def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return add_layer_norm(x, None, norm, form)[1]
+
+
+def _sum_and_norm(form: Form, norm: nn.LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    return add_layer_norm(x, delta, norm, form)
+
+
+def _group_norm(form: Form, norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return group_norm(x, norm, form)[0]
+
+
+def _group_norm_and_input(form: Form, norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, form, silu=False)
+
+
+def _shifted_group_norm(form: Form, norm: nn.GroupNorm, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, form, shift)
+
+
+def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
+    return residual(x, y, norm.bias, form)
+
+
+def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
+    """Sums, a comparison that has to see one of them, and the sums that are kept after an update that was not made."""
+    rng = torch.Generator().manual_seed(SEED)
+    words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
+    found_K = torch.zeros(len(WORDS), dtype=torch.int64, device=device)
+    changed_K, stays_K = torch.zeros(len(WORDS), device=device), torch.ones(len(WORDS), device=device)
+    changed, held = torch.zeros((), device=device), torch.ones((), device=device)
+    add_fingerprints(words, found_K, form)
+    sums_K, known_K = found_K.clone(), found_K.clone()
+    known_K[1] += 1
+    stays_K[2] = 0
+    compare(found_K, known_K, changed_K, changed, form)
+    add_fingerprints(words, found_K, form)
+    known_K[2] += 1
+    renew(found_K, known_K, held, stays_K, form)
+    return {"sums": sums_K, "verdicts": changed_K, "verdict": changed, "sums that stay": known_K, "left": found_K}
+
+
+def _groups(number: int, channels: int) -> Callable[[], nn.Module]:
+    return lambda: nn.GroupNorm(number, channels)
+
+
+SMALL: tuple[Case, ...] = (
+    Case("GEGLU", _gate, ((3, 5, 140),)),
+    Case("LayerNorm", _norm_alone, ((3, 5, 70),), lambda: nn.LayerNorm(70), mean=3),
+    Case("sum and LayerNorm", _sum_and_norm, ((4, 70), (4, 70)), lambda: nn.LayerNorm(70), mean=1.5),
+    Case("GroupNorm", _group_norm, ((2, 72, 9, 8),), _groups(4, 72), mean=5),
+    Case("GroupNorm without SiLU", _group_norm_and_input, ((2, 72, 5, 8),), _groups(4, 72), mean=5),
+    Case("sum and GroupNorm", _shifted_group_norm, ((2, 72, 9, 7), (2, 72)), _groups(4, 72), mean=2.5),
+    Case("residual sum", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
+)
+"""Odd sizes: no row, width or number of pixels fills its last block."""
+LARGE: tuple[Case, ...] = (
+    replace(SMALL[0], shapes=((2, 160, 2560),)),
+    replace(SMALL[1], shapes=((2, 160, 640),), norm=lambda: nn.LayerNorm(640)),
+    replace(SMALL[2], shapes=((320, 1280), (320, 1280)), norm=lambda: nn.LayerNorm(1280)),
+    replace(SMALL[3], shapes=((1, 320, 160, 164),), norm=_groups(32, 320)),
+    replace(SMALL[4], shapes=((2, 1280, 16, 16),), norm=_groups(32, 1280)),
+    replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
+    replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
+)
+"""Widths of an SDXL UNet, for which Triton compiles other code; the largest picture is cut into the larger chunks."""
+WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
+FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
+CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
+
+
+def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+    """Whether the Triton kernels may be used there; ``say`` gets a sentence where a GPU has to do without.
+
+    To be called before the device is full: it takes some 400 MB for a moment.
+
+    Raises:
+        RuntimeError: the device reported a fault, after which this process can do nothing more on it, or is full.
+    """
+    reason = refusal(device)
+    if reason is not None:
+        if device.type == "cuda":
+            say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
+        return False
+    with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
+        wrong = first_wrong(device, dtype)
+    if wrong is not None:
+        say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
+    return wrong is None
+
+
+def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] = CASES) -> str | None:
+    """The first kernel that cannot be compiled or run, or computes something else than its plain form; else None.
+
+    Raises:
+        RuntimeError: as ``trusted``.
+    """
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for case in cases:
+            if isinstance(case, ExactCase):
+                fault, given = _exact_fault(case, device), ""
+            else:
+                fault, given = _fault(case, device, dtype), f" in {str(dtype).removeprefix('torch.')}"
+            if fault is not None:
+                return f"{case}{given} {fault}"
+    return None
+
+
+def _fault(case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+    given = _Given(case, device, dtype)
+    wanted = given.outcome("eager", torch.float32)
+    poison(device, *(tensor.numel() * dtype.itemsize for _, tensor in wanted))
+    found = _computed(lambda: given.outcome("triton", dtype))
+    if isinstance(found, str):
+        return found
+    for (what, one), (_, other) in zip(found, wanted, strict=True):
+        size = other.abs() + other.square().mean().sqrt()
+        off = float(((one - other).abs() / size).max())
+        if not off <= TOLERANCE[dtype]:  # also where it is not a number
+            return f"has wrong numbers ({what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed)"
+    return None
+
+
+def _exact_fault(case: ExactCase, device: torch.device) -> str | None:
+    wanted, found = case.run("eager", device), _computed(lambda: case.run("triton", device))
+    if isinstance(found, str):
+        return found
+    wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return f"has wrong numbers ({', '.join(wrong)})" if wrong else None
+
+
+def _computed(compute: Callable[[], Made]) -> Made | str:
+    """What a kernel computes, or why it cannot.
+
+    Raises:
+        RuntimeError: as ``trusted``.
+    """
+    from triton.errors import TritonError
+
+    try:
+        return compute()
+    except (TritonError, *CANNOT) as error:
+        if device_fault(error) is not None or out_of_memory(error) is not None:
+            raise
+        if REFUSED in str(error):
+            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its own words are in the log)"
+            return f"cannot be compiled by {unknown}"
+        return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
+
+
+class _Given:
+    """Inputs, and the weights of outputs in the loss: the same numbers for both forms, made on the device."""
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+        self._case, self._device, self._dtype = case, device, dtype
+        self._rng = torch.Generator(device).manual_seed(SEED)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            self._norm = None if case.norm is None else case.norm().requires_grad_(False).to(dtype)
+        if self._norm is not None:
+            for parameter in self._norm.parameters():
+                parameter.copy_(self._normal(parameter.shape, dtype))
+        self._inputs = [self._normal(shape, dtype, case.mean) for shape in case.shapes]
+
+    def outcome(self, form: Form, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+        """(name, outputs and gradients of the inputs), in float32."""
+        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in self._inputs]
+        norm = None if self._norm is None else self._norm.to(dtype)
+        outputs = self._case.run(form, norm, *leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        rng = torch.Generator(self._device).manual_seed(SEED + 1)
+        weights = [torch.randn(output.shape, generator=rng, device=self._device) for output in outputs]
+        torch.autograd.backward(outputs, [weight.to(self._dtype).to(dtype) for weight in weights])
+        return list(self._named(outputs, leaves))
+
+    def _named(self, outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for number, output in enumerate(outputs, 1):
+            yield f"output {number}", output.detach().float()
+        for number, leaf in enumerate(leaves, 1):
+            assert leaf.grad is not None, "every input has a gradient"
+            yield f"gradient {number}", leaf.grad.float()
+
+    def _normal(self, shape: Sequence[int], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+        drawn = (torch.randn(tuple(shape), generator=self._rng, device=self._device) + mean).to(dtype)
+        return drawn.contiguous(memory_format=torch.channels_last) if drawn.ndim == 4 else drawn
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[-1][:200]

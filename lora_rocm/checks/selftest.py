@@ -1,0 +1,124 @@
+"""The self-test of a GPU: ``python -m lora_rocm.checks.selftest [--device cpu] [--skip NAME ...] [--only GROUP ...]``.
+
+Writes one JSON event a line of standard output: ``checks`` (the names), then ``check`` before and ``result`` after each
+check, so that a fault, a hang or a crash has a name. ``run.selftest`` drives it. On the CPU the same checks run at
+smaller sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from lora_rocm.checks.selftest_attention import attention_checks
+from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, synchronize
+from lora_rocm.checks.selftest_copies import copy_checks, memory_checks
+from lora_rocm.checks.selftest_maths import conv_checks, gemm_checks
+from lora_rocm.checks.selftest_training import training_checks
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device
+from lora_rocm.errors import LoraRocmError
+from lora_rocm.hardware.selftest_result import Result, Status
+from lora_rocm.hardware.settings import settings_from
+from lora_rocm.rundir.events import emit
+
+DEVICE_LOST = 70
+"""Exit code: a check left the device in a state in which nothing works any more. The next child gets a fresh one."""
+MESSAGE_LETTERS = 300
+Table = Callable[[torch.device], Iterable[Check]]
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """The table, what everything else rests on first."""
+    for group in (copy_checks, memory_checks, gemm_checks, conv_checks, attention_checks, training_checks):
+        yield from group(device)
+
+
+def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
+    """One check, and whether the device still works after it."""
+    started = time.perf_counter()
+
+    def result(status: Status, detail: str = "") -> Result:
+        return Result(check.name, status, round(time.perf_counter() - started, 3), detail)
+
+    try:
+        check.run()
+        synchronize(device)
+    except WrongAnswerError as error:
+        return result("failed", str(error)), True
+    except NotHereError as error:
+        return result("skipped", str(error)), True
+    except torch.OutOfMemoryError as error:
+        return result("skipped", f"not enough memory on the GPU: {_first_line(error)}"), True
+    except OSError as error:  # the temporary file that is mapped
+        return result("skipped", f"no temporary file: {_first_line(error)}"), True
+    except RuntimeError as error:
+        alive = _works(device)
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        return result("failed" if alive else "crashed", said), alive
+    return result("passed"), True
+
+
+def _works(device: torch.device) -> bool:
+    try:
+        return float((torch.zeros(1, device=device) + 1).cpu()) == 1.0
+    except RuntimeError:  # after an illegal access every call fails until the process ends
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:MESSAGE_LETTERS]
+
+
+def _leave_with_parent() -> None:
+    """Standard input is a pipe from the parent; when it ends, nobody waits for an answer."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def main(arguments: list[str] | None = None, table: Table = checks) -> int:
+    """Run the checks that are asked for; the exit code says nothing about what they found."""
+    parser = argparse.ArgumentParser(prog="lora_rocm.checks.selftest")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")
+    parser.add_argument("--only", nargs="*", default=[], metavar="GROUP")
+    parser.add_argument("--watch-parent", action="store_true", help="end when standard input ends")
+    options = parser.parse_args(arguments)
+    if options.watch_parent:
+        _leave_with_parent()
+    try:
+        device = choose_device("gpu" if options.device == "cuda" else "cpu")
+        apply(settings_from(os.environ), device)
+    except LoraRocmError as error:
+        emit("error", **error.to_event())
+        return error.exit_code
+    chosen = [check for check in table(device) if not options.only or _group(check) in options.only]
+    emit("checks", names=[check.name for check in chosen])
+    for check in chosen:
+        if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
+            continue
+        emit("check", name=check.name, timeout_s=check.timeout_s)
+        result, works = run_check(check, device)
+        emit("result", name=result.name, status=result.status, seconds=result.seconds, detail=result.detail)
+        if not works:
+            return DEVICE_LOST
+    return 0
+
+
+def _group(check: Check) -> str:
+    return check.name.partition(".")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Self-test: attention by every backend of torch, forward and backward, against the plain formula on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lora_rocm.checks.selftest_base import DTYPES, Check, NotHereError, judge, poison, synchronize
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+NO_BACKEND = ("No available kernel", "No viable backend")
+"""How torch says that a backend is not made for this device or these shapes (aten sdp_utils)."""
+TOLERANCES = {"fp32": 256.0, "fp16": 16.0, "bf16": 16.0}
+"""In units of eps, of the largest number: scores and probabilities are rounded to 16 bits on the way (by the math
+backend above all), each an error of eps / 2 that the exponential and the sums over keys carry on. In float32 some
+kernels put their products together from parts in TF32."""
+GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits, one of them the sign
+
+
+def attention_checks(device: torch.device) -> Iterator[Check]:
+    """Odd lengths: captions of 77 tokens, one token more than a whole picture, and a picture that reads a caption."""
+    long, heads = (4097, 2) if device.type == "cuda" else (129, 2)
+    shapes = ((2, heads, 77, 77, True), (1, heads, long, 77, False), (1, 1, long, long, False))
+    for backend in BACKENDS:
+        for number, (dtype, head_dim) in enumerate(product(("bf16", "fp16"), (64, 128, 256))):
+            run = partial(attention, device, backend, dtype, head_dim, shapes, scale=2.0 ** (number % 4))
+            yield Check(f"attention.{backend}.{dtype}-d{head_dim}", run)
+
+
+@cache
+def _problem(batch: int, heads: int, queries: int, keys: int, causal: bool, head_dim: int) -> tuple[Tensor, ...]:
+    """q, k, v, gradient of the result, all [B, H, L, D]; then result and the three gradients, by the formula."""
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def numbers(length: int) -> Tensor:
+        plain = torch.randn((batch, heads, length, head_dim), generator=generator, dtype=torch.float64)
+        return (plain.clamp(-4, 4) * GRID).round() / GRID
+
+    q, k, v = (numbers(length).requires_grad_() for length in (queries, keys, keys))
+    grad = numbers(queries)
+    scores = q @ k.mT / head_dim**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    result = scores.softmax(dim=-1) @ v
+    return q.detach(), k.detach(), v.detach(), grad, result.detach(), *torch.autograd.grad(result, (q, k, v), grad)
+
+
+def attention(
+    device: torch.device,
+    backend: str | None,
+    dtype: str,
+    head_dim: int,
+    shapes: tuple[tuple[int, int, int, int, bool], ...],
+    *,
+    scale: float,
+) -> None:
+    """Forward and backward at each shape; ``backend`` None: by whichever torch takes with the switches as they are."""
+    tolerance = TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
+    for batch, heads, queries, keys, causal in shapes:
+        *inputs, wanted, wanted_dq, wanted_dk, wanted_dv = _problem(batch, heads, queries, keys, causal, head_dim)
+        factors = (1.0, 1.0, scale, scale)
+        q, k, v, grad = (
+            (tensor * factor).to(DTYPES[dtype]).to(device) for tensor, factor in zip(inputs, factors, strict=True)
+        )
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+        poison(device, *(tensor.numel() * tensor.element_size() for tensor in (q, q, k, v)))
+        if backend is None:
+            result = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        else:
+            result = _by(backend, q, k, v, causal)
+        dq, dk, dv = torch.autograd.grad(result, (q, k, v), grad)
+        synchronize(device)
+        what = f"{backend or 'chosen'} attention {queries}x{keys}, {head_dim} a head, {dtype}"
+        judge(result, wanted * scale, what, tolerance)
+        judge(dq, wanted_dq * scale * scale, f"{what}, gradient of q", tolerance)
+        judge(dk, wanted_dk * scale * scale, f"{what}, gradient of k", tolerance)
+        judge(dv, wanted_dv * scale, f"{what}, gradient of v", tolerance)
+
+
+def _by(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with sdpa_kernel([BACKENDS[backend]]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in NO_BACKEND):
+                raise
+    reasons = {str(warning.message).partition(" (Triggered")[0] for warning in said}
+    raise NotHereError(f"torch has no {backend} attention for this: {'; '.join(sorted(reasons)) or 'not built'}"[:300])

@@ -1,0 +1,146 @@
+"""Self-test: copies between host and device, bit for bit, and memory that has to keep what was written into it.
+
+What is sent is random bytes of which each case takes another window, so that the bytes of the case before are wrong for
+this one. The device computes the fingerprint of what arrived (which says whether the way there was at fault), and the
+bytes are read back and compared one by one.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, poison, synchronize
+from lora_rocm.device.transfer import whole_fingerprint
+
+KIB, MIB = 2**10, 2**20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
+METHODS = ("pageable", "pinned", "pinned-async", "mapped")
+WINDOW_BYTES = 4096
+LIVE, ROUNDS = 48, 400
+"""Tensors that live at the same time, and how often one is freed and another made."""
+
+Send = Callable[[Tensor, torch.device, str], Tensor]
+Read = Callable[[Tensor, str], Tensor]
+
+
+def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
+    """Copy to the device. ``mapped``: ``tensor`` lies in a mapped file, and is otherwise sent like any other."""
+    pinned = method.startswith("pinned")
+    if pinned and not torch.cuda.is_available():
+        raise NotHereError("pinned memory needs a GPU")
+    arrived = (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=method == "pinned-async", copy=True)
+    synchronize(device)
+    return arrived
+
+
+def read(tensor: Tensor, method: str) -> Tensor:
+    """Copy to the host, into memory that held something else."""
+    received = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=method.startswith("pinned"))
+    received.view(torch.uint8).fill_(0xFF)
+    received.copy_(tensor, non_blocking=method == "pinned-async")
+    synchronize(tensor.device)
+    return received
+
+
+def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> Iterator[Check]:
+    """Every way to copy, at every size."""
+    large = {"64MiB": 64 * MIB, "256MiB": 256 * MIB} if device.type == "cuda" else {}
+    sizes = {"4KiB": 4 * KIB, "1MiB": MIB, **large}
+    for method in METHODS:
+        for name, size in sizes.items():
+            yield Check(f"copies.{method}.{name}", partial(_copies, device, method, size, send, read))
+
+
+def memory_checks(device: torch.device) -> Iterator[Check]:
+    """Tensors that stay while others come and go: ROCm#6603."""
+    largest = 16 * MIB if device.type == "cuda" else 64 * KIB
+    yield Check("memory.reuse", partial(_reuse, device, largest))
+
+
+@cache
+def _random_bytes(count: int) -> Tensor:
+    words = torch.randint(-(2**63), 2**63 - 1, (count // 8,), generator=torch.Generator().manual_seed(12))
+    return words.view(torch.uint8)
+
+
+def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read: Read) -> None:
+    for name, dtype in DTYPES.items():
+        what = f"{name} {size_bytes} bytes"
+        window, fingerprint = _window(size_bytes, name)
+        if method != "mapped":
+            _there_and_back(window.view(dtype), fingerprint, device, method, what, send, read)
+            continue
+        with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "bytes"
+            path.write_bytes(window.numpy().tobytes())
+            mapped = torch.from_file(str(path), size=size_bytes // dtype.itemsize, dtype=dtype)
+            _there_and_back(mapped, fingerprint, device, method, what, send, read)
+            del mapped  # Windows removes no file that is mapped
+
+
+@cache
+def _window(size_bytes: int, dtype: str) -> tuple[Tensor, int]:
+    """Bytes and their fingerprint; those of two formats overlap, and differ at every position."""
+    start = list(DTYPES).index(dtype) * WINDOW_BYTES
+    window = _random_bytes(size_bytes + len(DTYPES) * WINDOW_BYTES)[start : start + size_bytes]
+    return window, int(whole_fingerprint(window.view(DTYPES[dtype])))
+
+
+def _there_and_back(
+    tensor: Tensor, fingerprint: int, device: torch.device, method: str, what: str, send: Send, read: Read
+) -> None:
+    poison(device, tensor.numel() * tensor.element_size())
+    arrived = send(tensor, device, method)
+    if int(whole_fingerprint(arrived)) != fingerprint:
+        raise WrongAnswerError(f"to the device, {method}, {what}: {_difference(arrived.cpu(), tensor)}")
+    returned = read(arrived, method)
+    if not torch.equal(returned.view(torch.uint8), tensor.view(torch.uint8)):
+        raise WrongAnswerError(f"to the host, {method}, {what}: {_difference(returned, tensor)}")
+
+
+def _difference(found: Tensor, wanted: Tensor) -> str:
+    """How many bytes differ, and how many of these are zero."""
+    found_N, wanted_N = found.contiguous().view(torch.uint8), wanted.view(torch.uint8)
+    if found_N.shape != wanted_N.shape:
+        return f"{found_N.numel()} bytes arrived"
+    wrong = found_N != wanted_N
+    count, zeros = int(wrong.sum()), int((found_N[wrong] == 0).sum())
+    if not count:
+        return "the fingerprints differ, and the bytes that were read back do not"
+    return f"{count} of {wanted_N.numel()} bytes differ ({zeros} are zero), the first at {int(wrong.nonzero()[0])}"
+
+
+def _reuse(device: torch.device, largest_bytes: int) -> None:
+    chance = random.Random(13)
+    live: dict[int, Tensor] = {}
+    for number in range(1, ROUNDS + 1):
+        if len(live) >= LIVE:
+            _intact(live.popitem() if chance.random() < 0.3 else _oldest(live))
+        words = chance.choice((128, 1000, 65_536, 1_000_001, largest_bytes // 4))
+        words = min(words, largest_bytes // 4) + chance.randrange(64)
+        live[number] = torch.full((words,), number, dtype=torch.int32, device=device)
+    for item in live.items():
+        _intact(item)
+
+
+def _oldest(live: dict[int, Tensor]) -> tuple[int, Tensor]:
+    number = next(iter(live))
+    return number, live.pop(number)
+
+
+def _intact(item: tuple[int, Tensor]) -> None:
+    number, tensor = item
+    for place, there in (("on the device", tensor), ("read back", tensor.cpu())):
+        wrong = int((there != number).sum())
+        if wrong:
+            zeros = int((there == 0).sum())
+            raise WrongAnswerError(
+                f"{place}, {wrong} of {tensor.numel()} words of a tensor changed while it lived ({zeros} are zero)"
+            )

@@ -1,0 +1,1 @@
+"""One file a command of ``lora-rocm``; only these print."""

@@ -1,0 +1,229 @@
+"""``lora-rocm bench step``: starts the child that measures whole training steps, and shows what came of it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_rocm import __version__
+from lora_rocm.commands import bench_tables
+from lora_rocm.commands.bench import fields_of, how_it_died, machine_text, say
+from lora_rocm.errors import WorkerDiedError
+from lora_rocm.foundation.files import followed, make_folder, write_json
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.supervisor.subprocesses import run_tool
+
+MODULE = "lora_rocm.bench.step_child"
+OURS = "lora-rocm"
+TRACES = "bench-step-traces"
+OVER_ROUNDS = ("median_s", "p95_s", "mean_s", "samples_per_s")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured.
+
+    random_weights: no base model is read and no pictures: both are random numbers.
+    against: None, "bare" or "bare-compiled".
+    profile: keep traces, and show kernels.
+    """
+
+    steps: int
+    random_weights: bool
+    profile: bool
+    against: str | None
+
+
+@dataclass
+class Measured:
+    """What the child said: a row for each time that something was measured."""
+
+    machine: Row = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+
+def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Path | None) -> int:
+    """Measure training steps, print the tables; returns the exit code.
+
+    Raises:
+        LoraRocmError: the recipe, its base model or its pictures are wrong, the child could not start or died before
+            our own steps were measured, or a file cannot be written.
+    """
+    loaded, found = load_recipe(recipe_path, overrides), Measured()
+    if not asked.random_weights:
+        loaded.require_files()
+        say("Encoding what is missing in the cache, as training would.")
+    traces = (json_path.parent if json_path is not None else Path()).absolute() / TRACES
+    if asked.profile:
+        make_folder(traces)
+    _measure(loaded.recipe, asked, traces if asked.profile else None, found)
+    rows = over_rounds(found.rows)
+    price, unlike = price_of(rows), unlike_of(rows)
+    say("", *_text(loaded.recipe, asked, found.machine, rows, price, unlike))
+    if json_path is not None:
+        head = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        about = {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
+        found_here = {"machine": found.machine, **about, "rows": found.rows, "price": price, "unlike": unlike}
+        write_json(followed(json_path), {**head, **found_here})
+        say("", f"Wrote {json_path}")
+    return 0
+
+
+def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured) -> None:
+    """All rows into ``found``. A child that dies after our own steps were measured leaves a row that says so."""
+    begun: Row = {}
+
+    def on_event(event: Row) -> None:
+        match event["type"]:
+            case "machine":
+                found.machine = fields_of(event)
+                say(machine_text(found.machine))
+            case "begin":
+                begun.update(event["fields"], at=time.monotonic(), limit_s=event["limit_s"])
+                say(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
+            case "row":
+                found.rows.append(fields_of(event))
+
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+        job = {
+            "recipe": recipe.model_dump(mode="json"),
+            "random_weights": asked.random_weights,
+            "steps": asked.steps,
+            "profile": asked.profile,
+            "against": asked.against,
+            "traces": str(traces or folder),
+        }
+        write_json(Path(folder) / "job.json", job)
+        try:
+            run_tool(MODULE, [str(Path(folder) / "job.json")], plan_here(recipe).applied_to(os.environ), on_event)
+        except WorkerDiedError as error:
+            if not found.rows:
+                raise
+            hung = time.monotonic() - begun["at"] >= begun["limit_s"]
+            how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
+            found.rows.append({"name": begun["name"], "round": begun["round"], "problem": how})
+
+
+def over_rounds(rows: Sequence[Row]) -> list[Row]:
+    """One row for each thing that was measured: times are the mean over rounds, the rest is that of the last one."""
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], []).append(row)
+    merged = []
+    for same in by_name.values():
+        whole = [row for row in same if not row["problem"]]
+        if not whole:
+            merged.append(same[0])
+            continue
+        row = dict(whole[-1])
+        row |= {name: statistics.fmean(each[name] for each in whole) for name in OVER_ROUNDS}
+        merged.append(row)
+    return merged
+
+
+def price_of(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """What our trainer costs beside each bare loop: our time a sample over its, and our peak less its, in bytes."""
+    ours = next(row for row in rows if row["name"] == OURS)
+    found = {}
+    for row in rows:
+        if row is ours or row["problem"]:
+            continue
+        found[row["name"]] = {
+            "wall": _ratio(_a_sample(ours, ours["median_s"]), _a_sample(row, row["median_s"])),
+            "busy": _ratio(_a_sample(ours, ours["profile"]["busy_s"]), _a_sample(row, row["profile"]["busy_s"])),
+            "kernels": _ratio(_a_sample(ours, ours["profile"]["kernels"]), _a_sample(row, row["profile"]["kernels"])),
+            "peak_bytes": None
+            if row["peak_allocated_bytes"] is None
+            else ours["peak_allocated_bytes"] - row["peak_allocated_bytes"],
+        }
+    return found
+
+
+def unlike_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """For each bare loop what it does otherwise to need memory, in words: a ratio of times says little then."""
+    ours = next(row for row in rows if row["name"] == OURS)
+    return {row["name"]: list(_unlike(ours, row)) for row in rows if row is not ours and not row["problem"]}
+
+
+def _unlike(ours: Row, bare: Row) -> Iterator[str]:
+    blocks, recomputed, offloaded = (ours[name] for name in ("blocks", "recomputed_blocks", "offloaded_blocks"))
+    if recomputed and not bare["recomputes"]:
+        yield f"{OURS} recomputes {recomputed} of {blocks} blocks, and the bare loop keeps everything"
+    elif recomputed < blocks and bare["recomputes"]:
+        yield f"the bare loop recomputes all blocks, and {OURS} {recomputed} of {blocks}"
+    if offloaded:
+        yield f"{OURS} has {offloaded} of {blocks} blocks wait in main memory, and the bare loop keeps all weights"
+    if ours["parts"] > 1:
+        yield f"{OURS} computes a micro-batch in {ours['parts']} parts, and the bare loop at once"
+
+
+def _a_sample(row: Row, value: float | None) -> float | None:
+    return None if value is None else value / row["samples"]
+
+
+def _ratio(ours: float | None, others: float | None) -> float | None:
+    return ours / others if ours is not None and others else None
+
+
+def _text(
+    recipe: Recipe,
+    asked: Asked,
+    machine: Row,
+    rows: Sequence[Row],
+    price: Mapping[str, Row],
+    unlike: Mapping[str, list[str]],
+) -> list[str]:
+    whole = [row for row in rows if not row["problem"]]
+    ours = next(row for row in whole if row["name"] == OURS)
+    lines = [_about(recipe, asked, ours), "", *bench_tables.step_table(whole)]
+    product = machine["matmul"]
+    lines += [
+        "",
+        f"A product of {product['side']} x {product['side']} matrices in {product['dtype']}: "
+        f"{product['per_second'] / 1e12:.4g} TFLOP/s in this process.",
+        "",
+        f"Where a step of {OURS} goes:",
+        *bench_tables.parts_table(ours),
+    ]
+    lines += bench_tables.price_text(price)
+    lines += [f"Not alike, {name}: {'; '.join(texts)}." for name, texts in unlike.items() if texts]
+    if asked.profile:
+        lines += ["", "Kernels by kind, ms (number) a step:", *bench_tables.kinds_table(whole)]
+        lines += ["", f"What takes longest in a step of {OURS}:", *bench_tables.top_table(ours)]
+        lines += ["", "Traces, for a browser's tracing page:", *(f"  {row['profile']['trace']}" for row in whole)]
+    if machine["gpu"] and not ours["profile"]["device_seen"]:
+        lines += ["", "PyTorch's profiler sees nothing of this GPU: operators were counted in the place of kernels."]
+    if ours["incidents"]:
+        lines += ["", "This happened meanwhile:", *(f"  {text}" for text in dict.fromkeys(ours["incidents"]))]
+    missing = [f"  {row['name']}: {row['problem']}" for row in rows if row["problem"]]
+    return [*lines, *(["", "Not measured:", *missing] if missing else [])]
+
+
+def _about(recipe: Recipe, asked: Asked, ours: Row) -> str:
+    train = recipe.train
+    base = "random weights" if asked.random_weights else recipe.model.name_or_path
+    parts = f" in {ours['parts']} parts" if ours["parts"] > 1 else ""
+    return (
+        f"{recipe.model.family}, {base}, {recipe.data.resolution} px, batch {train.batch_size}{parts}"
+        f"{f' x {train.gradient_accumulation_steps}' if train.gradient_accumulation_steps > 1 else ''}, "
+        f"{ours['dtype']}, rank {recipe.lora.rank} on {ours['adapted_layers']} layers "
+        f"({ours['trained_weights'] / 1e6:.2f} M weights), {_checkpointing(ours)}"
+    )
+
+
+def _checkpointing(ours: Row) -> str:
+    blocks, recomputed, offloaded = (ours[name] for name in ("blocks", "recomputed_blocks", "offloaded_blocks"))
+    words = f"{'with' if recomputed else 'without'} gradient checkpointing"
+    if 0 < recomputed < blocks:
+        words = f"{recomputed} of {blocks} blocks recomputed"
+    return f"{words}, {offloaded} of {blocks} blocks offloaded" if offloaded else words

@@ -1,0 +1,199 @@
+"""Figures of a benchmark as aligned text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lora_rocm.foundation.units import size_text
+
+Row = Mapping[str, Any]
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+BOTH_WAYS = "both at once"
+ONE_WAY = ("host to device", "device to host")
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Columns of equal width; the first ``left`` are flush left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
+    """GB/s (10^9 bytes a second) by copy and size; at the end the share of what the bus allows."""
+    sizes = sorted({row["size_bytes"] for row in rows})
+    of_the_bus = ["of the bus"] if link else []
+    lines = [["GB/s", "", *(size_text(size).replace(".0 ", " ") for size in sizes), *of_the_bus]]
+    for copy, memory in _distinct((row["copy"], row["memory"]) for row in rows):
+        by_size = {row["size_bytes"]: row for row in rows if (row["copy"], row["memory"]) == (copy, memory)}
+        cells = [_cell(by_size.get(size), 1e9) for size in sizes]
+        lines.append([copy, memory, *cells, *([_share(copy, by_size, link)] if link else [])])
+    return aligned(lines, left=2)
+
+
+def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
+    rates = [row["per_second"] for row in by_size.values() if row["per_second"]]
+    if copy not in (*ONE_WAY, BOTH_WAYS) or not rates:
+        return ""
+    allowed = link["gb_per_s"] * 1e9 * (2 if copy == BOTH_WAYS else 1)
+    return f"{max(rates) / allowed:.0%}"
+
+
+def best_over_bus(rows: Sequence[Row]) -> float:
+    """The fastest copy one way between host and device, in bytes a second."""
+    return max((row["per_second"] or 0.0 for row in rows if row["copy"] in ONE_WAY), default=0.0)
+
+
+def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> list[str]:
+    """TFLOP/s of one group by shape and number format; one column a variant where there are several."""
+    of_group = [row for row in rows if row["group"] == group]
+    dtypes = [name for name in DTYPE_NAMES if any(row["dtype"] == name for row in of_group)]
+    columns = [(dtype, variant) for dtype in dtypes for variant in variants]
+    titles = [f"{DTYPE_NAMES[dtype]} {variant}".strip() for dtype, variant in columns]
+    lines = [["TFLOP/s", "", "", *titles]]
+    for name, way, shape in _distinct((row["name"], row["way"], tuple(row["shape"])) for row in of_group):
+        same = {
+            (row["dtype"], row["variant"]): row
+            for row in of_group
+            if (row["name"], row["way"], tuple(row["shape"])) == (name, way, shape)
+        }
+        cells = [_cell(same.get(column), 1e12) for column in columns]
+        lines.append([name, way, "x".join(map(str, shape)), *cells])
+    return aligned(lines, left=3)
+
+
+def loader_table(rows: Sequence[Row]) -> list[str]:
+    """How fast batches come, from the cache and from the pictures, by number of workers."""
+    lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
+    for row in rows:
+        batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}
+        first = f"{row['first_s']:.2f} s" if row.get("first_s") is not None else "-"
+        lines.append([row["source"], str(row["workers"]), _cell(row, 1), _cell(batches, 1), first])
+    return aligned(lines, left=1)
+
+
+def best_workers_text(rows: Sequence[Row]) -> str:
+    """What to write into the recipe: the fastest of the stable ones, from the cache, because training reads that."""
+    stable = [row for row in rows if row["source"] == "cache" and row["per_second"]]
+    if not stable:
+        return "Nothing could be read from the cache."
+    best = max(stable, key=lambda row: row["per_second"])
+    return f"Training reads from the cache: fastest and stable here is runtime.workers: {best['workers']}."
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """Each reason why a figure is missing, with the rows that it concerns."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["problem"]:
+            found.setdefault(row["problem"], []).append(title(row))
+    return [f"{'; '.join(_distinct(titles))}: {problem}" for problem, titles in found.items()]
+
+
+def title(row: Row) -> str:
+    """A row in words."""
+    if "copy" in row:
+        return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
+    if "source" in row:
+        return f"{row['source']} with {row['workers']} workers"
+    return " ".join([row["name"], row["way"], DTYPE_NAMES[row["dtype"]], row["variant"]]).strip()
+
+
+def _cell(row: Row | None, unit: float) -> str:
+    if row is None:
+        return ""
+    if row["per_second"] is None:
+        return "-"
+    value = row["per_second"] / unit
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
+    ("ms a step, median", lambda row: 1e3 * row["median_s"], ".1f"),
+    ("ms a step, 95th percentile", lambda row: 1e3 * row["p95_s"], ".1f"),
+    ("samples a step", lambda row: row["samples"], ".0f"),
+    ("samples/s", lambda row: row["samples_per_s"], ".2f"),
+    ("GPU busy, ms a step", lambda row: _times(row["profile"]["busy_s"], 1e3), ".1f"),
+    ("GPU idle, ms a step", lambda row: _times(row.get("idle_s"), 1e3), ".1f"),
+    ("kernels a step (CPU: operators)", lambda row: row["profile"]["kernels"], ",.0f"),
+    ("of these copies and fills", lambda row: row["profile"]["copies"], ",.0f"),
+    ("launches a step", lambda row: row["profile"]["launches"], ",.0f"),
+    ("host waits a step", lambda row: row["profile"]["waits"], ".1f"),
+    ("waits that PyTorch flags", lambda row: row.get("flagged_waits"), ".1f"),
+    ("peak memory, tensors, GiB", lambda row: _times(row["peak_allocated_bytes"], 2**-30), ".2f"),
+    ("peak memory, reserved, GiB", lambda row: _times(row["peak_reserved_bytes"], 2**-30), ".2f"),
+    ("TFLOP a step", lambda row: _times(row.get("flops"), 1e-12), ".4g"),
+    ("TFLOP/s", lambda row: _times(row.get("flops_per_s"), 1e-12), ".4g"),
+    ("of a large product's rate, %", lambda row: _times(row.get("of_matmul"), 100), ".1f"),
+)
+"""What is told of a training step; lines of which nobody has a value (those of a GPU, on a CPU) are left out."""
+
+
+def step_table(rows: Sequence[Row]) -> list[str]:
+    """Figures of training steps, one column for each thing that was measured."""
+    lines = [["", *(row["name"] for row in rows)]]
+    for name, value, form in STEP_LINES:
+        values = [value(row) for row in rows]
+        if any(found is not None for found in values):
+            lines.append([name, *("-" if found is None else format(found, form) for found in values)])
+    return aligned(lines, left=1)
+
+
+def parts_table(row: Row) -> list[str]:
+    """Where a step's time goes. The parts do not add up: the host works ahead of the device."""
+    lines = [
+        [f"  {PART_NAMES.get(name, name)}", f"{1e3 * seconds:.2f} ms", f"{seconds / row['median_s']:.1%}"]
+        for name, seconds in row["parts_s"].items()
+    ]
+    return aligned(lines, left=1)
+
+
+PART_NAMES = {
+    "loading": "loader, host",
+    "copy": "copies to the device",
+    "check": "check of what arrived",
+    "wait": "waiting for the verdict, host",
+}
+
+
+def price_text(price: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    """What our trainer costs beside the bare loops, in a sentence each."""
+    lines = []
+    for name, found in price.items():
+        parts = [f"{what} x {found[key]:.3f}" for key, what in PRICE_NAMES.items() if found[key] is not None]
+        peak = found["peak_bytes"]
+        memory = "" if peak is None else f", peak {'+' if peak >= 0 else '-'}{size_text(int(abs(peak)))}"
+        lines.append(f"Beside {name}: {', '.join(parts)}{memory}.")
+    return ["", *lines] if lines else []
+
+
+PRICE_NAMES = {"wall": "time", "busy": "GPU busy", "kernels": "kernels"}
+
+
+def kinds_table(rows: Sequence[Row]) -> list[str]:
+    """Time and number of kernels by kind, one column for each thing that was measured."""
+    kinds = _distinct(kind for row in rows for kind in row["profile"]["by_kind"])
+    lines = [["", *(row["name"] for row in rows)]]
+    for kind in kinds:
+        found = [row["profile"]["by_kind"].get(kind, (0.0, 0.0)) for row in rows]
+        lines.append([f"  {kind}", *(f"{1e3 * seconds:.2f} ({number:,.0f})" for seconds, number in found)])
+    return aligned(lines, left=1)
+
+
+def top_table(row: Row) -> list[str]:
+    """The kernels that take longest."""
+    return aligned([[f"  {name}", f"{1e3 * s:.2f} ms", f"{n:,.0f}"] for name, s, n in row["profile"]["top"]], left=1)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -1,0 +1,277 @@
+"""``lora-rocm check``: what a recipe would do, from headers and arithmetic; nothing is loaded or encoded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm import __version__
+from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.units import size_text
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
+from lora_rocm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.shape import Shape
+
+WEIGH_MODULE = "lora_rocm.families.weight_sizes"
+MAX_NAMED = 20
+NOUNS = {"image": "pictures", "video": "videos", "text": "texts"}  # of FamilySpec.samples
+KEPT_WEIGHTS = 50
+
+
+def check(
+    recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False, registry: Registry = PRODUCT
+) -> None:
+    """Validate a recipe and its dataset and print what training would do.
+
+    Raises:
+        LoraRocmError: what is wrong; a ``RecipeError`` or ``DataError`` says it with file and line.
+    """
+    loaded = load_recipe(recipe_path, overrides, registry)
+    for notice in loaded.notices:
+        _say(notice)
+    if schema_only:
+        _say(f"{loaded.path}: keys and values are valid; pictures and base model were not looked at")
+        return
+    loaded.require_files()
+    weighing = _Weighing(loaded.recipe)
+    errors: list[LoraRocmError] = []
+    samples: list[Any] = []
+    try:
+        for line in _data_lines(loaded, samples):
+            _say(line)
+    except DataError as error:
+        errors.append(error)
+    try:
+        base = weighing.result()
+    except LoraRocmError as error:
+        errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+    _say("memory of weights")
+    for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
+        _say(f"  {component}: {size_text(size)}")
+    total = sum(base.num_bytes.values())
+    _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
+    for notice in (*base.notices, *_cut_captions(samples, base.token_limits)):
+        _say(f"  note: {notice}")
+    _say(f"recipe {loaded.path}: valid")
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What the samples come to. buckets: samples an epoch by shape."""
+
+    buckets: dict[Shape, int]
+    steps_per_epoch: int
+    max_train_steps: int
+    num_images: int
+    num_captions: int
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """What a child found out about the base: see ``families.weigh.Weighed``."""
+
+    num_bytes: dict[str, int]
+    notices: list[str]
+    files: list[list[Any]]
+    token_limits: Sequence[TokenLimit]
+
+
+def _cut_captions(samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
+    from lora_rocm.dataset.caption_length import cut_notice
+    from lora_rocm.dataset.captions import prepare
+
+    return cut_notice(((sample.key, prepare(sample.caption, sample.options)) for sample in samples), limits)
+
+
+def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
+    """Yield the lines about the data; append the usable samples (``data.samples.Sample``) to ``usable``."""
+    from lora_rocm.dataset.scan import geometries, nothing_left, scan
+
+    recipe = loaded.recipe
+    found = scan(recipe.data)
+    fitted, too_small, cropped = geometries(found.samples, recipe.data)
+    aside = [*found.set_aside, *too_small]
+    samples = [sample for sample in found.samples if sample.key in fitted]
+    if not samples:
+        raise nothing_left(aside)
+    usable += samples
+    yield f"recipe {loaded.path}"
+    yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
+    noun = NOUNS[recipe.spec.samples[0]]
+    yield f"{noun}: {len(samples)} usable, {len(aside)} set aside"
+    per_source = Counter(sample.source for sample in samples)
+    for index, source in enumerate(recipe.data.resolved_sources()):
+        name = source.path or source.dataset
+        resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
+        yield f"  {name}: {per_source[index]} {noun}, {resolution}repeats {source.repeats}"
+    for problem in aside[:MAX_NAMED]:
+        yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
+    if len(aside) > MAX_NAMED:
+        yield f"  ... and {len(aside) - MAX_NAMED} more"
+    for notice in (*found.notices, *cropped):
+        yield f"  note: {notice}"
+    shapes = {key: geometry.shape for key, geometry in fitted.items()}
+    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes))
+
+
+def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: dict[str, Shape]) -> DataPlan:
+    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that have these ``shapes`` by key.
+
+    A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
+    """
+    from lora_rocm.dataset.captions import variants
+
+    train, data = recipe.train, recipe.data
+    buckets: Counter[Shape] = Counter()
+    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
+    for sample in samples:
+        buckets[shapes[sample.key]] += sample.repeats
+        captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
+    effective = train.batch_size * train.gradient_accumulation_steps
+    steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
+    return DataPlan(
+        buckets=dict(buckets),
+        steps_per_epoch=steps_per_epoch,
+        max_train_steps=train.max_train_steps or steps_per_epoch * (train.epochs or 1),
+        num_images=sum(2 if sample.options.flip_aug else 1 for sample in samples),
+        num_captions=len(captions),
+    )
+
+
+def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
+    train, data = recipe.train, recipe.data
+    yield "buckets (width x height: pictures an epoch)"
+    for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
+        yield f"  {shape}: {count}"
+    limit = ""
+    if data.validation_split:  # which ones is decided by their content, which is not read here
+        limit = "at most "
+        yield f"held out for the validation loss: about {data.validation_split:.0%} of the pictures"
+    effective = train.batch_size * train.gradient_accumulation_steps
+    epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
+    yield (
+        f"effective batch: {effective} ({train.batch_size} x {train.gradient_accumulation_steps}), "
+        f"steps an epoch: {limit}{plan.steps_per_epoch}"
+    )
+    yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
+    yield f"caches in {recipe.cache.dir}: at most {plan.num_images} images and {plan.num_captions} captions to encode"
+    yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
+
+
+class _Weighing:
+    """The facts about the base: remembered from an earlier check, or found by a child beside the scan."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        from lora_rocm.rules.this_machine import plan_here
+
+        self._recipe, self._cache = recipe, Path(recipe.cache.dir)
+        self._memory = self._cache / "weights.json"
+        self._plan = plan_here(recipe)
+        self._key = _weights_key(recipe, self._plan.settings.precision)
+        self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
+        self._error: LoraRocmError | None = None
+        self._thread = threading.Thread(target=self._weigh, daemon=True)
+        if self._found is None:
+            self._thread.start()
+
+    def _weigh(self) -> None:
+        from lora_rocm.dataset.caption_length import TokenLimit
+        from lora_rocm.supervisor.subprocesses import run_for_json
+
+        env = self._plan.applied_to(os.environ)
+        try:
+            with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+                file = Path(folder) / "recipe.json"
+                file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
+                said = run_for_json(WEIGH_MODULE, [str(file)], env)
+            limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
+            self._found = BaseFacts(said["num_bytes"], said["notices"], said["files"], limits)
+        except LoraRocmError as error:
+            self._error = error
+        except OSError as error:  # no room for the file, no memory for the process
+            self._error = storage_error(error, error.filename or tempfile.gettempdir())
+
+    def result(self) -> BaseFacts:
+        """Wait for the child and return the facts."""
+        from lora_rocm.dataset.caption_length import keep_limits
+        from lora_rocm.foundation.files import write_json
+
+        if self._thread.ident is None:
+            assert self._found is not None
+            return self._found
+        while self._thread.is_alive():
+            self._thread.join(timeout=0.1)  # with a timeout Ctrl-C is heard on every system
+        if self._error is not None:
+            raise self._error
+        found = self._found
+        assert found is not None
+        kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
+        try:
+            facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
+            facts["tokenizers"] = keep_limits(self._cache, found.token_limits)
+            write_json(self._memory, {**dict(kept), self._key: facts})
+        except StorageError:
+            pass
+        return found
+
+
+def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
+    """Changes with what is asked of the base, and with the names of files that are given for it."""
+    model = recipe.model
+    # Names of files too: a new one may be read in place of another.
+    files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
+    precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
+    parts = [__version__, model.model_dump(mode="json"), recipe.objective.model_dump(mode="json"), precision, files]
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if not os.path.isdir(path):  # pathlib raises where a name is too long for the file system
+        return [path] if os.path.isfile(path) else []
+    return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
+
+
+def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
+    """The facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
+    from lora_rocm.dataset.caption_length import recall_limits
+
+    try:
+        same = all(list(astuple(FileVersion.of(Path(file[0])))) == file for file in kept["files"])
+        limits = recall_limits(cache, kept["tokenizers"])
+        if not same or limits is None or not kept["num_bytes"]:
+            return None
+        return BaseFacts(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
+    except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
+        return None
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(legible(text) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,163 @@
+"""The tables in docs/amd.md and docs/reliability.md, made from the tables of this package.
+
+``python -m lora_rocm.commands.docs_tables docs/amd.md docs/reliability.md`` writes them anew between their marks;
+the rest is prose.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lora_rocm.errors import MachineError
+from lora_rocm.hardware.archs import ARCHS, Arch, triton_versions
+from lora_rocm.hardware.facts import Gpu, HostFacts, System
+from lora_rocm.hardware.wheels import INDEXES, choose
+from lora_rocm.rules.amd_rules import LEFT_ALONE
+from lora_rocm.rules.environment import RULES
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.mitigations import CHANGES
+from lora_rocm.rules.rule import SETTING, Rule, When
+
+GENERATIONS = {"rdna1": "RDNA 1", "rdna2": "RDNA 2", "rdna3": "RDNA 3", "rdna3.5": "RDNA 3.5", "rdna4": "RDNA 4"}
+SYSTEMS = {"linux": "Linux", "windows": "Windows", "macos": "macOS"}
+TRIED = "not yet"
+"""By us: no AMD GPU is at hand."""
+
+
+def filled(text: str) -> str:
+    """A page with the tables between its marks (``<!-- rules -->`` ... ``<!-- /rules -->``) made anew."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if start in text:
+            head, _, rest = text.partition(start)
+            text = f"{head}{start}\n{table()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def hardware() -> str:
+    """For each architecture what the installer takes, what others report and what was tried."""
+    head = ("GPUs", "architecture", "Linux", "Windows", "Triton", "reported by others", "tried by us")
+    rows = (
+        (a.cards, a.gfx, _wheel(a, "linux"), _wheel(a, "windows"), triton_versions(a.gfx), a.reported, TRIED)
+        for a in ARCHS
+    )
+    return _table(head, rows)
+
+
+def _wheel(arch: Arch, system: System) -> str:
+    """The index that the installer takes for a machine with this GPU alone."""
+    gpu = Gpu("amd", arch.cards, gfx=arch.gfx, integrated=arch.integrated)
+    try:
+        choice = choose(HostFacts("documentation", system, "3.12.0 64-bit", "", 1, gpus=(gpu,)), {})
+    except MachineError:
+        return "no"
+    if choice.kind != "rocm":
+        return "CPU instead"
+    index = next(index for index in INDEXES if index.url == choice.url)
+    builds = index.id == "amd" and (arch.amd_windows if system == "windows" else arch.amd_linux) == "building"
+    return f"{index.id} {index.rocm}" + ("?" if builds else "")
+
+
+def indexes() -> str:
+    """Where torch can come from."""
+    rows = (
+        (f"`{i.id}`", i.what, f"<{i.url}>" if i.url else "", " and ".join(SYSTEMS[system] for system in i.systems))
+        for i in INDEXES
+    )
+    return _table(("name", "what", "address", "system"), rows)
+
+
+def rules() -> str:
+    """Every rule: variable, value, where, why, source."""
+    rows = ((f"`{r.id}`", _variable(r), _value(r), where(r.when), r.why, r.source) for r in RULES)
+    return _table(("rule", "variable or setting", "value", "where", "why", "source"), rows)
+
+
+def harms() -> str:
+    """Every value that is warned about."""
+    rows = (
+        (h.level, ", ".join(f"`{name}`" for name in h.variables), h.values, where(h.when), h.what, h.source)
+        for h in HARMS
+    )
+    return _table(("", "variable", "value", "where", "what it does", "source"), rows)
+
+
+def left_alone() -> str:
+    """What other programs set and this one does not."""
+    return _table(("variable", "why not", "source"), LEFT_ALONE)
+
+
+def where(when: When) -> str:
+    """Conditions in words, as short as they are clear."""
+    cards = [GENERATIONS.get(name, name) for name in when.generations] + list(when.gfx)
+    if set(GENERATIONS) <= set(when.generations):
+        cards = ["RDNA", *when.gfx]
+    parts = [
+        " and ".join(SYSTEMS[system] for system in when.systems),
+        {True: "WSL", False: "not WSL", None: ""}[when.wsl],
+        ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
+        _versions("torch", when.torch_from, when.torch_below),
+        _versions("ROCm", when.hip_from, when.hip_below),
+        _versions("AOTriton", when.aotriton_from, when.aotriton_below),
+        _versions("kernel", when.kernel_from, when.kernel_below),
+        "torch has no kernels for the GPU" if when.lacks_kernels else "",
+        f"torch has kernels for {when.wheel_has}" if when.wheel_has else "",
+        {True: "several AMD GPUs", False: "one AMD GPU", None: ""}[when.several_gpus],
+        {True: "several processes", False: "one process", None: ""}[when.several_ranks],
+        "profile safe" if when.safe_profile else "",
+    ]
+    said = "; ".join(part for part in parts if part)
+    return said or ("every AMD GPU" if when.amd else "everywhere")
+
+
+def _versions(name: str, low: str | None, below: str | None) -> str:
+    words = [f"from {low}" if low else "", f"below {below}" if below else ""]
+    return " ".join([name, *filter(None, words)]) if any(words) else ""
+
+
+def _variable(rule: Rule) -> str:
+    if rule.shown[0]:
+        return f"`{rule.shown[0]}`"
+    name = rule.variable if isinstance(rule.variable, str) else "depends on the machine"
+    return f"setting `{name.removeprefix(SETTING)}`" if name.startswith(SETTING) else f"`{name}`"
+
+
+def _value(rule: Rule) -> str:
+    if isinstance(rule.value, str):
+        return f"`{rule.value}`"
+    return rule.shown[1] or "as the machine needs"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(head), *map(tuple, rows)]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A bar would end the cell, and an angle bracket outside of code would begin a tag."""
+    parts = re.split(r"(`[^`]*`|<https?://[^>]*>)", text.replace("|", r"\|"))
+    return "".join(part if part[:1] == "`" or part.startswith("<http") else part.replace("<", "&lt;") for part in parts)
+
+
+def changes() -> str:
+    """What is done otherwise after a failure: because of what, where, and what it does to the promise."""
+    rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in CHANGES)
+    return _table(("seen", "change", "what is done", "where", "promise", "source"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "hardware": hardware,
+    "indexes": indexes,
+    "rules": rules,
+    "harms": harms,
+    "left-alone": left_alone,
+    "changes": changes,
+}
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        page.write_bytes(filled(page.read_text(encoding="utf-8")).encode())

@@ -1,0 +1,184 @@
+"""``lora-rocm plan``: what a recipe takes in memory and time, by what is kept, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.units import size_text, time_text
+from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
+from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, choose, table
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.environment import plan as environment_plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.supervisor.subprocesses import run_for_json
+
+MODULE = "lora_rocm.memory.footprint"
+PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
+CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
+LARGEST_CARD_GIB = 4096
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much memory there is for tensors. num_bytes: None where there is no limit to compare with."""
+
+    num_bytes: int | None
+    why: str
+    shared: bool = False
+    """It is main memory: nothing is won by letting weights wait there."""
+
+
+def plan(
+    recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool, registry: Registry = PRODUCT
+) -> int:
+    """Print what each way of computing a step takes, and the one that training would choose.
+
+    Args:
+        recipe_path: nothing is downloaded for its model; its pictures are not looked at.
+        overrides: ``section.key=value``.
+        card: memory of a card, as "24GB"; None: this machine's GPU.
+        as_json: print one object.
+        registry: the families there are.
+
+    Raises:
+        LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
+    """
+    loaded = load_recipe(recipe_path, overrides, registry)
+    recipe = loaded.recipe
+    total = None if card is None else card_bytes(card)
+    situation = situation_here(recipe)
+    counted = _counted(recipe, situation, total is not None)
+    footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
+    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
+    rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
+    on_gpu = total is not None or gpu is not None
+    job = job_of(recipe, _settings(situation), on_gpu=on_gpu, can_offload=not room.shared)
+    chosen = choose(room.num_bytes, footprint, job, rates)
+    rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
+    if as_json:
+        found = {"footprint": _facts(footprint), "room": asdict(room)}
+        found |= {name: counted[name] for name in ("precision", "model_is_here")}
+        plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
+        _say(json.dumps({**found, **plans, "seconds_are_known": rates.known}, indent=1))
+    else:
+        for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
+            _say(legible(line))
+        if not counted["model_is_here"]:
+            _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
+    if chosen is None and room.num_bytes is not None:
+        raise does_not_fit(recipe, footprint, job, rates, room.num_bytes)
+    return 0
+
+
+def card_bytes(text: str) -> int:
+    """Bytes of "24GB": a card's GB are GiB.
+
+    Raises:
+        UserError: it is no amount of memory.
+    """
+    found = CARD.fullmatch(text.strip())
+    amount = float(found.group(1)) if found is not None else 0.0
+    if not 0 < amount <= LARGEST_CARD_GIB:
+        raise UserError(
+            "card-unclear", "This is no memory of a card.", where=f"--card {text!a:.40}", fix="For example --card 24GB."
+        )
+    return int(amount * GIB)
+
+
+def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
+    env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        job = Path(folder) / "job.json"
+        write_json(job, {"recipe": recipe.model_dump(mode="json"), "for_card": for_card})
+        return run_for_json(MODULE, [str(job)], env)
+
+
+def _settings(situation: Situation) -> Settings:
+    return environment_plan(situation).settings
+
+
+def _room_of_card(total_bytes: int) -> Room:
+    desktop = min(max(int(total_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
+    why = f"a card of {size_text(total_bytes)}, less what a desktop and the GPU's libraries take"
+    return Room(max(0, total_bytes - desktop - CONTEXT_BYTES), why)
+
+
+def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
+    """As the worker would see it; where torch sees no GPU, what the system says of one."""
+    if gpu is not None:
+        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it", gpu["integrated"])
+    known = budget(situation.facts, situation.gpu) if situation.gpu is not None else None
+    if known is None or situation.gpu is None:
+        return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
+    return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why, bool(situation.gpu.integrated))
+
+
+def _facts(footprint: Footprint) -> dict[str, Any]:
+    """What is worth printing of a footprint."""
+    whole = footprint.to_json()
+    keys = ("weight_bytes", *ADAPTER, "work")
+    return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
+
+
+def _lines(
+    name: str,
+    recipe: Recipe,
+    precision: str,
+    footprint: Footprint,
+    room: Room,
+    rows: Sequence[Plan],
+    chosen: Plan | None,
+    rates: Rates,
+) -> Iterator[str]:
+    train = recipe.train
+    yield (
+        f"{name}: {footprint.shape}, batch {train.batch_size} x "
+        f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
+    )
+    adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
+    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
+    if footprint.narrow_layers:
+        yield (
+            f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
+            "say as much there"
+        )
+    yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
+    yield ""
+    blocks = f"{'recomputed':>11}{'offloaded':>11}"
+    yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
+    fastest = min(row.step_s for row in rows)
+    for row in rows:
+        seconds = f"{row.step_s:.3f} s" if rates.known else f"{row.step_s / fastest:.2f} x"
+        fits = "" if room.num_bytes is None else "yes" if row.needed_bytes <= room.num_bytes else "no"
+        mark = "  <- chosen" if row == chosen else ""
+        graphs, peak = "yes" if row.graphs else "no", size_text(row.peak_bytes)
+        blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
+        yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
+    yield ""
+    if chosen is not None:
+        yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
+        if rates.known and train.max_train_steps:
+            yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
+    if not rates.known:
+        yield "times are relative to the fastest: no GPU was measured"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

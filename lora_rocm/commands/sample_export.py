@@ -1,0 +1,161 @@
+"""Commands beside training that need the model: each writes a job file and starts a heavy child."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import MachineError, UserError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.units import number_text
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.yaml_tree import is_clean
+from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir import results
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.resume import holds_run, open_run
+from lora_rocm.supervisor.subprocesses import run_tool
+
+TOOLS_MODULE = "lora_rocm.train.model_child"
+RESULTS = {"sample": "drawn", "export": "export"}
+"""The event with which each tool names what it made."""
+
+
+def sample(
+    source: Path,
+    *,
+    output: Path | None,
+    base: str | None,
+    config: Path | None,
+    family: str | None = None,
+    registry: Registry = PRODUCT,
+    **options: Any,
+) -> int:
+    """Draw pictures; the job holds ``options`` as they are, and absolute paths.
+
+    Raises:
+        LoraRocmError: what the child met.
+    """
+    source = _existing(source)
+    if family is not None and family not in registry:
+        what, fix = registry.refusal(family)
+        raise UserError("family-unknown", f"{what[:1].upper()}{what[1:]}.", where=f"--family {family!a:.60}", fix=fix)
+    _check_options(options, config if base is None else None)
+    if output is None:
+        output = RunDir(source).asked if source.is_dir() else Path("samples")
+    job = {
+        **options,
+        "source": str(source),
+        "output": str(output.absolute()),
+        "family": family,
+        "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
+        "config": str(config.absolute()) if config else None,
+    }
+    return _run("sample", job)
+
+
+def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
+    for name in ("prompt", "negative_prompt"):
+        if not is_clean(options.get(name, "")):
+            where = f"--{name.replace('_', '-')} {options[name]!a:.60}"
+            fix = "Type the prompt as UTF-8 text."
+            raise UserError("prompt-not-text", "The prompt has letters that are no text.", where=where, fix=fix)
+    if unused_config is not None:
+        what, fix = "--config belongs to a single-file model given by --base.", "Give --base too, or leave it out."
+        raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
+
+
+def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:
+    """Write the LoRA of a run in another form.
+
+    Raises:
+        LoraRocmError: what the child met.
+    """
+    return _export(open_run(source), form, output=output, dtype=dtype)
+
+
+def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
+    """Write the files of a finished run again that are gone or damaged; False where all hold what was written.
+
+    Raises:
+        StorageError: the last checkpoint is gone or damaged too.
+        LoraRocmError: what the child met.
+    """
+    for fault in results.wrong_checkpoint_loras(run_dir):
+        say(f"{fault} Do not use it.")
+    wrong = results.wrong_exports(run_dir, recipe.output.formats)
+    for form, what in wrong.items():
+        say(f"{what} It is made again from the last checkpoint.")
+        _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))
+    return bool(wrong)
+
+
+def _export(run_dir: RunDir, form: str, *, output: Path | None, dtype: str | None, updates: int | None = None) -> int:
+    job = {
+        "source": str(run_dir.path),
+        "format": form,
+        "output": str(output.absolute()) if output else None,
+        "dtype": dtype,
+        "updates": updates,
+    }
+    code = _run("export", job)
+    if output is None:
+        results.record_export(run_dir, form)
+    return code
+
+
+def _existing(source: Path) -> Path:
+    source = source.absolute()
+    if not source.exists() or (
+        source.is_dir() and not holds_run(RunDir(source)) and not any(source.glob("*.safetensors"))
+    ):
+        raise UserError(
+            "no-lora",
+            "There is no run and no LoRA here.",
+            where=str(source),
+            fix="Give a run directory or a .safetensors file.",
+        )
+    return source
+
+
+def _run(tool: str, job: dict[str, Any]) -> int:
+    env = plan_here().applied_to(os.environ)
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        path = Path(folder) / "job.json"
+        write_json(path, job)
+        told: list[str] = []
+
+        def on_event(event: dict[str, Any]) -> None:
+            told.append(event["type"])
+            _show(event)
+
+        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    if RESULTS[tool] not in told:
+        raise MachineError(
+            "no-result",
+            f"lora-rocm {tool} ended without naming a file that it made.",
+            where=str(job["output"] or job["source"]),
+            fix="Please report it with the command.",
+        )
+    return code
+
+
+def _show(event: dict[str, Any]) -> None:
+    match event["type"]:
+        case "notice":
+            text = event["text"]
+        case "drawn":
+            text = "\n".join(f"Drew {picture}" for picture in event["pictures"])
+        case "export":
+            text = f"Wrote {event['path']}, loaded back, largest difference {number_text(event['max_difference'])}"
+            if event["cannot_read"]:
+                text += f"\nCannot be read by {', '.join(event['cannot_read'])}"
+        case _:
+            return
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,111 @@
+"""Where a run stands, from its files."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from lora_rocm.foundation.units import number_text, rate_text, time_text
+from lora_rocm.report.smoothing import Smoothed
+from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.incidents import last_word, trouble_of
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import result_files
+from lora_rocm.supervisor.lock import is_running
+
+RATE_STEPS = 50
+
+
+def status(run_dir: RunDir) -> dict[str, Any]:
+    """State and figures of a run, ready for JSON.
+
+    state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without a
+    word), or prepared. rate_per_s and eta_s are None while nothing runs. restarts: how often the worker was started
+    again; changes: names of what is done otherwise because of failures (``host.changes``), each as often as made.
+    """
+    events = read_events(run_dir.events())
+    trouble = trouble_of(run_dir, events)
+    hung = last_word(events, trouble)
+    steps = current_steps(events)
+    last = {event["type"]: event for event in events}
+    state = _state(run_dir, events, hung)
+    loss = Smoothed()
+    for step in steps:
+        if step["loss"] is not None:
+            loss.add(step["loss"])
+    updates = max(_updates_at_start(events), steps[-1]["updates"] if steps else 0)
+    total = last["data"]["max_train_steps"] if "data" in last else None
+    recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
+    step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
+    checkpoints = run_dir.list_checkpoints()
+    error = {**hung, "fix": ""} if hung else last.get("error")
+    latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
+    return {
+        "path": str(run_dir.path),
+        "state": state,
+        "updates": updates,
+        "max_train_steps": total,
+        "loss": loss.value,
+        "rate_per_s": 1 / step_s if step_s else None,
+        "eta_s": step_s * (total - updates) if step_s and total else None,
+        "last_event_s_ago": round(time.time() - latest_s, 1) if latest_s is not None else None,
+        "incidents": sum(event["type"] == "incident" for event in events),
+        "restarts": sum(event["type"] == "restart" for event in trouble),
+        "changes": [event["id"] for event in trouble if event["type"] == "change"],
+        "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
+        "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
+        "files": [str(path) for path in result_files(run_dir)],
+    }
+
+
+def status_text(found: dict[str, Any]) -> str:
+    """``status`` for people."""
+    total = found["max_train_steps"]
+    lines = [
+        f"{found['path']}: {found['state']}",
+        f"  step {found['updates']}" + (f" of {total}" if total else ""),
+        f"  loss {number_text(found['loss'])}",
+    ]
+    if found["rate_per_s"]:
+        left = f", {time_text(found['eta_s'])} left" if found["eta_s"] is not None else ""
+        lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
+    if found["last_event_s_ago"] is not None:
+        lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+    if found["incidents"]:
+        lines.append(f"  {found['incidents']} incidents, see the report")
+    if found["restarts"]:
+        times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
+        lines.append(f"  started again {times}, see the report")
+    if found["changes"]:
+        counts = Counter(found["changes"])
+        names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+        lines.append(f"  changed because of failures: {', '.join(names)}")
+    if found["error"]:
+        lines.append(f"  error: {found['error']['what']}")
+    lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
+    lines += [f"  file: {path}" for path in found["files"]]
+    return "\n".join(lines)
+
+
+def _state(run_dir: RunDir, events: list[dict[str, Any]], hung: dict[str, Any] | None) -> str:
+    if is_running(run_dir):
+        return "running"
+    if run_dir.result.exists():
+        return "finished"
+    if hung is not None:
+        return "failed"
+    for event in reversed(events):
+        if event["type"] == "end":
+            return "stopped"
+        if event["type"] == "error":
+            return "stopped" if event["exit_code"] == 130 else "failed"
+        if event["type"] == "start":
+            break
+    return "died" if events else "prepared"
+
+
+def _updates_at_start(events: list[dict[str, Any]]) -> int:
+    """Updates that the newest start found done."""
+    starts = [event for event in events if event["type"] == "start"]
+    return (starts[-1]["resumed_from"] or 0) if starts else 0

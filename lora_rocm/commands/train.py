@@ -1,0 +1,214 @@
+"""One training run as the parent sees it: recipe, directory, worker, report, and what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from lora_rocm.commands import sample_export
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.packages import require_packages
+from lora_rocm.hardware.ranks import rank_of
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
+from lora_rocm.report.progress_bar import make_progress
+from lora_rocm.report.report import write_report
+from lora_rocm.report.vram_spill import spill_bytes
+from lora_rocm.rules import mitigation_store
+from lora_rocm.rules.environment import EnvPlan, environment_json, plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor
+from lora_rocm.supervisor import resume as prepare
+from lora_rocm.supervisor.restart_policy import attempt_of
+
+
+def train(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    supervised: bool = True,
+    gpus: int | None = None,
+) -> int:
+    """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
+
+    ``supervised``: a worker that fails or hangs is started again. ``gpus``: how many train together; None: one, or as
+    ``torchrun`` says that started this process.
+
+    Raises:
+        LoraRocmError: everything that went wrong, in words.
+    """
+    loaded = load_recipe(recipe_path, overrides)
+    for notice in loaded.notices:
+        _say(notice)
+    chosen = prepare.choose(loaded, run_dir, resume)
+    begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
+    loaded.require_files(images=not begun)  # the worker asks for them, where there is something left to train
+    require_packages()
+    me = rank_of(os.environ)
+    here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
+    if me.size > 1:
+        multi_gpu.require_place(me, gpus, run_dir, resume)
+        here, everywhere, supervised = me.local_size, me.size, False
+    situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
+    if not me.is_first:
+        return multi_gpu.train_rank(me, loaded, chosen, situation, _say, accept_changes=accept_changes)
+    if not prepare.holds_run(chosen.run_dir):  # a GPU that cannot train is refused before anything is made
+        situation = selftest_runner.ensure(situation, loaded.recipe, _say)
+    run = chosen.run_dir.create()
+    with lock.locked(run):
+        lock.end_leftover(run, _say)
+        if not prepare.settle(chosen, loaded.recipe, accept_changes):
+            made_again = sample_export.make_again(run, loaded.recipe, _say)
+            _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
+            if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
+                _report(run)
+            return 0
+        again = resume_command(recipe_path, overrides, run)
+        again += f" --gpus {gpus}" if gpus else ""
+        again += " --accept-changes" if accept_changes else ""
+        return _train_in(
+            run,
+            loaded,
+            chosen,
+            again,
+            situation,
+            accept_changes=accept_changes,
+            supervised=supervised,
+            children=children,
+        )
+
+
+def demo() -> int:
+    """``lora-rocm demo``: the recipe demo.yaml that ships with the program."""
+    return train(str(shipped_recipes()["demo.yaml"]))
+
+
+def _train_in(
+    run: RunDir,
+    loaded: LoadedRecipe,
+    chosen: prepare.Chosen,
+    again: str,
+    situation: Situation,
+    *,
+    accept_changes: bool,
+    supervised: bool,
+    children: int,
+) -> int:
+    situation = selftest_runner.ensure(situation, loaded.recipe, _say)
+    situation = supervisor.in_force(run, situation, _say)
+    env_plan = plan(situation)
+    write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
+    for sentence in machine_notices(situation, env_plan):
+        _say(sentence)
+    _say(f"Run directory: {run.path}")
+
+    def command(
+        checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
+    ) -> list[str]:
+        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
+
+    stopped: StoppedError | None = None
+    spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
+    with make_progress(spill_bytes=spill) as progress:
+        try:
+            if supervised:
+                code = supervisor.Supervisor(
+                    run,
+                    loaded.recipe,
+                    situation,
+                    command,
+                    progress.on_event,
+                    progress.say,
+                    checkpoint=chosen.checkpoint,
+                    again=again,
+                    keep=partial(mitigation_store.keep, say=progress.say),
+                    size=children,
+                ).run()
+            else:
+                attempt = attempt_of(read_events(run.events(SUPERVISOR)))
+                env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint, attempt)
+                code = multi_gpu.run_unwatched(run, env, progress.on_event, line, progress.say, children)
+        except StoppedError as error:
+            code, stopped = error.exit_code, error
+        except LoraRocmError as error:
+            with contextlib.suppress(StorageError):  # the error itself is what the user has to see
+                write_report(run)
+            if isinstance(error, MachineError) and again not in error.fix:
+                progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
+            raise
+        finally:
+            prepare.withdraw(run)
+    return _tell_end(run, code, stopped, again)
+
+
+def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> int:
+    if stopped is not None:
+        _say(stopped.what)
+    if code == StoppedError.exit_code:
+        _say(f"Stopped. Go on with:\n  {again}")
+    elif code == 0:
+        _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
+    _report(run)
+    return code
+
+
+def _report(run: RunDir) -> None:
+    """Write the report and say where it is. Whether that works changes nothing of how the run has ended."""
+    try:
+        _say(f"Report: {write_report(run)}")
+    except StorageError as error:
+        _say(f"The report could not be written; later: lora-rocm report {quoted([str(run.path)])}\n{error}")
+
+
+def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
+    """What the user has to know about the machine before a run starts; ``doctor`` says the rest."""
+    said = [
+        f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
+        for warning in env_plan.warnings
+        if warning.level != "note"
+    ]
+    said += [
+        f"{row.variable}={row.replaced} was set here; training gets {row.value} instead. (lora-rocm env --explain)"
+        for row in env_plan.rows
+        if row.replaced is not None
+    ]
+    torch, recipe = situation.facts.torch, situation.recipe
+    on_cpu = recipe is not None and recipe.runtime.device == "cpu"
+    gpus = [gpu for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia")]
+    if gpus and torch is not None and torch.hip is None and torch.cuda is None and not on_cpu:
+        said.append(
+            f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
+            "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+        )
+    return said
+
+
+def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:
+    """The exact command that goes on with a run, quoted for the shell of this system."""
+    words = ["lora-rocm", "train", recipe_path]
+    for override in overrides:
+        words += ["--set", override]
+    words += ["--run-dir", str(run.path), "--resume", "latest"]
+    return quoted(words)
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command line for the shell of this system."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,1 +1,0 @@
-"""Pictures and captions, buckets, caches, batches."""

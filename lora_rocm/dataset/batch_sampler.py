@@ -1,0 +1,230 @@
+"""Which samples make up which update: a pure function of (seed, epoch). No torch.
+
+An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
+slice them, so the same recipe gives the same updates whole or split. A bucket's last batch is filled with rows of
+weight 0, so shapes never change. The very first batch is one of the shape that costs most: what does not fit into
+memory shows at once, and the allocator's first pieces are large enough for all that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.foundation.seeds import draw, drawer, fraction
+
+NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
+
+
+Grid = tuple[tuple[str, ...], ...]
+"""Cache keys of one entry of a sample: one tuple a view, in it one key a caption, the last for the empty caption.
+
+An entry that is not made from an image has one view; one that is not made from a caption has one key a view.
+"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample to train on.
+
+    key: of its ``Sample``.
+    keys: for each entry of the family the cache keys.
+    num_views: 2 with flip_aug (the image and its mirror image). num_captions: variants, without the empty caption.
+    dropout_rate: how often the empty caption takes the place of a variant.
+    geometry: how its image is cut; None if the family reads no image.
+    content: cache keys that say which data this is, however it was encoded.
+    """
+
+    key: str
+    shape: Shape
+    keys: Mapping[str, Grid]
+    num_views: int = 1
+    num_captions: int = 1
+    dropout_rate: float = 0.0
+    repeats: int = 1
+    geometry: Geometry | None = None
+    content: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample of one update. ``position``: its index in the effective batch; ``weight``: its share of the loss."""
+
+    item: Item
+    position: int
+    weight: float
+    flip: bool
+    variant: int
+    dropout: bool
+
+    def key(self, entry: str) -> str:
+        """The cache key of one of its entries."""
+        views = self.item.keys[entry]
+        captions = views[int(self.flip)] if len(views) > 1 else views[0]
+        if len(captions) == 1:
+            return captions[0]
+        return captions[-1] if self.dropout else captions[self.variant]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the order of N items is made from.
+
+    keys: of the items' samples; iterated anew for each epoch.
+    shapes: each shape that an item has, once. shape_N: for each item, the index of its shape in ``shapes``.
+    """
+
+    keys: Iterable[str]
+    shapes: Sequence[Shape]
+    shape_N: NDArray[np.int64]
+    repeats_N: NDArray[np.int64]
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """Items so many that they say this of all at once: to make each would take longer than all the rest of a start."""
+
+    def outline(self) -> Outline: ...
+
+
+def outline_of(items: Sequence[Item]) -> Outline:
+    """The outline of items, in their order."""
+    if isinstance(items, Outlined):
+        return items.outline()
+    numbers: dict[Shape, int] = {}
+    found = (numbers.setdefault(item.shape, len(numbers)) for item in items)
+    shape_N = np.fromiter(found, np.int64, len(items))
+    repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The numbers of its samples, bucket by bucket, and those of its batches in the order of training."""
+
+    samples_P: NDArray[np.int64]
+    batches_S: NDArray[np.int64]
+
+
+class BatchPlan:
+    """The order of training.
+
+    The P samples of an epoch are numbered item by item, one for each repeat. Of an epoch only two orders are kept: that
+    of these numbers, bucket by bucket, and that of the batches which the buckets are cut into, always at the same S
+    places.
+
+    Args:
+        items: in an order that does not change between starts; their keys are unique. Not copied: they may be many.
+        batch_size: samples of one micro-batch.
+        accumulation: micro-batches of one update on each rank.
+        seed: decides order, mirroring, caption variants and dropout.
+        world: number of ranks.
+        rank: this one.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], batch_size: int, accumulation: int, seed: int, world: int = 1, rank: int = 0
+    ) -> None:
+        self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
+        self.seed, self.world, self.rank = seed, world, rank
+        outline = outline_of(items)
+        self._keys, self._repeats_N = outline.keys, outline.repeats_N
+        self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # of the numbers of each item's samples
+        shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
+        bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
+        self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
+        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
+        self._buckets: list[tuple[Shape, range]] = [  # with the places where the batches of each start
+            (shape, range(start, end, self.effective_batch))
+            for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
+        ]
+        bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
+        self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from its start to that of the next
+        self._epochs: dict[int, _Epoch] = {}
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows of one update, on all ranks."""
+        return self.batch_size * self.accumulation * self.world
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._bounds_S1) - 1
+
+    def rows(self, iteration: int) -> list[Row]:
+        """Every row of one effective batch, on all ranks. The weights of its real samples are equal and sum to 1."""
+        return self._rows(iteration, range(self.effective_batch))
+
+    def micro(self, iteration: int, index: int) -> list[Row]:
+        """This rank's rows of one micro-batch."""
+        start = (index * self.world + self.rank) * self.batch_size
+        return self._rows(iteration, range(start, start + self.batch_size))
+
+    def _rows(self, iteration: int, positions: range) -> list[Row]:
+        epoch, step = divmod(iteration, self.steps_per_epoch)
+        samples = self._samples(epoch, step)
+        count = len(samples)
+        return [
+            self._row(epoch, *samples[position % count], position, 1.0 / count if position < count else 0.0)
+            for position in positions
+        ]
+
+    def _row(self, epoch: int, index: int, repeat: int, position: int, weight: float) -> Row:
+        item = self.items[index]
+        what = (self.seed, epoch, item.key, repeat)
+        return Row(
+            item,
+            position,
+            weight,
+            flip=draw("flip", *what) % item.num_views == 1,
+            variant=draw("variant", *what) % item.num_captions,
+            dropout=fraction("dropout", *what) < item.dropout_rate,
+        )
+
+    def _samples(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        """Item and repeat of each sample of one effective batch, without filling."""
+        order = self._epoch(epoch)
+        batch = order.batches_S[step]
+        samples = order.samples_P[self._bounds_S1[batch] : self._bounds_S1[batch + 1]]
+        items = np.searchsorted(self._firsts_N, samples, side="right") - 1
+        return list(zip(items.tolist(), (samples - self._firsts_N[items]).tolist(), strict=True))
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        """The order of an epoch."""
+        found = self._epochs.get(epoch)
+        if found is None:  # each line is safe beside another thread that does the same: loader workers have one
+            for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
+                self._epochs.pop(oldest, None)
+            found = self._epochs[epoch] = self._shuffled(epoch)
+        return found
+
+    def _shuffled(self, epoch: int) -> _Epoch:
+        drawn_P, drawn_S = self._sample_draws(epoch), self._batch_draws(epoch)
+        batches_S = np.argsort(drawn_S, kind="stable")
+        if epoch == 0:
+            largest = self._largest()
+            starts_S = self._bounds_S1[batches_S]
+            at = int(np.flatnonzero((starts_S >= largest.start) & (starts_S < largest.stop))[0])
+            batches_S[: at + 1] = np.roll(batches_S[: at + 1], 1)
+        return _Epoch(np.lexsort((drawn_P, self._bucket_P)), batches_S)
+
+    def _sample_draws(self, epoch: int) -> NDArray[np.uint64]:
+        number, counts = drawer("order", self.seed, epoch), self._repeats_N.tolist()
+        drawn = (number(key, repeat) for key, count in zip(self._keys, counts, strict=True) for repeat in range(count))
+        return np.fromiter(drawn, np.uint64, len(self._bucket_P))
+
+    def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
+        number = drawer("batch", self.seed, epoch)
+        drawn = (number(*shape.sizes, start - starts.start) for shape, starts in self._buckets for start in starts)
+        return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
+
+    def _largest(self) -> range:
+        """The batches of the bucket that needs the most memory (batches of all buckets have as many rows)."""
+        return max(self._buckets, key=lambda bucket: bucket[0].order)[1]

@@ -1,0 +1,127 @@
+"""Captions that are longer than the text encoders read: counted with their own tokenizers, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice, tee
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import write_atomic
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KEPT_IN = "tokenizers"
+MAX_TOKENIZER_BYTES = 1 << 26
+AT_ONCE = 1024
+LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """A tokenizer, in the JSON form of the ``tokenizers`` library, and how many tokens the text encoder reads.
+
+    max_tokens: with the one that ends a text, which takes the last place.
+    """
+
+    tokenizer: str
+    max_tokens: int
+
+
+def lost_ends(captions: Iterable[str], limits: Sequence[TokenLimit]) -> Iterator[str]:
+    """The longest end of each caption that one of the text encoders does not read; "" where they read all of it."""
+    tokenizers = [(_loaded(limit.tokenizer), limit.max_tokens) for limit in limits]
+    left = iter(captions)
+    while chunk := list(islice(left, AT_ONCE)):
+        lost = [""] * len(chunk)
+        for tokenizer, max_tokens in tokenizers:
+            long = [number for number, caption in enumerate(chunk) if not _surely_fits(caption, max_tokens)]
+            for number, encoded in zip(long, tokenizer.encode_batch([chunk[at] for at in long]), strict=True):
+                if len(encoded.ids) > max_tokens:
+                    end = chunk[number][encoded.offsets[max_tokens - 1][0] :].strip()
+                    lost[number] = max(lost[number], end, key=len)
+        yield from lost
+
+
+def _surely_fits(caption: str, max_tokens: int) -> bool:
+    """A token stands for a letter at least, in plain English; two more begin and end a text."""
+    return len(caption) + 2 <= max_tokens and caption.isascii()
+
+
+@lru_cache(maxsize=8)
+def _loaded(tokenizer: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_str(tokenizer)
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
+
+
+def cut_notice(captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
+    """A notice where captions are longer than the text encoders read. ``captions``: the key of a picture, its caption.
+
+    With shuffling it is other tags that are lost each time.
+    """
+    keys, texts = tee(captions)
+    count, example = 0, ""
+    for (key, _), lost in zip(keys, lost_ends((caption for _, caption in texts), limits), strict=True):
+        count += bool(lost)
+        if lost and not example:
+            end = f"{lost[:LOST_SHOWN]!r}{'' if len(lost) <= LOST_SHOWN else ' ...'}"
+            example = f"{key}: lost is {end}"
+    if not count:
+        return ()
+    are = "1 caption is" if count == 1 else f"{count} captions are"
+    return (f"{are} longer than the text encoders read, for example {example}.",)
+
+
+def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:
+    """Keep tokenizers in a cache folder, each once; returns what ``recall_limits`` finds them by.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    kept = []
+    for limit in limits:
+        content = limit.tokenizer.encode("utf-8")
+        digest = hashlib.sha256(content).hexdigest()
+        if _content(cache, digest) is None:
+            write_atomic(_file(cache, digest), content)
+        kept.append([digest, limit.max_tokens])
+    return kept
+
+
+def recall_limits(cache: Path, kept: object) -> list[TokenLimit] | None:
+    """The tokenizers of ``keep_limits``; None where one is gone or damaged, or ``kept`` is something else."""
+    try:
+        named = [(str(digest), int(max_tokens)) for digest, max_tokens in kept]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return None
+    contents = [_content(cache, digest) for digest, _ in named]
+    return (
+        [
+            TokenLimit(content.decode("utf-8"), max_tokens)
+            for content, (_, max_tokens) in zip(contents, named, strict=True)
+            if content is not None
+        ]
+        if None not in contents
+        else None
+    )
+
+
+def _file(cache: Path, digest: str) -> Path:
+    return cache / KEPT_IN / f"{digest[:40]}.json"
+
+
+def _content(cache: Path, digest: str) -> bytes | None:
+    try:
+        content = read_plain(_file(cache, digest), MAX_TOKENIZER_BYTES)
+    except OSError:
+        return None
+    return content if hashlib.sha256(content).hexdigest() == digest else None

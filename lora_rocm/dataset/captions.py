@@ -1,0 +1,71 @@
+"""From the caption as read to the captions that are trained on: pure text, no randomness but the seed's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from lora_rocm.foundation.seeds import drawer
+from lora_rocm.recipe.schema import SourceOptions
+
+TRIES_PER_VARIANT = 32
+
+
+def prepare(caption: str, options: SourceOptions) -> str:
+    """Put the trigger word in front, as a tag of its own, unless the caption contains it as a whole word.
+
+    Case does not count: CLIP's tokenizers lower everything.
+    """
+    trigger = (options.trigger_word or "").strip()
+    if not trigger or _contains(caption, trigger):
+        return caption
+    return f"{trigger}, {caption}" if caption else trigger
+
+
+def variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
+    """The captions that are cached for a picture, a function of (seed, caption) and the options alone.
+
+    Without ``shuffle_caption``: the prepared caption alone. With it: up to ``num_variants`` different orders of its
+    comma-separated tags (fewer where there are not so many). The first ``keep_tokens`` tags stay where they are, and
+    so does a tag with the trigger word.
+    """
+    prepared = prepare(caption, options)
+    tags = tags_of(prepared)
+    movable = [
+        place for place, tag in enumerate(tags) if place >= options.keep_tokens and not _is_trigger(tag, options)
+    ]
+    if not options.shuffle_caption or len(movable) < 2:
+        return (prepared,)
+    same = Counter(tags[place] for place in movable).values()
+    orders = math.factorial(len(movable)) // math.prod(math.factorial(count) for count in same)
+    found: dict[str, None] = {}
+    number = drawer("shuffle", seed, ",".join(tags))
+    for attempt in range(num_variants * TRIES_PER_VARIANT):
+        found[_shuffled(tags, movable, number, attempt)] = None
+        if len(found) == min(num_variants, orders):
+            break
+    return tuple(found)
+
+
+def _shuffled(tags: list[str], movable: list[int], number: Callable[..., int], attempt: int) -> str:
+    """The tags with those at the ``movable`` places in another order."""
+    order = sorted(movable, key=lambda place: number(attempt, place))
+    shuffled = list(tags)
+    for place, source in zip(movable, order, strict=True):
+        shuffled[place] = tags[source]
+    return ", ".join(shuffled)
+
+
+def tags_of(caption: str) -> list[str]:
+    """The comma-separated tags of a caption, as the metadata counts them."""
+    return [tag for tag in (part.strip() for part in caption.split(",")) if tag]
+
+
+def _is_trigger(tag: str, options: SourceOptions) -> bool:
+    return any(_contains(tag, part) for part in tags_of(options.trigger_word or ""))
+
+
+def _contains(text: str, words: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None

@@ -1,0 +1,354 @@
+"""Folders of pictures: walking them, kohya's ``10_name`` sub-folders, caption files, captions from file names."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
+from lora_rocm.dataset.image_io import readable_extensions
+from lora_rocm.dataset.left_out import Exclusion, LeftOut, counted, few, some
+from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, PARQUET_NAME, Metadata
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.terminal_text import legible, one_line
+from lora_rocm.rundir.layout import RUN_MARKS
+
+BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
+REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
+# Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
+CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|picture|screenshot)?[\W\d_]*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RepeatFolder:
+    """What the first sub-folder on a picture's path says: nothing, or kohya's number of repeats and name."""
+
+    name: str = ""
+    repeats: int = 1
+    caption: str = ""
+
+
+@dataclass
+class Folder:
+    """What a walk found. ``relatives``: paths below ``root``, as they can be shown and as they are; sorted.
+
+    ``lasting``: no folder could not be read for now.
+    """
+
+    root: Path
+    relatives: list[tuple[str, str]] = field(default_factory=list)
+    captions: dict[str, str] = field(default_factory=dict)  # path without extension -> extension
+    metadata: Metadata | None = None
+    notices: list[str] = field(default_factory=list)
+    lasting: bool = True
+
+    @property
+    def name(self) -> str:
+        return shown(self.root.name)
+
+    @property
+    def pictures(self) -> Iterator[tuple[Path, str]]:
+        """Path, and path below the folder with slashes, of each, sorted by the latter."""
+        return ((self.root / real, relative) for relative, real in self.relatives)
+
+    def listed_caption(self, position: int) -> str | None:
+        """The caption that a metadata file has for the picture at a position in ``relatives``."""
+        return None if self.metadata is None else self.metadata.caption(position)
+
+    def caption_file(self, picture: Path) -> Path | None:
+        """The caption file beside a picture."""
+        stem = os.path.splitext(picture)[0]
+        return Path(stem + self.captions[stem]) if stem in self.captions else None
+
+    def repeat_folder(self, relative: str) -> RepeatFolder:
+        """What kohya's convention says of a picture: the sub-folder ``10_name`` repeats its pictures 10 times."""
+        first, slash, _ = relative.partition("/")
+        match = REPEAT_FOLDER.fullmatch(first) if slash else None
+        if match is None:
+            return RepeatFolder()
+        return RepeatFolder(first, int(match[1]), _words(match[2]))
+
+
+def source_folder(path: str, index: int) -> Path:
+    """The folder that a source's ``path`` names; ``builtin:demo`` is the one that ships with the package.
+
+    Raises:
+        DataError: there is none.
+    """
+    where = f"data.path or data.sources[{index}].path: {path}"
+    if path.startswith("builtin:"):
+        if path not in BUILTIN_FOLDERS:
+            known = ", ".join(BUILTIN_FOLDERS)
+            raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")
+        return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_FOLDERS[path]))
+    folder = Path(path).expanduser().absolute()
+    if os.path.isdir(folder):  # pathlib raises where a folder above may not be read
+        return folder
+    if os.path.exists(folder):
+        what, fix = f"{folder} is a file, not a folder.", "Give the folder that the pictures are in, or use dataset."
+    else:
+        nearest = next(parent for parent in folder.parents if os.path.exists(parent))
+        what = f"There is no folder {folder} (the part that exists: {nearest})."
+        fix = "Correct the path. Relative paths start where the command runs."
+    raise DataError("data-folder-missing", what, where=where, fix=fix)
+
+
+def walk(
+    root: Path,
+    caption_extension: str,
+    *,
+    recursive: bool = True,
+    exclude: Sequence[str] = (),
+    caption_column: str | None = "text",
+) -> Folder:
+    """Find the pictures and captions in a folder and its sub-folders.
+
+    Left out are names that begin with a dot, and run directories: what a run has drawn is nothing to train on, and each
+    start would find more of it. What else is left out is counted and said: see ``left_out``.
+
+    Linked folders and files are followed, each folder once, so that a loop of links ends; links that lead out of
+    ``root`` are said, for what is trained on may end up in a file that is given away.
+
+    Args:
+        root: the folder.
+        caption_extension: of caption files.
+        recursive: walk through sub-folders too.
+        exclude: see ``Exclusion``.
+        caption_column: of metadata files beside the pictures; None leaves these alone.
+
+    Raises:
+        DataError: no picture at all.
+    """
+    folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
+    wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
+    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
+    metadata_files, taken = list[tuple[Path, str]](), set[str]()
+    for path, real in _files(folder, left_out, exclusion, recursive):
+        (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
+        if suffix in wanted:
+            relative = real if real.isascii() and real.isprintable() else shown(real)
+            if relative in taken:  # names that differ only in what cannot be shown
+                folder.notices.append(f"Left out, as another name looks the same: {relative}.")
+                continue
+            taken.add(relative)
+            if not left_out.is_companion(relative, real, stem):
+                folder.relatives.append((relative, real))
+        elif path.name in METADATA_NAMES:
+            metadata_files.append((path, real))
+        elif suffix == extension:
+            folder.captions[stem] = sys.intern(found_extension)
+        else:
+            left_out.no_image(real, stem, suffix)
+            if suffix in other_captions:
+                other_captions[suffix].add(stem)
+    folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
+    folder.notices += left_out.notices(exclusion)
+    num_found = len(folder.relatives)
+    _say_lonely_captions(folder, left_out.stems)
+    _leave_out_unwanted(folder)
+    if not folder.relatives:
+        left_out.suffixes[extension] += len(folder.captions)
+        raise _no_pictures(folder, left_out.suffixes, num_found)
+    _say_other_captions(folder, other_captions)
+    if caption_column is not None and metadata_files:
+        _read_metadata(folder, caption_column, metadata_files)
+    return folder
+
+
+def _no_pictures(folder: Folder, suffixes: Counter[str], num_found: int) -> DataError:
+    seen = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6) if count) or "no files"
+    found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
+    return DataError(
+        "data-folder-empty",
+        " ".join([f"There are no pictures in {shown(folder.root)}: {found}.", *folder.notices]),
+        where=shown(folder.root),
+        fix="Put pictures there (png, jpg, webp, and what else Pillow reads), or correct the path.",
+    )
+
+
+def _files(folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool) -> Iterator[tuple[Path, str]]:
+    """Every file of the tree, folder by folder, and its path below the root with slashes."""
+    root = folder.root
+    visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
+    real_root = real_path(root) or str(root)
+    pending = [(root, real_root, "")]  # no recursion: a tree can be deeper than Python's stack
+    while pending:
+        parent, real, above = pending.pop()
+        entries = _entries(folder, parent, visited)
+        if parent != root and lists_run(entries):
+            runs.append(shown(above.rstrip("/")))
+            continue
+        below = []
+        for entry in entries:
+            path, relative, is_folder = parent / entry.name, above + entry.name, _is_folder(entry)
+            if is_folder and not recursive:
+                continue
+            if exclusion.fits(relative):
+                left_out.exclude(relative, os.path.splitext(path)[0], is_folder)
+                continue
+            target = real_path(path) if entry.is_symlink() else os.path.join(real, entry.name)
+            if target is None:
+                left_out.unreachable.append(shown(relative))
+            elif is_folder:
+                below.append((path, target, f"{relative}/"))
+            else:
+                if not _lies_in(target, real_root):
+                    outside.append(f"{shown(relative)} -> {shown(target)}")
+                yield path, relative
+        pending += reversed(below)
+    _say_left_out_and_linked(folder, runs, outside)
+
+
+def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    """What lies in one folder, by name; nothing where it was visited before, or cannot be read, which is said."""
+    try:
+        found = parent.stat()
+        if (found.st_dev, found.st_ino) in visited:
+            return []
+        visited.add((found.st_dev, found.st_ino))
+        with os.scandir(parent) as listed:
+            return sorted((entry for entry in listed if not entry.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        folder.notices.append(f"The folder {shown(parent)} cannot be read: {error.strerror}.")
+        folder.lasting &= isinstance(error, PermissionError)
+        return []
+
+
+def real_path(path: Path) -> str | None:
+    """Where a path leads, links followed; None where a link on the way may not be read (Python 3.11 raises there)."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return None
+
+
+def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]) -> None:
+    if runs:
+        were = "1 run directory was" if len(runs) == 1 else f"{len(runs)} run directories were"
+        folder.notices.append(f"{were} left out, for what is drawn there is nothing to train on: {some(runs)}.")
+    if outside:
+        files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
+        folder.notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
+
+
+def lists_run(entries: Iterable[os.DirEntry[str]]) -> bool:
+    """Whether a folder with these entries is the directory of a run."""
+    return {entry.name for entry in entries} >= RUN_MARKS
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _leave_out_unwanted(folder: Folder) -> None:
+    """Say what ``10_name`` folders do, and leave out those that ask for 0 repeats."""
+    repeats = {
+        found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
+    }
+    for name, count in repeats.items():
+        said = f"each picture is seen {count} times an epoch" if count else "left out"
+        folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
+    folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
+
+
+def _say_lonely_captions(folder: Folder, left_out_stems: Container[str]) -> None:
+    """Say which captions have no picture. Those of pictures that are left out are none of them."""
+    captions = folder.captions
+    if not captions:
+        return
+    pictures = {os.path.splitext(path)[0] for path, _ in folder.pictures}
+    lonely = sorted(
+        shown(Path(stem + captions[stem]).name)
+        for stem in captions
+        if stem not in pictures and stem not in left_out_stems
+    )
+    if lonely:
+        files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
+        folder.notices.append(f"{files} no picture of the same name: {some(lonely)}.")
+
+
+def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) -> None:
+    """Say where pictures have no caption file, and a file beside them has another extension that captions have."""
+    if not any(others.values()):
+        return
+    found = {suffix: few() for suffix in others}
+    for path, relative in folder.pictures:
+        stem = os.path.splitext(path)[0]
+        if stem not in folder.captions:
+            for suffix, stems in others.items():
+                if stem in stems:
+                    found[suffix].append(relative)
+    for suffix, names in found.items():
+        if names:
+            have = counted(names, "picture has", "pictures have")
+            folder.notices.append(
+                f"{have} a {suffix} file beside, which is not read ({some(names)}). If these are the captions, set "
+                f"data.caption_extension: {suffix}."
+            )
+
+
+def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]]) -> None:
+    """Take over the captions in metadata files, and say what of them could not be used."""
+    found = Metadata(column, {real: position for position, (_, real) in enumerate(folder.relatives)})
+    for path, relative in files:
+        if path.name == PARQUET_NAME:
+            folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
+            continue
+        try:
+            found.read(path, relative)
+        except OSError as error:
+            folder.notices.append(f"{shown(relative)} cannot be read: {error.strerror}.")
+            folder.lasting &= isinstance(error, PermissionError)
+    found.positions = {}  # a million of them take memory
+    folder.metadata = found
+    both = few()
+    if folder.captions:
+        for position, (path, relative) in enumerate(folder.pictures):
+            if found.caption(position) is not None and folder.caption_file(path) is not None:
+                both.append(relative)
+    folder.notices += found.notices()
+    if both:
+        have = counted(both, "picture has", "pictures have")
+        folder.notices.append(f"{have} a caption file and a row of metadata: the caption file counts ({some(both)}).")
+
+
+def read_caption(path: Path) -> str:
+    """The text of a caption file (UTF-8, with or without a byte-order mark) on one line.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read, or is no caption (a pipe, a file of gigabytes).
+    """
+    return one_line(read_plain(path, MAX_CAPTION_BYTES).decode("utf-8-sig"))
+
+
+def file_name_caption(path: Path) -> str:
+    """The file name as words."""
+    return one_line(path.stem.replace("_", " "))
+
+
+def describes(caption: str) -> bool:
+    """Whether a caption made from a file name says more than a camera's counter."""
+    return CAMERA_NAME.fullmatch(caption) is None
+
+
+def shown(path: object) -> str:
+    """A path as text on one line that can be shown and written, whatever bytes are in the file's name."""
+    return legible(str(path))
+
+
+def _words(text: str) -> str:
+    return " ".join(text.replace("_", " ").split())

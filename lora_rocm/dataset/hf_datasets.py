@@ -1,0 +1,399 @@
+"""``datasets`` sources: rows are addressed by index and read one at a time; nothing is decoded here."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.dataset.folders import real_path, shown
+from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, names_files
+from lora_rocm.dataset.parquet_guard import unpacked_bytes
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.terminal_text import one_line
+from lora_rocm.recipe.schema import ResolvedSource
+
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+TEXT_TYPES = ("string", "large_string", "string_view")
+# Formats of which nothing but rows is ever made. (The library knows others, and old ones came with programs to run.)
+READ = frozenset({"parquet", "json", "arrow", "csv", "imagefolder", "webdataset"})
+ANSWER_TIMEOUT_S = 15.0
+# What the library raises at files that are damaged, of another kind, or come with a program to run (RuntimeError).
+DATASET_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+)
+MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
+"""Parquet that unpacks to more than both, in bytes and as often as its own size, was not made of pictures: these hardly
+shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
+SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
+
+
+class UnreadableCell(Exception):
+    """A cell that holds no usable picture or caption; the message says why."""
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """The picture of one row of a dataset."""
+
+    dataset: str
+    split: str
+    column: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.dataset} [{self.split}] row {self.index}"
+
+
+def num_rows(source: ResolvedSource) -> int:
+    """How many rows there are.
+
+    Raises:
+        DataError: no such dataset or split.
+    """
+    assert source.dataset is not None
+    return len(_open(source.dataset, source.split))
+
+
+def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | UnreadableCell | None]]:
+    """Every row and its caption: None where there is none, the reason where it cannot be used.
+
+    Raises:
+        DataError: no such dataset, split or column, or a column that holds something else, or damaged.
+    """
+    assert source.dataset is not None
+    table = _open(source.dataset, source.split)
+    _check_column(table, source.image_column, "image_column", source.dataset)
+    names = [source.image_column]
+    if source.caption_column is not None:
+        _check_column(table, source.caption_column, "caption_column", source.dataset)
+        names.append(source.caption_column)
+    captions = table.select_columns(names[1:]).with_format("arrow") if len(names) > 1 else None
+    for index in range(len(table)):
+        row = DatasetRow(source.dataset, source.split, source.image_column, index)
+        try:
+            yield row, None if captions is None else _caption(_cell(captions, index), source.caption_column, row)
+        except UnreadableCell as error:
+            yield row, error
+
+
+def _caption(cell: Any, column: str | None, row: DatasetRow) -> str | None:
+    if str(cell.type).startswith("dictionary"):
+        cell = cell.value
+    if not cell.is_valid:
+        return None
+    if str(cell.type) not in TEXT_TYPES:
+        raise DataError(
+            "caption-not-text",
+            f"The caption column {column!r} holds {cell.type}, not text.",
+            where=str(row),
+            fix="Name a column with text in caption_column, or null to go without.",
+        )
+    content = cell.as_buffer()
+    if content is not None and len(content) > MAX_CAPTION_BYTES:  # looked at before it is copied
+        raise UnreadableCell(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
+    return one_line(_text(cell))
+
+
+def _cell(table: Any, index: int) -> Any:
+    """The only cell of a row of a table with one column, in Arrow's own form.
+
+    Raises:
+        UnreadableCell: the table says that it has this row, and has not.
+    """
+    import pyarrow
+
+    try:
+        return table[index].column(0)[0]
+    except (LookupError, ValueError, pyarrow.ArrowException) as error:
+        raise UnreadableCell(f"the dataset is damaged here: {error}") from error
+
+
+def picture_in(row: DatasetRow) -> Path | memoryview | None:
+    """Where the row's picture is: a file, or its undecoded bytes (a view, not a copy); None for an empty cell.
+
+    A path is that of a file in the folder of a local dataset. One that leads out of it is for ``DatasetRow`` of a list
+    of files (a JSON file, a column of texts), which users write; in a dataset of the hub no path is followed.
+
+    Raises:
+        DataError: the column holds no pictures.
+        UnreadableCell: it names a file that a dataset has no business to name.
+    """
+    value = _cell(_pictures(row.dataset, row.split, row.column), row.index)
+    listed = True
+    if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}: what an Image feature stores
+        listed = False
+        fields = [value[name] for name in ("bytes", "path") if name in value]
+        value = next((field for field in fields if field.is_valid), None)
+    if value is None or not value.is_valid:
+        return None
+    if str(value.type) in TEXT_TYPES:
+        return _resolved(_text(value), row.dataset, listed)
+    if not hasattr(value, "as_buffer"):
+        raise DataError(
+            "image-column",
+            f"The image column {row.column!r} holds {value.type}, not pictures.",
+            where=str(row),
+            fix="Name a column of pictures, of their bytes, or of paths in image_column.",
+        )
+    return memoryview(value.as_buffer()).cast("B")
+
+
+class _View(io.RawIOBase):
+    """Reads from a memoryview without copying the whole of it."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._position = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
+
+
+def as_file(content: memoryview) -> io.BufferedReader:
+    """A file object over bytes mapped from disk: of a large picture only the header is read."""
+    return io.BufferedReader(_View(content))
+
+
+def leads_out(path: Path, dataset: str) -> bool:
+    """Whether a picture of a local dataset lies outside the dataset's folder, links followed."""
+    return not _lies_in(path, _folder(dataset))
+
+
+def _resolved(text: str, dataset: str, listed: bool) -> Path:
+    """The file that a cell names; relative paths are relative to a local dataset's folder.
+
+    ``listed``: the cell is a text in a list of files, not what the library stored with a picture.
+
+    Raises:
+        UnreadableCell: see ``picture_in``.
+    """
+    if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any computer that is named there
+        raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
+    local = Path(os.path.expanduser(dataset))
+    if os.path.exists(local):
+        path = _folder(dataset) / text  # an absolute one stays as it is
+        allowed = listed or not leads_out(path, dataset)
+    else:
+        path = Path(text)
+        allowed = any(_lies_in(path, Path(cache)) for cache in _library_caches())
+    if not allowed:
+        raise UnreadableCell(f"it names a file outside the dataset: {shown(text):.200}")
+    return path
+
+
+def _folder(dataset: str) -> Path:
+    local = Path(os.path.expanduser(dataset))
+    return local if os.path.isdir(local) else local.parent
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    real, real_folder = real_path(path), real_path(folder)
+    return real is not None and real_folder is not None and Path(real).is_relative_to(real_folder)
+
+
+def _library_caches() -> tuple[str, str]:
+    """Where the library puts the files of a dataset that it has downloaded."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
+
+
+def _text(cell: Any) -> str:
+    try:
+        return str(cell.as_py())
+    except UnicodeDecodeError:
+        raise UnreadableCell("it is no UTF-8 text") from None
+
+
+@lru_cache(maxsize=8)
+def _open(dataset: str, split: str) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()  # it draws them into logs too; of long work this program tells itself
+    path = Path(os.path.expanduser(dataset))
+    where = f"data: dataset {dataset}, split {split}"
+    try:
+        if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
+            opened = datasets.load_from_disk(str(path))
+            if isinstance(opened, datasets.DatasetDict):
+                if split not in opened:
+                    raise DataError(
+                        "dataset-split",
+                        f"The dataset has no split {split!r}.",
+                        where=where,
+                        fix=f"Splits: {', '.join(sorted(opened))}.",
+                    )
+                opened = opened[split]
+        elif os.path.isfile(path):
+            if path.suffix.lower() not in BUILDERS:
+                raise DataError(
+                    "dataset-kind",
+                    f"A dataset cannot be read from a {path.suffix or 'nameless'} file.",
+                    where=where,
+                    fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
+                )
+            _refuse_swelling([path], where)
+            opened = datasets.load_dataset(
+                BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
+            )
+        elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
+            if not os.path.isdir(path):
+                _refuse_silent_hub(dataset, where)
+            opened = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
+        else:
+            fix = "Correct the path. Relative paths start where the command runs."
+            raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
+    except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # its own only says that there is a cause
+        raise DataError(
+            "dataset-unreadable",
+            f"The dataset cannot be read: {shown(error.__cause__ or error):.400}",
+            where=where,
+            fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
+        ) from error
+    if len(opened) == 0:
+        fix = "Give a split that has rows, or another dataset."
+        raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
+    return opened
+
+
+def _from_folder(path: Path, split: str, where: str) -> Any:
+    """A folder of Parquet or JSON files, or of images with metadata files; splits are told from their names.
+
+    The library itself would follow a README.md in the folder, which may name files anywhere, also in the network.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    base = glob.escape(path.resolve().as_posix())
+    kinds = [("imagefolder", METADATA_NAMES), *((builder, (f"*{suffix}",)) for suffix, builder in BUILDERS.items())]
+    for builder, wanted in kinds:
+        there = [file for pattern in wanted for file in path.rglob(pattern)]
+        if not there or (builder == "imagefolder" and not any(map(names_files, there))):
+            continue
+        suffixes = [Path(pattern).suffix for pattern in wanted]
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=suffixes)
+        files = {
+            str(name): [file for file in paths if any(Path(file).match(pattern) for pattern in wanted)]
+            for name, paths in found.items()
+        }
+        _refuse_swelling((Path(file) for paths in files.values() for file in paths), where)
+        escaped = {name: [glob.escape(file) for file in paths] for name, paths in files.items() if paths}
+        return datasets.load_dataset(builder, data_files=escaped, split=split)
+    raise DataError(
+        "dataset-kind",
+        "There is no dataset in this folder.",
+        where=where,
+        fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
+        "folder of pictures use path.",
+    )
+
+
+def _refuse_swelling(files: Iterable[Path], where: str) -> None:
+    """Find out what Parquet files hold before the library unpacks anything.
+
+    Raises:
+        DataError: see MAX_UNPACKED_BYTES.
+        OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is no Parquet.
+    """
+    for file in files:
+        if file.suffix.lower() != ".parquet":
+            continue
+        limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
+        found_bytes = unpacked_bytes(file, limit_bytes)
+        if found_bytes > limit_bytes:
+            raise DataError(
+                "dataset-swells",
+                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be pictures.",
+                where=f"{where}: {shown(file)}",
+                fix="Make the dataset again, with pictures in their own format (PNG, JPEG, ...) in its cells.",
+            )
+
+
+def _from_hub(dataset: str, split: str, where: str) -> Any:
+    import datasets
+
+    builder = datasets.load_dataset_builder(dataset)
+    if builder.name not in READ:
+        raise DataError(
+            "dataset-kind",
+            f"A dataset of the kind {shown(builder.name)} is not read.",
+            where=where,
+            fix=f"Kinds: {', '.join(sorted(READ))}.",
+        )
+    return datasets.load_dataset(dataset, split=split)
+
+
+def _refuse_silent_hub(dataset: str, where: str) -> None:
+    """``load_dataset`` waits without end for a hub that takes a question and never answers (datasets 5.2).
+
+    Any other failure is left to it: it looks into its cache.
+
+    Raises:
+        DataError: the hub is silent.
+    """
+    from huggingface_hub import dataset_info
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever library it uses
+
+    started = time.monotonic()
+    try:
+        dataset_info(dataset, timeout=ANSWER_TIMEOUT_S)
+    except (OSError, HTTPError, ValueError) as error:
+        if time.monotonic() - started < ANSWER_TIMEOUT_S:
+            return
+        raise DataError(
+            "hub-unreachable",
+            "The hub does not answer.",
+            where=where,
+            fix="Try again later, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before.",
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _pictures(dataset: str, split: str, column: str) -> Any:
+    """The picture column as Arrow cells: bytes stay where they are, mapped from disk."""
+    return _open(dataset, split).select_columns([column]).with_format("arrow")
+
+
+def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+    import pyarrow
+
+    if name not in table.column_names:
+        raise DataError(
+            "dataset-column",
+            f"The dataset has no column {name!r}.",
+            where=f"data: dataset {dataset}, {key}: {name}",
+            fix=f"Columns: {shown(', '.join(table.column_names)):.400}.",
+        )
+    try:  # Arrow believes a file's lengths and offsets unless it is asked to look: a wrong one reads anywhere
+        table.data.column(name).validate(full=True)
+    except (ValueError, pyarrow.ArrowException) as error:
+        where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or make the dataset again."
+        raise DataError("dataset-damaged", f"A column is damaged: {shown(error):.400}", where=where, fix=fix) from error

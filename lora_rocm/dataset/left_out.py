@@ -1,0 +1,169 @@
+"""What a walk leaves out of a folder, counted by why, with a few names of each: in sentences for the user."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.file_kinds import Companion, UnreadFormat, companion_match, is_harmless, unread_format
+from lora_rocm.dataset.image_plugins import plugin_faults
+from lora_rocm.foundation.terminal_text import legible
+
+NUM_NAMED = 3
+# "0_mask" in a folder of masks belongs to "0".
+COMPANION_END = re.compile(r"[-_. ](mask|masklabel|condlabel|control|cond)$", re.IGNORECASE)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return ", ".join(names[:NUM_NAMED]) + more
+
+
+def counted(names: Sequence[str], one: str, many: str) -> str:
+    """A number with the words for one ("file is") or for several ("files are")."""
+    return f"1 {one}" if len(names) == 1 else f"{len(names)} {many}"
+
+
+def few() -> Few:
+    """Names of which a sentence shows the first."""
+    return Few(NUM_NAMED)
+
+
+class Exclusion:
+    """The patterns of ``data.exclude``: each fits a name, or a path below the source's folder, of a file or folder."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = [(pattern, re.compile(fnmatch.translate(_plain(pattern)))) for pattern in patterns]
+        self._used = set[str]()
+
+    def fits(self, relative: str) -> bool:
+        """Whether a path below the folder is left out."""
+        plain = relative.lower()
+        name = plain.rpartition("/")[2]
+        found = [pattern for pattern, regex in self._patterns if regex.match(plain) or regex.match(name)]
+        self._used.update(found)
+        return bool(found)
+
+    @property
+    def unused(self) -> list[str]:
+        """The patterns that fitted nothing."""
+        return [pattern for pattern, _ in self._patterns if pattern not in self._used]
+
+
+def _plain(pattern: str) -> str:
+    return pattern.lower().replace("\\", "/").removeprefix("./").rstrip("/")
+
+
+@dataclass
+class LeftOut:
+    """Files that are not trained on.
+
+    stems: the paths without extension of images that are left out; a caption file beside one belongs to it.
+    suffixes: how many files of each extension are no images that can be read.
+    """
+
+    formats: defaultdict[UnreadFormat, Few] = field(default_factory=lambda: defaultdict(few))
+    suffixes: Counter[str] = field(default_factory=Counter)
+    companions: defaultdict[Companion, Few] = field(default_factory=lambda: defaultdict(few))
+    unpaired: Few = field(default_factory=few)
+    unknown: Few = field(default_factory=few)
+    excluded: Few = field(default_factory=few)
+    unreachable: Few = field(default_factory=few)
+    stems: set[str] = field(default_factory=set)
+    _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
+
+    def no_image(self, relative: str, stem: str, suffix: str) -> None:
+        """Count a file whose extension is not that of an image that can be read."""
+        name = relative.rpartition("/")[2]
+        self.suffixes[legible(suffix) or "no extension"] += 1
+        if (found := unread_format(suffix)) is not None:
+            self.formats[found].append(legible(relative))
+            self.stems.add(stem)
+        elif not is_harmless(name, suffix):
+            self.unknown.append(legible(relative))
+
+    def exclude(self, relative: str, stem: str, is_folder: bool) -> None:
+        """Count what the user leaves out."""
+        self.excluded.append(legible(relative) + "/" * is_folder)
+        self.stems.add(stem)
+
+    def is_companion(self, relative: str, real: str, stem: str) -> bool:
+        """Whether an image is a mask or control image by its name; one that may be waits for ``settle_pairs``."""
+        match = companion_match(real)
+        if match is None:
+            return False
+        if match.paired:
+            self._paired.append((match.companion, relative, real))
+        else:
+            self.companions[match.companion].append(relative)
+            self.stems.add(stem)
+        return True
+
+    def settle_pairs(self, root: str, images: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Of the images in folders such as "masks" those that have no partner among ``images``: they are images."""
+        if not self._paired:
+            return []
+        names = {_name(real) for _, real in images}
+        alone = []
+        for companion, relative, real in self._paired:
+            if not names.isdisjoint((_name(real), COMPANION_END.sub("", _name(real)))):
+                self.companions[companion].append(relative)
+                self.stems.add(os.path.splitext(os.path.join(root, *real.split("/")))[0])
+            else:
+                self.unpaired.append(relative)
+                alone.append((relative, real))
+        return alone
+
+    def notices(self, exclusion: Exclusion) -> list[str]:
+        """What the user should know; nothing where nothing is left out."""
+        said = [_say_format(found, names) for found, names in self.formats.items()]
+        said += [_say_companion(companion, names) for companion, names in self.companions.items()]
+        if self.unpaired:
+            lie = counted(self.unpaired, "image lies", "images lie")
+            said.append(
+                f"{lie} in a folder with a name for masks or control images, and no other image has the same name: "
+                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in data.exclude."
+            )
+        if self.unknown:
+            are = counted(self.unknown, "file is", "files are")
+            said.append(
+                f"{are} left out, for the name says nothing of an image: {some(self.unknown)}. An image needs the "
+                "extension of its format (.png, .jpg, ...)."
+            )
+        if self.excluded:
+            said.append(f"Left out by data.exclude: {some(self.excluded)}.")
+        if exclusion.unused:
+            said.append(f"data.exclude: nothing here is called {some([legible(name) for name in exclusion.unused])}.")
+        if self.unreachable:
+            links = counted(self.unreachable, "link leads", "links lead")
+            said.append(f"{links} to a place that may not be read, and so left out: {some(self.unreachable)}.")
+        return said
+
+
+def _name(real: str) -> str:
+    return real.rpartition("/")[2].rpartition(".")[0].lower()
+
+
+def _say_format(found: UnreadFormat, names: Few) -> str:
+    are = counted(names, "file is", "files are")
+    said = f"{are} left out: {found.name} are not read here ({some(names)})."
+    if not found.plugin:
+        return f"{said} {found.fix}"
+    if reason := plugin_faults().get(found.plugin):
+        return f"{said} {found.plugin} is installed, but cannot be used: {legible(reason)[:200]}. {found.fix}"
+    return f"{said} To read them: pip install {found.plugin}. Or: {found.fix[0].lower()}{found.fix[1:]}"
+
+
+def _say_companion(companion: Companion, names: Few) -> str:
+    what = companion.what if len(names) != 1 else companion.what.removesuffix("s")
+    are = "are" if len(names) != 1 else "is"
+    return (
+        f"{len(names)} {what} {are} not used: {companion.unsupported} yet ({some(names)}). If these are images to "
+        "train on, rename them or their folder, or make their folder a source of its own."
+    )

@@ -1,0 +1,220 @@
+"""Captions in ``metadata.jsonl`` and ``metadata.csv``, as Hugging Face's imagefolder has them: file_name and a column.
+
+The files come from anywhere: sizes are bounded, rows that cannot be used are counted and the first few named, and no
+name leads out of the folder that the file lies in.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import posixpath
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lora_rocm.dataset.columns import Few, Texts
+from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.foundation.terminal_text import legible, one_line
+
+READ_NAMES = ("metadata.jsonl", "metadata.csv")
+PARQUET_NAME = "metadata.parquet"
+METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
+FILE_COLUMN = "file_name"
+MAX_METADATA_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 18
+MAX_CAPTION_BYTES = 1 << 16  # text encoders see a few hundred words at most
+MAX_COLUMNS_NAMED = 10
+DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the message says why."""
+
+
+@dataclass
+class Metadata:
+    """What the metadata files of one source came to.
+
+    column: that of the captions.
+    positions: of the images by their path below the source's folder, as it is on disk, with slashes.
+    """
+
+    column: str
+    positions: Mapping[str, int]
+    bad: Few = field(default_factory=few)
+    unknown: Few = field(default_factory=few)
+    repeated: Few = field(default_factory=few)
+    other_columns: list[str] = field(default_factory=list)
+    num_without_column: int = 0
+
+    def __post_init__(self) -> None:
+        self._captions, self._numbers = Texts(), array("q", [-1]) * len(self.positions)
+
+    def caption(self, position: int) -> str | None:
+        """The caption of the image at a position, if there is a row with one."""
+        number = self._numbers[position]
+        return None if number < 0 else self._captions[number]
+
+    def read(self, path: Path, relative: str) -> None:
+        """Take over the rows of one file. ``relative``: its path below the source's folder.
+
+        Raises:
+            OSError: it cannot be read, or is no plain file, or too large.
+        """
+        check_plain(path, MAX_METADATA_BYTES)
+        folder = posixpath.dirname(relative)
+        with path.open("rb") as file:
+            for line, row in _rows(path, file):
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    self._take(row, folder)
+                except BadRow as error:
+                    self.bad.append(f"{legible(relative)}, line {line}: {error}")
+
+    def notices(self) -> list[str]:
+        """What the user should know of the rows that were not taken."""
+        said = []
+        if self.bad:
+            are = counted(self.bad, "row of metadata is", "rows of metadata are")
+            said.append(f"{are} not used: {some(self.bad)}.")
+        if self.unknown:
+            name = counted(self.unknown, "row of metadata names a file", "rows of metadata name files")
+            said.append(f"{name} that is not among the images: {some(self.unknown)}.")
+        if self.repeated:
+            name = counted(self.repeated, "row of metadata names", "rows of metadata name")
+            said.append(f"{name} an image again; the first row counts: {some(self.repeated)}.")
+        if self.num_without_column:
+            others = ", ".join(self.other_columns) or "none"
+            said.append(
+                f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
+                f"{others}). Name another in caption_column of the source in data.sources."
+            )
+        return said
+
+    def _take(self, row: Mapping[str, Any], folder: str) -> None:
+        name = row.get(FILE_COLUMN)
+        if not isinstance(name, str) or not name:
+            raise BadRow(f"no {FILE_COLUMN}")
+        position = self.positions.get(_place(name, folder))
+        if position is None:
+            self.unknown.append(legible(name))
+            return
+        if self.column not in row:
+            self.num_without_column += 1
+            if not self.other_columns:  # of the first of them
+                names = [legible(str(key))[:40] for key in row if key != FILE_COLUMN]
+                self.other_columns = names[:MAX_COLUMNS_NAMED]
+            return
+        caption = row[self.column]
+        if caption is None:
+            return
+        if not isinstance(caption, str):
+            raise BadRow(f"{self.column} is no text")
+        if len(caption.encode("utf-8", "surrogatepass")) > MAX_CAPTION_BYTES:
+            raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
+        if self._numbers[position] >= 0:
+            self.repeated.append(legible(name))
+            return
+        self._numbers[position] = len(self._captions)
+        self._captions.append(one_line(caption))
+
+
+def names_files(path: Path) -> bool:
+    """Whether the first row of a metadata file names a file, as those of an imagefolder do."""
+    try:
+        check_plain(path, MAX_METADATA_BYTES)
+        if path.name == PARQUET_NAME:
+            from pyarrow import parquet
+
+            columns: Iterable[str] = parquet.read_schema(path).names
+        else:
+            with path.open("rb") as file:
+                _, row = next(_rows(path, file), (0, {}))
+            columns = () if isinstance(row, BadRow) else row
+    except (OSError, ValueError):  # of Arrow too; who reads it says what is wrong
+        return False
+    return any(name == FILE_COLUMN or name.endswith(f"_{FILE_COLUMN}") for name in columns)
+
+
+def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    return _csv_rows(file) if path.suffix.lower() == ".csv" else _json_rows(file)
+
+
+def _place(name: str, folder: str) -> str:
+    """The path below the source's folder that a file name means, which is relative to the metadata file's folder."""
+    plain = name.replace("\\", "/")
+    inside = posixpath.normpath(plain)
+    if plain.startswith("/") or DRIVE.match(plain) or "\0" in plain or inside.split("/")[0] == "..":
+        raise BadRow(f"{FILE_COLUMN} leads out of the folder: {legible(name)[:100]}")
+    return posixpath.normpath(posixpath.join(folder, inside))
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Every line with its number; of one that is too long only that."""
+    number = 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
+            while (rest := file.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, BadRow(f"longer than {MAX_ROW_BYTES >> 10} KiB")
+        else:
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
+def _json_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    for number, line in _lines(file):
+        if isinstance(line, BadRow):
+            yield number, line
+        elif line.strip():
+            yield number, _json_row(line)
+
+
+def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+    except UnicodeDecodeError:
+        return BadRow("no UTF-8 text")
+    except BadRow as error:
+        return error
+    except (ValueError, RecursionError):
+        return BadRow("no JSON")
+    return row if isinstance(row, dict) else BadRow("no JSON object")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise BadRow("a key stands there twice")
+    return row
+
+
+def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    """Rows of a table with a header. One that is damaged ends it: where the next begins nobody can tell."""
+    reader = csv.reader(_texts(file))
+    try:
+        header = next(reader, [])
+        if len(set(header)) != len(header):
+            yield 1, BadRow("a column stands there twice")
+            return
+        for cells in reader:
+            if cells:
+                fits = len(cells) == len(header)
+                row = dict(zip(header, cells, strict=True)) if fits else BadRow("another number of columns")
+                yield reader.line_num, row
+    except UnicodeDecodeError:
+        yield reader.line_num + 1, BadRow("no UTF-8 text; nothing behind it was read")
+    except (csv.Error, BadRow) as error:
+        yield reader.line_num + 1, BadRow(f"{error}; nothing behind it was read")
+
+
+def _texts(file: BinaryIO) -> Iterator[str]:
+    for _, line in _lines(file):
+        if isinstance(line, BadRow):
+            raise line
+        yield line.decode("utf-8")

@@ -1,0 +1,419 @@
+"""Finding the pictures and their captions. Only headers are read; what is odd is set aside or said, never guessed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.dataset.buckets import Geometry, fit
+from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.folders import (
+    REPEAT_FOLDER,
+    describes,
+    file_name_caption,
+    read_caption,
+    shown,
+    source_folder,
+    walk,
+)
+from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, leads_out, num_rows, picture_in, rows_of
+from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, Header, UnreadablePicture, decode, is_dark, read_header
+from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
+from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.recipe.schema import DataSection, ResolvedSource
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
+__all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
+
+MAX_DEEP_GREY_READ = 8  # of each source: pictures of 16 bits that are decoded, to see whether they hold fewer
+MAX_LOST_SHARE = 0.25  # of a picture's area; where a crop cuts off more it is said
+UNREADABLE_FIX = "Replace the file or take it away."
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What was found: samples in a fixed order, what was set aside and why, and what the user should know.
+
+    lasting: nothing was left out because it could not be read for now.
+    """
+
+    samples: Samples
+    set_aside: tuple[Problem, ...]
+    notices: tuple[str, ...]
+    lasting: bool = True
+
+
+@dataclass
+class _Findings:
+    """What is gathered while scanning one source."""
+
+    index: int
+    prefix: str
+    options: ResolvedSource
+    samples: Samples
+    report: Report
+    set_aside: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    lasting: bool = True
+    uncaptioned: Few = field(default_factory=few)
+    used_instead: Few = field(default_factory=few)
+    empty_captions: Few = field(default_factory=few)
+    several_frames: Few = field(default_factory=few)
+    deep_grey: list[int] = field(default_factory=list)
+
+    def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
+        """The caption to use, remembering what has to be said about it."""
+        if caption is None:
+            self.uncaptioned.append(key)
+            self.used_instead.append(f'{key} "{fallback}"')
+            return fallback
+        if not caption:
+            self.empty_captions.append(key)
+        return caption
+
+    def add(self, sample: Sample, header: Header) -> None:
+        """Take a picture that can be used."""
+        if header.several:
+            self.several_frames.append(sample.key)
+        if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
+            self.deep_grey.append(len(self.samples))
+        self.samples.append(sample)
+
+
+def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
+    """Find every picture of every source, in a fixed order.
+
+    Args:
+        data: where they are.
+        report: gets the progress where there are very many.
+        copies: look for files with the same content too.
+
+    Raises:
+        DataError: a folder or dataset is missing or empty, a caption is missing where the recipe asks for one, or
+            nothing is left.
+    """
+    sources = data.resolved_sources()
+    findings: list[_Findings] = []
+    samples = Samples(sources)
+    for index, options in enumerate(sources):
+        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options, samples, report)
+        if options.path is not None:
+            _scan_folder(found)
+        else:
+            _scan_dataset(found)
+        _say_captions(found)
+        findings.append(found)
+    set_aside = tuple(problem for found in findings for problem in found.set_aside)
+    if not samples:
+        raise nothing_left(set_aside)
+    notices = [notice for found in findings for notice in found.notices]
+    notices += _small_pictures(samples)
+    notices += _say_frames_and_dark(findings)
+    lasting = all(found.lasting for found in findings)
+    return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
+
+
+def nothing_left(set_aside: Sequence[Problem]) -> DataError:
+    """The error for a dataset of which every picture was set aside."""
+    reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
+    return DataError(
+        "no-usable-images",
+        f"None of the {len(set_aside)} pictures can be used.",
+        where="; ".join(reasons),
+        fix="Look at the reasons above; each picture that cannot be used is named by the check command.",
+    )
+
+
+class Cropped:
+    """Counts pictures of which the crop cuts off much."""
+
+    def __init__(self, data: DataSection) -> None:
+        self._data, self._names, self._num_flat = data, few(), 0
+
+    def add(self, sample: Sample, geometry: Geometry) -> None:
+        """Look at one picture."""
+        if geometry.lost_share > MAX_LOST_SHARE:
+            self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
+            aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
+            self._num_flat += aspect > self._data.bucket_max_aspect
+
+    def notices(self) -> list[str]:
+        """One sentence about all of them, with the key that changes most."""
+        if not self._names:
+            return []
+        fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
+        if not self._data.enable_bucket:
+            fix = "Set data.enable_bucket: true to keep more."
+        elif 2 * self._num_flat < len(self._names):
+            fix = f"Lower data.bucket_step (it is {self._data.bucket_step}) to keep more."
+        lose = counted(self._names, "picture loses", "pictures lose")
+        return [f"{lose} more than {MAX_LOST_SHARE:.0%} of the area to the crop: {some(self._names)}. {fix}"]
+
+
+def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
+    """The geometry of each sample by key, the pictures that are too small for any, and notices about the others."""
+    found: dict[str, Geometry] = {}
+    too_small, cropped = list[Problem](), Cropped(data)
+    for sample in samples:
+        geometry = geometry_of(sample, data)
+        if isinstance(geometry, Geometry):
+            found[sample.key] = geometry
+            cropped.add(sample, geometry)
+        else:
+            too_small.append(geometry)
+    return found, too_small, cropped.notices()
+
+
+def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
+    """The geometry of a sample, or that it is too small for any."""
+    size, resolution = (sample.width, sample.height), sample.options.resolution
+    try:
+        return fit(*size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale)
+    except DataError as error:
+        if error.code != "image-too-small":
+            raise
+        return Problem(shown(sample.location), error.what, error.fix)
+
+
+def image_bytes(sample: Sample) -> bytes:
+    """The undecoded bytes of a sample's picture, for decoding and hashing.
+
+    Raises:
+        DataError: it can no longer be read.
+    """
+    try:
+        content = sample.location if isinstance(sample.location, Path) else picture_in(sample.location)
+        if isinstance(content, Path):
+            return read_plain(content, MAX_PICTURE_BYTES)
+    except OSError as error:
+        raise _unreadable(sample, error.strerror or str(error)) from error
+    except UnreadableCell as error:
+        raise _unreadable(sample, str(error)) from error
+    assert content is not None, "an empty cell is set aside by scan"
+    return bytes(content)
+
+
+def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
+    """The picture in mode RGB, upright; see ``pictures.decode``. ``content``: its bytes, where they are at hand.
+
+    Raises:
+        DataError: "image-unreadable", naming the file.
+    """
+    try:
+        image = decode(image_bytes(sample) if content is None else content)
+    except UnreadablePicture as error:
+        raise _unreadable(sample, str(error)) from error
+    if image.size != (sample.width, sample.height):
+        raise _unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
+    return image
+
+
+def _unreadable(sample: Sample, reason: str) -> DataError:
+    return DataError(
+        "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
+    )
+
+
+def _scan_folder(found: _Findings) -> None:
+    options = found.options
+    root = source_folder(options.path or "", found.index)
+    folder = walk(
+        root,
+        options.caption_extension,
+        recursive=options.recursive,
+        exclude=options.exclude,
+        caption_column=options.caption_column,
+    )
+    found.notices += folder.notices
+    found.notices += _say_own_number(root.name)
+    found.lasting &= folder.lasting
+    progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
+    for position, (path, relative) in enumerate(folder.pictures):
+        progress.step()
+        key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
+        try:
+            header = read_header(path)
+            caption_file = folder.caption_file(path)
+            text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
+        except UnreadablePicture as error:
+            found.lasting &= getattr(error.__cause__, "errno", None) is None
+            found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
+            continue
+        except UnicodeDecodeError:
+            found.set_aside.append(Problem(shown(path), "Its caption file is not UTF-8 text.", "Save it as UTF-8."))
+            continue
+        except OSError as error:
+            found.lasting = False
+            what = f"Its caption file cannot be read: {error.strerror}."
+            found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
+            continue
+        caption = found.caption_for(key, text, _fallback(options, file_name_caption(path), repeat_folder.caption))
+        name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
+        found.add(Sample(key, found.index, name, path, caption, *header.size, repeats, options), header)
+
+
+def _say_own_number(name: str) -> list[str]:
+    """Kohya's number counts in the names of sub-folders; the name of the folder that is given says nothing."""
+    match = REPEAT_FOLDER.fullmatch(name)
+    if match is None:
+        return []
+    return [
+        f"The number in {shown(name)} is not applied, nor its name as a caption, for it is the folder that is given "
+        f"itself. For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."
+    ]
+
+
+def _scan_dataset(found: _Findings) -> None:
+    options = found.options
+    name, outside = Path(options.dataset or "").name, list[str]()
+    progress = Progress("sizes", num_rows(options), found.report, quiet_s=QUIET_S)
+    for row, text in rows_of(options):
+        progress.step()
+        key = f"{found.prefix}{options.split}/{row.index}"
+        try:
+            picture = picture_in(row)
+            if picture is None:
+                raise UnreadablePicture("the cell is empty")
+            if isinstance(text, UnreadableCell):
+                raise text
+            if isinstance(picture, memoryview) and picture.nbytes > MAX_PICTURE_BYTES:
+                raise UnreadablePicture(f"it is larger than {MAX_PICTURE_BYTES >> 20} MiB")
+            header = read_header(picture if isinstance(picture, Path) else as_file(picture))
+        except (UnreadablePicture, UnreadableCell) as error:
+            found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
+            continue
+        location, file_name = (picture, file_name_caption(picture)) if isinstance(picture, Path) else (row, "")
+        if isinstance(picture, Path) and leads_out(picture, options.dataset or ""):
+            outside.append(f"{key} -> {shown(picture)}")
+        caption = found.caption_for(key, text, _fallback(options, file_name))
+        sample = Sample(key, found.index, name, location, caption, *header.size, options.repeats, options)
+        found.add(sample, header)
+    if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
+        lie = "1 picture lies" if len(outside) == 1 else f"{len(outside)} pictures lie"
+        found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
+
+
+def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:
+    """The caption of a picture that has none. A camera's file name gives way to the name of a ``10_name`` folder."""
+    if options.caption_fallback == "trigger":
+        return options.trigger_word or ""
+    if options.caption_fallback == "filename":
+        return file_name if describes(file_name) else folder_caption or file_name
+    return ""
+
+
+def _say_captions(found: _Findings) -> None:
+    """Say what became of pictures without a caption.
+
+    Raises:
+        DataError: the recipe wants a caption for each, or a trigger word that it does not name.
+    """
+    options, missing = found.options, found.uncaptioned
+    where = f"{options.path or options.dataset}: {some(missing)}"
+    if missing and options.caption_fallback == "error":
+        raise DataError(
+            "caption-missing",
+            f"{_pictures(missing)} no caption.",
+            where=where,
+            fix=f"Write a {options.caption_extension} file for each, or set data.caption_fallback.",
+        )
+    if missing and options.caption_fallback == "trigger" and not options.trigger_word:
+        raise DataError(
+            "trigger-word-missing",
+            f"{_pictures(missing)} no caption, and there is no trigger word to use instead.",
+            where=where,
+            fix="Set data.trigger_word, or another data.caption_fallback.",
+        )
+    if missing:
+        found.notices.append(f"{_pictures(missing)} no caption; used instead: {some(found.used_instead)}.")
+    if found.empty_captions:
+        found.notices.append(f"{_pictures(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+
+
+def _pictures(keys: Sequence[str]) -> str:
+    return "1 picture has" if len(keys) == 1 else f"{len(keys)} pictures have"
+
+
+def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
+    """What of the content of pictures is lost: further frames, and nearly all light where 12 bits are kept in 16."""
+    said, dark = list[str](), few()
+    for found in findings:
+        if found.several_frames:
+            have = counted(found.several_frames, "picture has", "pictures have")
+            said.append(f"{have} several frames or pages; only the first is used: {some(found.several_frames)}.")
+        for index in found.deep_grey:
+            try:
+                if is_dark(image_bytes(found.samples[index])):
+                    dark.append(found.samples[index].key)
+            except (UnreadablePicture, DataError):  # it is set aside when it is encoded
+                continue
+    if dark:
+        looked = sum(len(found.deep_grey) for found in findings)
+        said.append(
+            f"{len(dark)} of {looked} pictures with 16-bit grey that were looked at have no value above 1/16 of white "
+            f"and will be almost black: {some(dark)}. If they hold 12 bits, multiply their values by 16."
+        )
+    return said
+
+
+def _small_pictures(samples: Iterable[Sample]) -> list[str]:
+    small = Few(NUM_NAMED)
+    for sample in samples:
+        if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
+            small.append(sample.key)
+    return [f"{_pictures(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
+
+
+def _copies(samples: Samples) -> list[str]:
+    """Of files with as many bytes as another the content is compared."""
+    alike = groups_of(map(_num_bytes, samples))
+    hashes = {index: hashlib.sha256(image_bytes(samples[index])).digest() for group in alike for index in group}
+    return say_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
+
+
+def say_copies(
+    sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
+) -> list[str]:
+    """One notice about files with the same bytes. The same file in two sources is meant (two resolutions).
+
+    Args:
+        sample_of: the sample of an index.
+        groups: places in ``indices`` of samples with the same content.
+        indices: of samples.
+    """
+    copies = Few(NUM_NAMED)
+    for group in groups:
+        files = {sample.location: sample.key for sample in (sample_of(indices[place]) for place in group)}
+        if len(files) > 1:
+            copies.append(" = ".join(files.values()))
+    return [f"Pictures with exactly the same content: {some(copies)}."] if copies else []
+
+
+def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
+    """The places of equal values, where there are several; in the order of the first of each."""
+    first: dict[int | bytes, int] = {}
+    groups: dict[int, list[int]] = {}
+    for place, value in enumerate(values):
+        if (before := first.setdefault(value, place)) != place:
+            groups.setdefault(before, [before]).append(place)
+    return [groups[before] for before in sorted(groups)]
+
+
+def _num_bytes(sample: Sample) -> int:
+    if isinstance(sample.location, Path):
+        try:
+            return sample.location.stat().st_size
+        except OSError as error:
+            raise _unreadable(sample, error.strerror or str(error)) from error
+    picture = picture_in(sample.location)
+    return picture.nbytes if isinstance(picture, memoryview) else 0

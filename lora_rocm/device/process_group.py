@@ -1,0 +1,348 @@
+"""The processes that train together, each on a device of its own: what they add up, and what they agree on.
+
+Only gradients travel: one sum over all ranks for each update (RCCL or NCCL between GPUs, gloo elsewhere), and behind it
+a few numbers by which all ranks decide the same. Words go through the store that ``torchrun``, or rank 0, opens: they
+need no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lora_rocm.device.torch_errors import device_fault, out_of_memory
+from lora_rocm.errors import MachineError, TransferError, UserError
+from lora_rocm.hardware.ranks import Rank
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
+
+TIMEOUT_S = 1800.0
+"""After so long without a sign the others are given up. A supervisor notices much earlier."""
+POLL_S, LEAVING_S = 0.02, 5.0
+TOLERANCE = 1e-6
+"""Of the sum of magnitudes: how far the sum over ranks may be from the sum of what each has put in (float32)."""
+NAMED = 5  # how many differences an error names
+NUM_CHECKS = 5
+
+Beat = Callable[[str], None]
+Made = TypeVar("Made")
+
+
+@dataclass
+class Summed:
+    """What became of one sum: 0-d and 1-d tensors on the device, the same on all ranks.
+
+    wrong: float32, 1 where what arrived somewhere is not the sum of what was sent, or ranks are not at the same place.
+    votes_K: float64, the sum of what each rank has said.
+    """
+
+    wrong: Tensor
+    votes_K: Tensor
+
+
+@dataclass
+class Agreed:
+    """What all ranks do with an update: 0-d tensors on the device, the same on all of them.
+
+    Attributes:
+        blocked: float32, 0 or 1: what some rank has, or all have got, may not be used.
+        wrong: float32, 0 or 1: it is the sum that is wrong.
+        loss: summed over ranks.
+        guilty: how many samples of all ranks have a loss that is not finite.
+        stop: how many ranks were asked to stop.
+    """
+
+    blocked: Tensor
+    wrong: Tensor
+    loss: Tensor
+    guilty: Tensor
+    stop: Tensor
+
+
+@dataclass
+class World:
+    """All ranks, seen from one of them. One that is alone adds nothing up and never waits.
+
+    Attributes:
+        backend: "nccl" (RCCL on AMD), "gloo", or "" for one that is alone.
+        beat: called while it waits for another's word.
+        staged: the sum goes through main memory, where the backend cannot add up on the device.
+    """
+
+    me: Rank = field(default_factory=Rank)
+    backend: str = ""
+    beat: Beat = lambda activity: None
+    staged: bool = False
+    _store: Store | None = None
+    _all_reduce: Callable[[Tensor], object] | None = None
+    _exchanges: Counter[str] = field(default_factory=Counter)
+    _zero: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.me.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.me.is_first
+
+    @torch.no_grad()
+    def sum_(self, flat_N: Tensor, votes_K: Tensor, stamp: int) -> Summed:
+        """Add up over all ranks, in place; waits for nothing on a GPU.
+
+        Copies from card to card are known to arrive as zeros on some boards, so the sum is weighed: before it and after
+        it each rank adds up what it has, and those numbers have to fit. A wrong gradient is no update.
+
+        Args:
+            flat_N: float32, contiguous: gradients. Afterwards the sum over ranks, the same bits on all of them.
+            votes_K: what this rank says, on the same device.
+            stamp: where this rank is (an iteration); all have to be there.
+
+        Raises:
+            MachineError: "rank-lost", another rank is gone.
+        """
+        votes_K = votes_K.to(torch.float64)
+        if self.size == 1:
+            return Summed(torch.zeros((), device=flat_N.device), votes_K)
+        before = torch.stack([flat_N.sum(dtype=torch.float64), flat_N.abs().sum(dtype=torch.float64)])
+        self._reduce(flat_N)
+        after = flat_N.sum(dtype=torch.float64)
+        here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # no wait, as an assignment is
+        numbers = torch.cat([before, after.reshape(1), here, place, votes_K])
+        self._reduce(numbers)
+        sent, magnitude, arrived, present, places = numbers[:NUM_CHECKS].unbind()
+        far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude
+        lost = arrived.isfinite() != sent.isfinite()
+        elsewhere = (present != self.size) | (places != self.size * float(stamp))
+        # an overflow, which the finite check finds, is no fault of the sum
+        return Summed((far | lost | elsewhere).to(torch.float32), numbers[NUM_CHECKS:])
+
+    @torch.no_grad()
+    def agree(
+        self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, stamp: int
+    ) -> Agreed:
+        """Add up gradients, and decide together what becomes of the update; waits for nothing on a GPU.
+
+        Args:
+            flat_N: see ``sum_``.
+            blocked: float32 0-d, 0 or 1: this rank's gradients may not be used.
+            loss: its weighted loss.
+            losses_B: of its samples, as many as it has.
+            stop: it was asked to stop.
+            stamp: see ``sum_``.
+
+        Raises:
+            MachineError: "rank-lost".
+        """
+        if self.size == 1:
+            return Agreed(blocked, self._nothing(blocked), loss, self._nothing(blocked), self._nothing(blocked))
+        guilty = (~torch.isfinite(losses_B)).sum()
+        asked = torch.full((), float(stop), dtype=torch.float64, device=flat_N.device)
+        votes_K = torch.stack([vote.to(torch.float64) for vote in (blocked, loss, guilty, asked)])
+        summed = self.sum_(flat_N, votes_K, stamp)
+        anybody = (summed.votes_K[0] != 0).to(torch.float32)
+        return Agreed(torch.maximum(anybody, summed.wrong), summed.wrong, *summed.votes_K[1:].unbind())
+
+    def _nothing(self, like: Tensor) -> Tensor:
+        if self._zero is None:  # made once: a step of one that is alone costs nothing here
+            self._zero = torch.zeros((), device=like.device)
+        return self._zero
+
+    def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
+        """What every rank says, in their order; nobody goes on before all have spoken.
+
+        Args:
+            what: what it is about; all ranks have to ask the same in the same order.
+            text: what this rank says.
+            limit_s: how long the others are waited for; None: as long as they live.
+
+        Raises:
+            MachineError: "rank-lost".
+        """
+        if self._store is None:
+            return [text]
+        self._exchanges[what] += 1
+        keys = [f"{what}/{self._exchanges[what]}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + (float("inf") if limit_s is None else limit_s)
+        with _others(what):
+            self._store.set(keys[self.me.rank], text)
+            while not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    raise _lost(what, f"nothing was heard for {limit_s:g} s")
+                self.beat("ranks")
+                time.sleep(POLL_S)
+            return [self._store.get(key).decode("utf-8") for key in keys]
+
+    def first(self, what: str, action: Callable[[], None]) -> None:
+        """Have rank 0 do something; the others wait until it has done it.
+
+        Raises:
+            MachineError: "rank-lost".
+        """
+        if self.is_first:
+            action()
+        self.exchange(what, limit_s=None)
+
+    def in_turn(self, what: str, action: Callable[[], Made]) -> Made:
+        """Have rank 0 do something first, and then the others, who find what it has left; what each of them has made.
+
+        Raises:
+            MachineError: "rank-lost".
+        """
+        made = [action()] if self.is_first else []
+        self.exchange(what, limit_s=None)
+        return made[0] if made else action()
+
+    def require_same(self, what: str, facts: Mapping[str, str]) -> None:
+        """Refuse to train where ranks are not about the same thing.
+
+        Args:
+            what: "recipe", "data", ... for the error.
+            facts: name -> value; both are shown where they differ.
+
+        Raises:
+            UserError: "ranks-differ", on every rank.
+        """
+        found = [json.loads(text) for text in self.exchange(f"same {what}", json.dumps(dict(facts)))]
+        differences = [
+            f"{name}: rank 0 has {found[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"
+            for rank, other in enumerate(found)
+            for name in sorted(found[0].keys() | other.keys())
+            if found[0].get(name) != other.get(name)
+        ]
+        if differences:
+            more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+            raise UserError(
+                "ranks-differ",
+                f"The {self.size} processes do not train the same: they differ in {what}.",
+                where="; ".join(differences[:NAMED]) + more,
+                fix="Give every process the same recipe, pictures, base model, run directory and versions; then start "
+                "all of them again.",
+            )
+
+    def require_in_step(self, weights: str, updates: int) -> None:
+        """Before anything is written: every rank's guard has passed, and all hold the same weights.
+
+        Args:
+            weights: a digest of this rank's.
+            updates: that it has made.
+
+        Raises:
+            TransferError: "ranks-parted".
+        """
+        found = self.exchange("weights", f"{updates} {weights}")
+        if len(set(found)) > 1:
+            parted = [rank for rank, said in enumerate(found) if said != found[0]]
+            raise TransferError(
+                "ranks-parted",
+                "The processes that train together no longer hold the same weights, so nothing was written.",
+                where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
+                f"{', '.join(map(str, parted))}",
+                fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
+                "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can.",
+            )
+
+    def close(self) -> None:
+        """Leave, all together: who goes first takes the store with it."""
+        if self._store is not None:
+            from torch import distributed
+
+            self.exchange("leave")
+            left = [f"left/{rank}" for rank in range(1, self.size)]
+            with _others("their end"):
+                if not self.is_first:
+                    self._store.set(f"left/{self.me.rank}", "")
+                deadline = time.monotonic() + LEAVING_S
+                while self.is_first and not self._store.check(left) and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
+            distributed.destroy_process_group()
+            self._store = None
+
+    def _reduce(self, flat_N: Tensor) -> None:
+        assert self._all_reduce is not None
+        with _others("the sum of gradients"):
+            if not self.staged:
+                self._all_reduce(flat_N)
+                return
+            on_host = flat_N.to("cpu")
+            self._all_reduce(on_host)
+            flat_N.copy_(on_host)
+
+
+def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, timeout_s: float = TIMEOUT_S) -> World:
+    """Meet the other ranks; nothing of ``torch.distributed`` is touched by one that is alone.
+
+    Args:
+        me: which rank this is.
+        device: what it trains on; already the current one.
+        beat: see ``World``.
+        timeout_s: how long the others are waited for, also in a sum.
+
+    Raises:
+        MachineError: this PyTorch cannot, or the others do not come.
+        UserError: some train on a GPU and some on the CPU.
+    """
+    if me.size == 1:
+        return World()
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise MachineError(
+            "no-distributed",
+            f"This PyTorch ({torch.__version__}) has no torch.distributed, so several GPUs cannot train together.",
+            where=f"rank {me.rank} of {me.size}",
+            fix="Leave --gpus out. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
+        )
+    nccl = device.type == "cuda" and distributed.is_nccl_available()
+    library: Any = distributed  # some of its public names are not in its __all__
+    backend = "nccl" if nccl else "gloo"
+    waiting = timedelta(seconds=timeout_s)
+    with _others("their start"):
+        opened = library.rendezvous("env://", me.rank, me.size, timeout=waiting)
+        store, rank, size = next(opened)
+    ours = library.PrefixStore(f"lora_rocm/{me.start}", store)
+    staged = device.type == "cuda" and not nccl
+    world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
+    # those that differ would wait for each other
+    world.require_same("the device", {"runtime.device": device.type, "backend": backend})
+    with _others("their start"):
+        distributed.init_process_group(
+            backend,
+            store=library.PrefixStore(f"torch/{me.start}", store),
+            rank=rank,
+            world_size=size,
+            timeout=waiting,
+            device_id=device if nccl else None,
+        )
+    return world
+
+
+@contextmanager
+def _others(what: str) -> Iterator[None]:
+    """Errors of torch.distributed are RuntimeErrors, and say that somebody else is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error) is not None or device_fault(error) is not None:
+            raise
+        raise _lost(what, next(iter(str(error).splitlines()), type(error).__name__)) from error
+
+
+def _lost(what: str, said: str) -> MachineError:
+    return MachineError(
+        "rank-lost",
+        "Another of the processes that train together is gone or does not answer.",
+        where=f"{what}: {said}",
+        fix="What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
+        "Run the same command with --resume latest.",
+    )

@@ -1,0 +1,147 @@
+"""Errors of torch as errors that a user can read, and how a process leaves after one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+from lora_rocm.errors import LoraRocmError, MachineError, storage_error
+from lora_rocm.foundation.packages import unusable
+
+NO_DEVICE_MEMORY = (
+    "HIP out of memory",
+    "CUDA out of memory",
+    "HIP error: out of memory",
+    "CUDA error: out of memory",
+    "hipErrorOutOfMemory",
+    "hipErrorMemoryAllocation",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "miopenStatusAllocFailed",
+    "rocblas_status_memory_error",
+)
+"""What a GPU that is full says where it is no torch.OutOfMemoryError: pinned memory, and libraries that take their
+workspace themselves (their status codes; TheRock#1708 for how torch words them)."""
+
+NO_HOST_MEMORY = (
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "Invalid buffer size",
+    "std::bad_alloc",
+    "could not create a memory object",
+)
+"""What torch's RuntimeError says when main memory cannot be had (c10/core/impl/alloc_cpu.cpp; "Invalid buffer size" on
+Macs; the last is oneDNN's)."""
+
+ONEDNN_FULL = "could not create a primitive"
+"""The whole of what oneDNN says where there is no room for a kernel; seen under a limit on the process's memory."""
+
+DEVICE_FAULTS = (
+    "HIP error",
+    "CUDA error",
+    "HSA_STATUS_ERROR",
+    "illegal memory access",
+    "hipErrorIllegalAddress",
+    "unspecified launch failure",
+    "hipErrorLaunchFailure",
+    "device lost",
+    "Memory access fault",
+    "miopenStatusInternalError",
+    "miopenStatusUnknownError",
+)
+"""What says that the GPU, its driver or a kernel failed. The first two begin every error of the runtime."""
+
+NO_FAULTS = (
+    "captur",  # all that CUDA and HIP say of what a graph cannot hold; nothing has run
+    "no kernel image is available",
+    "invalid device function",
+    "capable device is detected",
+    "driver version is insufficient",
+    "invalid device ordinal",
+)
+"""Errors of the runtime that come again at every start: this torch and this GPU do not belong together."""
+
+SETTLE_S = 30.0
+
+
+def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmError:
+    """Any error as one that a user can read.
+
+    Args:
+        error: what was met.
+        place: the file or folder to name where an operating-system error names none.
+        otherwise: what to say of an error that is not known.
+    """
+    if isinstance(error, LoraRocmError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, error.filename or place)
+    if isinstance(error, ImportError):
+        return unusable(error)
+    return machine_error(error) or otherwise
+
+
+def machine_error(error: BaseException) -> MachineError | None:
+    """The error for memory that ran out or a GPU that failed; None where it is another."""
+    return out_of_memory(error) or device_fault(error)
+
+
+def out_of_memory(error: BaseException) -> MachineError | None:
+    """The error to show where a device's memory or main memory ran out; None where it was something else."""
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, NO_DEVICE_MEMORY)
+    on_host = isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY) or str(error) == ONEDNN_FULL
+    if not on_gpu and not on_host:
+        return None
+    return MachineError(
+        "out-of-memory",
+        f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
+        where=_first_line(error),
+        fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new run with a "
+        "lower train.batch_size (and more train.gradient_accumulation_steps), data.resolution or lora.rank.",
+    )
+
+
+def device_fault(error: BaseException) -> MachineError | None:
+    """The error to show where the GPU reported a fault, or is lost; None where it was something else.
+
+    After it nothing on the device can be used by this process any more: only a new start helps.
+    """
+    if out_of_memory(error) is not None or not _says(error, DEVICE_FAULTS) or _says(error, NO_FAULTS):
+        return None
+    return MachineError(
+        "device-fault",
+        "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
+        where=_first_line(error),
+        fix="Run the same command with --resume latest. If it comes again, lora-rocm doctor tests the kernels and "
+        "reads the system's log; a restart of the machine brings back a GPU that is lost.",
+    )
+
+
+def settle(limit_s: float = SETTLE_S) -> None:
+    """Wait for what the GPU still does: on Windows a process that leaves before hangs for ever (pytorch#160759).
+
+    In a thread and not for ever: a GPU that hangs, or is lost, may never answer.
+    """
+    if torch.cuda.is_initialized():
+        waiter = threading.Thread(target=_synchronize, daemon=True, name="settle")
+        waiter.start()
+        waiter.join(limit_s)
+
+
+def _synchronize() -> None:
+    with contextlib.suppress(RuntimeError):  # the error that this process leaves for; it has been told
+        torch.cuda.synchronize()
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    """Whether an error of torch (all of them are RuntimeErrors) has any of the words in it."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,241 @@
+"""Whether this user's programs reach the GPU under Linux and WSL: driver, device files, groups, container, bus."""
+
+from __future__ import annotations
+
+from lora_rocm.doctor.cures import kernel_parameter
+from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.hardware.facts import DeviceFile, HostFacts, Linux
+from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.rule import Situation
+
+AMD_LINUX_DOCS = "https://rocm.docs.amd.com/projects/install-on-linux/"
+CONTAINER_FLAGS = (
+    "docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render "
+    "--security-opt seccomp=unconfined ...",
+    "(podman: --device /dev/kfd --device /dev/dri --group-add keep-groups.)",
+)
+NO_GPU = "no program reaches the GPU: torch sees none, and training cannot start on it"
+
+
+def _native(situation: Situation) -> Linux | None:
+    """Linux with an AMD GPU that this run uses, and not WSL, which has none of these files."""
+    linux = situation.facts.linux
+    return linux if linux is not None and situation.gpu is not None and not linux.wsl else None
+
+
+def _driver(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None or linux.amdgpu_loaded or linux.container:
+        return None
+    cure: tuple[str, ...] = ("sudo modprobe amdgpu", "grep -rns amdgpu /etc/modprobe.d /proc/cmdline")
+    evidence = "amdgpu is not among the modules in /sys/module"
+    if linux.amdgpu_version:
+        evidence += f"; a module of version {linux.amdgpu_version} is installed by DKMS"
+        cure = (
+            "mokutil --sb-state",
+            "If Secure Boot is on, it refuses a module that is not signed: enrol the key of DKMS, then restart:",
+            "sudo mokutil --import /var/lib/dkms/mok.pub",
+            *cure,
+        )
+    else:
+        cure = (*cure, "Remove a blacklist line or nomodeset that this finds, then restart.")
+    return Finding(
+        "amdgpu-not-loaded", "breaks", "The amdgpu driver is not loaded", evidence, NO_GPU, cure, AMD_LINUX_DOCS
+    )
+
+
+def _kfd_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None or linux.kfd is None or linux.kfd.exists:
+        return None
+    if linux.container:
+        title, cure = "The container was started without the GPU's device files", CONTAINER_FLAGS
+    elif linux.amdgpu_loaded:
+        title = "The kernel offers no compute interface"
+        cure = ("sudo dmesg | grep -i kfd", "Take a kernel of your distribution: it has CONFIG_HSA_AMD.")
+    else:
+        return None
+    evidence = f"{linux.kfd.path} does not exist"
+    return Finding("kfd-missing", "breaks", title, evidence, NO_GPU, cure, AMD_LINUX_DOCS)
+
+
+def _closed(files: tuple[DeviceFile, ...]) -> list[str]:
+    return [file.path for file in files if file.exists and not (file.readable and file.writable)]
+
+
+def _permission(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None:
+        return None
+    closed = _closed((linux.kfd,) if linux.kfd is not None else ())
+    nodes = _closed(linux.render_nodes)
+    closed += nodes if len(nodes) == len(linux.render_nodes) else []
+    if not closed:
+        return None
+    groups = ", ".join(linux.groups) or "none of render, video"
+    return Finding(
+        "no-permission",
+        "breaks",
+        "This user may not use the GPU",
+        f"no read and write permission on {', '.join(closed)}; groups of this user: {groups}",
+        NO_GPU,
+        _permission_cure(linux),
+        AMD_LINUX_DOCS,
+    )
+
+
+def _permission_cure(linux: Linux) -> tuple[str, ...]:
+    if linux.container:
+        return CONTAINER_FLAGS
+    missing = [name for name in ("render", "video") if name not in linux.groups]
+    if missing:
+        return (f"sudo usermod -a -G {','.join(missing)} $USER", "Log out and in again.")
+    return (
+        "Log out and in again, if the groups are new.",
+        "Else the files belong to another group; give them to render:",
+        """echo 'SUBSYSTEM=="kfd", GROUP="render", MODE="0660"' | sudo tee /etc/udev/rules.d/70-kfd.rules""",
+        "sudo udevadm control --reload-rules && sudo udevadm trigger",
+    )
+
+
+def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None or linux.kfd is None or not linux.kfd.exists:
+        return None
+    if any(node.exists for node in linux.render_nodes):
+        return None
+    return Finding(
+        "render-node-missing",
+        "breaks",
+        "There is no render node",
+        "/dev/dri has no file renderD*, /dev/kfd is there",
+        NO_GPU,
+        CONTAINER_FLAGS if linux.container else ("sudo dmesg | grep -i amdgpu", "ls -l /dev/dri"),
+        AMD_LINUX_DOCS,
+    )
+
+
+def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The driver runs and computes, and yet KFD does not list the run's GPU."""
+    linux, gpu = _native(situation), situation.gpu
+    if linux is None or gpu is None or gpu.node is not None or gpu.gfx_source == "kfd":
+        return None
+    if linux.kfd is None or not linux.kfd.exists or not (linux.amdgpu_loaded or linux.container):
+        return None
+    cure = (
+        "sudo dmesg | grep -iE 'kfd|atomic'",
+        "grep gfx_target_version /sys/class/kfd/kfd/topology/nodes/*/properties",
+    )
+    return Finding(
+        "kfd-node-missing",
+        "breaks",
+        "The compute driver does not list this GPU",
+        f"{gpu.name} is on the bus ({gpu.pci_address or 'address unknown'}), and no node of /sys/class/kfd is it",
+        NO_GPU,
+        CONTAINER_FLAGS if linux.container else cure,
+        "Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c",
+    )
+
+
+def _cwsr(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    if linux is None or linux.boot_parameters.get("amdgpu.cwsr_enable") != "0":
+        return None
+    return Finding(
+        "cwsr",
+        "note",
+        "The GPU cannot interrupt compute kernels: amdgpu.cwsr_enable=0 is set",
+        "/proc/cmdline: amdgpu.cwsr_enable=0",
+        "a workaround for hangs of older kernels and firmware; with it a long kernel holds up the desktop",
+        ("Remove it from the kernel's command line once kernel and firmware are good, and restart.",),
+        "Linux Documentation/gpu/amdgpu/module-parameters",
+    )
+
+
+def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
+    gpu = situation.gpu
+    if _native(situation) is None or gpu is None or gpu.pcie_atomics is not False:
+        return None
+    return Finding(
+        "pcie-atomics",
+        "harms",
+        "The slot of the GPU has no PCIe atomics",
+        f"io_links of KFD node {gpu.node} ({gpu.name}): atomics are not supported",
+        "some GPUs are not usable without them, others print wrong values from kernels",
+        ("Move the card to a slot that is wired to the processor (usually the first), without a riser or adapter.",),
+        "ROCm installation guide, PCIe atomics; pytorch#103973",
+    )
+
+
+def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = _native(situation)
+    cards = [gpu for gpu in situation.facts.amd_gpus if not gpu.integrated]
+    if linux is None or len(cards) < 2 or "iommu" in _unread_words(situation.facts):
+        return None
+    iommu = linux.boot_parameters.get("iommu", "")
+    if "pt" in iommu.split(",") or linux.boot_parameters.get("amd_iommu") == "off":
+        return None
+    cure = kernel_parameter(situation.facts, "iommu=pt")
+    return Finding(
+        "iommu",
+        "note",
+        f"{len(cards)} cards, and the IOMMU is not in pass-through mode",
+        f"/proc/cmdline: {f'iommu={iommu}' if iommu else 'no iommu=pt'}",
+        "copies from card to card may give zeros or hang; training on one card does not make any",
+        ("On the host of this container:", *cure) if linux.container else cure,
+        "rccl src/init.cc; pytorch#84803, #87363",
+    )
+
+
+def _unread_words(facts: HostFacts) -> str:
+    """Names of what could not be read, where a missing value says nothing."""
+    return "iommu" if any("cmdline" in item.what for item in facts.unread) else ""
+
+
+def _wsl_dxg(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux = situation.facts.linux
+    if linux is None or not linux.wsl or linux.dxg or situation.gpu is None:
+        return None
+    return Finding(
+        "wsl-dxg",
+        "breaks",
+        "WSL passes no GPU through",
+        "/dev/dxg does not exist",
+        NO_GPU,
+        (
+            "Install the newest Adrenalin driver on Windows: https://www.amd.com/en/support/download/drivers.html",
+            "wsl.exe --update && wsl.exe --shutdown",
+        ),
+        "https://learn.microsoft.com/windows/wsl/tutorials/gpu-compute",
+    )
+
+
+def _wsl_librocdxg(situation: Situation, plan: EnvPlan) -> Finding | None:
+    facts = situation.facts
+    if not facts.is_wsl or situation.gpu is None or facts.linux is None:
+        return None
+    if facts.linux.rocm_version is not None or any("rocdxg" in name for name in facts.libraries):
+        return None
+    return Finding(
+        "wsl-librocdxg",
+        "harms",
+        "AMD's library for GPUs in WSL was not found",
+        "no ROCm in /opt/rocm, so no librocdxg.so",
+        "without it torch sees no GPU in WSL",
+        ("Install it: https://github.com/ROCm/librocdxg", "ls /opt/rocm/lib/librocdxg.so"),
+        "ROCm/librocdxg README",
+    )
+
+
+LINUX_CHECKS: dict[str, Check] = {
+    "amdgpu-not-loaded": _driver,
+    "kfd-missing": _kfd_missing,
+    "render-node-missing": _render_missing,
+    "kfd-node-missing": _node_missing,
+    "no-permission": _permission,
+    "wsl-dxg": _wsl_dxg,
+    "wsl-librocdxg": _wsl_librocdxg,
+    "pcie-atomics": _atomics,
+    "iommu": _iommu,
+    "cwsr": _cwsr,
+}

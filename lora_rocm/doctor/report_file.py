@@ -1,0 +1,117 @@
+"""The file that a user attaches to a bug report: one Markdown text, with nothing private in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+from lora_rocm import __version__
+from lora_rocm.commands.env import described
+from lora_rocm.doctor.checks import findings
+from lora_rocm.doctor.finding import Finding
+from lora_rocm.doctor.redact import private_of, texts_in
+from lora_rocm.doctor.text import finding_lines, machine_text, report_text
+from lora_rocm.foundation.files import followed, write_atomic
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.rules.environment import environment_json, plan
+from lora_rocm.rules.rule import Situation
+
+HEAD = """\
+# lora-rocm doctor report
+
+Paths of the user, names of user and host, tokens and addresses were taken out. Read it before you send it all the same.
+"""
+
+
+def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str = "") -> None:
+    """Write the report about a machine; whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written there.
+    """
+    text = report(without_private(situation), live=live, tested_on=tested_on)
+    write_atomic(followed(path), printable(text, keep="\n").encode("utf-8"))
+
+
+def without_private(situation: Situation) -> Situation:
+    """The situation made from clean facts: what is made from it has nothing private."""
+    names = {**os.environ, **situation.environ}
+    texts = [
+        text
+        for part in (situation.facts, situation.verdict, dict(situation.environ), situation.remembered)
+        for text in texts_in(part)
+    ]
+    private = private_of(names, platform.node(), texts)
+    # What is not in the facts (live: the rest of the environment) is read by no rule, and stays out.
+    kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
+    gpus = situation.facts.gpus
+    facts = private.value(situation.facts)
+    cleaned = dict(zip(gpus, facts.gpus, strict=True))
+    chosen = situation.selection.gpu
+    return Situation(
+        facts,
+        replace(situation.selection, gpu=cleaned.get(chosen) if chosen is not None else None),
+        private.value(kept, "variables"),
+        private.text(situation.app_dir),
+        None,
+        situation.profile,
+        private.value(situation.verdict),
+        changes=situation.changes,
+        remembered=private.value(situation.remembered),
+    )
+
+
+def report(situation: Situation, *, live: bool, tested_on: str = "") -> str:
+    """The report about a situation that is already clean."""
+    env_plan = plan(situation)
+    found = findings(situation, env_plan)
+    sections = [
+        HEAD,
+        _section("Result", _fenced(report_text(situation, found, tested_on))),
+        _section("Findings", _fenced("\n\n".join(map(_finding, found)) or "none")),
+        _section("Versions", _versions(situation, live)),
+        _section("Plan", _fenced(described(situation, env_plan, None, explain=True))),
+        _section("Self-test", _self_test(situation, tested_on)),
+        _section("Machine (for --facts)", _fenced(json.dumps(situation.facts.to_json(), indent=1, ensure_ascii=False))),
+    ]
+    return "\n".join(sections)
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text.rstrip()}\n"
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def _finding(finding: Finding) -> str:
+    return "\n".join([f"[{finding.level}] {finding.id}", *finding_lines(finding)])
+
+
+def _versions(situation: Situation, live: bool) -> str:
+    facts = situation.facts
+    lines = [f"lora-rocm {__version__}", f"Python {facts.python}", machine_text(situation)]
+    if live:
+        packages = environment_json(plan(situation), facts)["packages"]
+        lines += [f"{name} {version or 'not installed'}" for name, version in packages.items()]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _self_test(situation: Situation, tested_on: str) -> str:
+    verdict = situation.verdict
+    if verdict is None:
+        return "Not run on this stack."
+    stack = verdict.stack
+    when = f", {tested_on}" if tested_on else ""
+    lines = [f"torch {stack.torch}, {stack.runtime}, driver {stack.driver}, {stack.gpu}{when}"]
+    lines += [f"with {remedy}" for remedy in verdict.remedies]
+    for title, results in (("safe", verdict.results), ("fast", verdict.fast)):
+        lines += [f"{title} {r.status:<8} {r.seconds:8.2f} s  {r.name}  {r.detail}".rstrip() for r in results]
+    return _fenced("\n".join(lines))

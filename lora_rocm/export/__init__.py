@@ -1,0 +1,1 @@
+"""Writes LoRA files in each format, and reads them back as their users do."""

@@ -1,0 +1,134 @@
+"""What an exported file says about itself: kohya's ``ss_`` fields and Stability's modelspec.
+
+Sources: kohya-ss/sd-scripts ``library/train_util.py`` (names), Stability-AI/ModelSpec 1.0.1. All values are strings.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
+from lora_rocm.recipe.schema import Recipe
+
+SPEC_VERSION = "1.0.1"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the caller knows about a run, besides its recipe.
+
+    steps: updates made; epochs: passes over the data, rounded down.
+    num_images: pictures of an epoch, repeats included.
+    tag_frequency: folder -> tag -> count; buckets: "WxH" -> pictures; dataset_dirs: folder -> {n_repeats, img_count}.
+    base_name: of the base model; vae_name: of a separate VAE.
+    finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
+    """
+
+    steps: int
+    epochs: int
+    num_epochs: int
+    num_images: int = 0
+    tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    buckets: Mapping[str, int] = field(default_factory=dict)
+    dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    base_name: str = ""
+    vae_name: str = ""
+    finished_at_s: int | None = None
+
+
+def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mapping[str, str]) -> dict[str, str]:
+    """The ``ss_`` metadata.
+
+    Args:
+        recipe: what was asked for.
+        family: knows the base model.
+        facts: what happened.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
+    """
+    optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
+    text_rate = optim.text_encoder_learning_rate or optim.learning_rate
+    values: dict[str, Any] = {
+        **names.extra,
+        "ss_base_model_version": names.base_version or None,
+        **network,
+        "ss_output_name": recipe.output.name,
+        "ss_steps": facts.steps,
+        "ss_max_train_steps": train.max_train_steps or facts.steps,
+        "ss_epoch": facts.epochs,
+        "ss_num_epochs": facts.num_epochs,
+        "ss_num_train_images": facts.num_images,
+        "ss_num_reg_images": 0,
+        "ss_total_batch_size": train.batch_size * train.gradient_accumulation_steps,
+        "ss_batch_size_per_device": train.batch_size,
+        "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "ss_gradient_checkpointing": train.gradient_checkpointing,
+        "ss_learning_rate": optim.learning_rate,
+        "ss_unet_lr": optim.learning_rate,
+        "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
+        "ss_optimizer": rule_of(optim).description(optim),
+        "ss_lr_scheduler": optim.lr_scheduler,
+        "ss_lr_warmup_steps": optim.lr_warmup_steps,
+        "ss_max_grad_norm": optim.max_grad_norm,
+        "ss_seed": train.seed,
+        "ss_mixed_precision": train.mixed_precision,
+        "ss_resolution": f"({recipe.data.resolution}, {recipe.data.resolution})",
+        "ss_clip_skip": None,
+        **recipe.objective.metadata(),
+        "ss_network_dropout": recipe.lora.dropout or None,
+        "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
+        "ss_shuffle_caption": recipe.data.shuffle_caption,
+        "ss_keep_tokens": recipe.data.keep_tokens,
+        "ss_flip_aug": recipe.data.flip_aug,
+        "ss_enable_bucket": recipe.data.enable_bucket,
+        "ss_bucket_no_upscale": not recipe.data.upscale,
+        "ss_cache_latents": True,
+        "ss_tag_frequency": _json(facts.tag_frequency),
+        "ss_dataset_dirs": _json(facts.dataset_dirs),
+        "ss_bucket_info": _json(_bucket_info(facts.buckets)),
+        "ss_sd_model_name": facts.base_name,
+        "ss_sd_model_hash": family.base_facts()["hash"] or None,
+        "ss_vae_name": facts.vae_name or None,
+        "ss_training_finished_at": facts.finished_at_s,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
+    """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
+    side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
+    values = {
+        "sai_model_spec": SPEC_VERSION,
+        "architecture": recipe.spec.metadata.architecture,
+        "implementation": recipe.spec.metadata.implementation,
+        "title": recipe.output.name,
+        "resolution": f"{side}x{side}",
+        "description": recipe.output.description,
+        "author": recipe.output.author,
+        "license": recipe.output.license,
+        "trigger_phrase": recipe.data.trigger_word,
+        "prediction_type": {"v_prediction": "v"}.get(prediction, prediction),
+        "hash_sha256": f"0x{model_hash}",
+        "date": _date(facts.finished_at_s),
+    }
+    return {f"modelspec.{name}": value for name, value in values.items() if value}
+
+
+def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
+    shapes = [(Shape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
+    return {"buckets": {str(i): {"resolution": shape, "count": count} for i, (shape, count) in enumerate(shapes)}}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _date(seconds: int | None) -> str:
+    if seconds is None:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")

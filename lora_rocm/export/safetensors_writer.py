@@ -1,0 +1,72 @@
+"""Safetensors files with the same bytes for the same content.
+
+The library's own writer orders ``__metadata__`` at random, so the header is written here: sorted metadata, tensors
+sorted by alignment and name (as the library sorts them), no time of day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lora_rocm.base_models.safetensors_file import DTYPES
+from lora_rocm.errors import ExportError
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT_BYTES = 8
+LEGACY_OFFSET, LEGACY_BYTES = 0x100000, 0x10000
+
+
+def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A whole safetensors file, as bytes that are a function of the content alone.
+
+    Raises:
+        ExportError: a value that is no number, or too large for the number format: no program could use the file.
+    """
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ExportError(
+                "weights-not-finite",
+                f"The trained weights are larger than any {dtype} number: the file was not written.",
+                where=name,
+                fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
+            )
+    return _header(tensors, metadata) + _body(tensors)
+
+
+def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) -> dict[str, str]:
+    """The two hashes that kohya's tools and A1111 read from a file's metadata.
+
+    Source: ``precalculate_safetensors_hashes`` in kohya's train_util: sha256 of all bytes after the header, and the
+    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both of a file with the ``ss_`` metadata alone.
+    """
+    body = _body(tensors)
+    whole = _header(tensors, ss_metadata) + body
+    legacy = hashlib.sha256(whole[LEGACY_OFFSET : LEGACY_OFFSET + LEGACY_BYTES]).hexdigest()[:8]
+    return {"sshs_model_hash": hashlib.sha256(body).hexdigest(), "sshs_legacy_hash": legacy}
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, tensor in _ordered(tensors):
+        end = offset + tensor.numel() * tensor.element_size()
+        fields[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGNMENT_BYTES)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _body(tensors: Mapping[str, Tensor]) -> bytes:
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in _ordered(tensors)]
+    return b"".join(parts)

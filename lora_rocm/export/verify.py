@@ -1,0 +1,220 @@
+"""Every exported file is loaded back by somebody else's code and its effect compared with the live adapter's.
+
+What is compared is the change of each weight, number by number: no second copy of the base is needed. kohya and
+diffusers files are read by diffusers, PEFT folders by PEFT, and kohya files also by a small reader of ComfyUI's rules
+(diffusers drops DoRA's magnitudes and forgives a missing alpha). Runs on the CPU, which a faulty GPU cannot mislead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.base import Adapter, loaded_entry
+from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of
+from lora_rocm.adapters.names import KeyTable, canonical
+from lora_rocm.base_models.safetensors_file import DTYPES, read_header, read_tensors
+from lora_rocm.errors import ExportError, ModelError
+from lora_rocm.export.comfy_reader import apply_comfy
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.weight_format import dense_weight
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What loading back found.
+
+    max_difference: largest difference of any weight's change; relative_difference: of the whole change (norms).
+    cannot_read: programs that cannot read this file, or not exactly, in words.
+    """
+
+    max_difference: float
+    relative_difference: float
+    cannot_read: tuple[str, ...]
+
+
+@torch.no_grad()
+def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adapter: Adapter) -> Verification:
+    """Load an exported file as its users do and compare its effect with the adapter's.
+
+    Args:
+        form: kohya, diffusers or peft.
+        path: the file, or the folder of PEFT folders.
+        family: reads the file with diffusers.
+        model: the base weights are those that the adapter sits on.
+        adapter: what should have been written.
+
+    Raises:
+        ExportError: the file cannot be read, lacks a module, has one too many, or has another effect.
+    """
+    live, readers = adapter.entries(), adapter.readers[form]
+    comparison = _Comparison(path, _written_dtype(form, path, adapter.files))
+    of_weights = any(entry.needs_weight for entry in live.values())
+    if readers != ("comfyui",):
+        with _reported(path):
+            loaded = _load_back(form, path, family, adapter)
+        comparison.same_modules(live.keys(), loaded.keys())
+        for name, entry in live.items():
+            if form == "kohya" or not of_weights:  # diffusers has no magnitudes in kohya's form
+                comparison.updates(name, entry.additive(), loaded[name])
+            else:
+                weight = _weight(adapter.modules[name][2])
+                comparison.weights(name, entry, loaded[name].effect(weight), weight)
+    cannot_read = adapter.cannot_read(form)
+    if "comfyui" not in readers:
+        return comparison.result(cannot_read)
+    deviation = _compare_in_comfy(comparison, family, adapter, live, of_weights)
+    note = f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs)"
+    return comparison.result((*cannot_read, note) if of_weights else cannot_read)
+
+
+def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
+    """Module name -> what the file's usual reader made of it."""
+    if form == "peft":
+        loaded: dict[str, nn.Module] = {}
+        for component in adapter.components:
+            peft_model = PeftModel.from_pretrained(
+                family.skeleton(component), str(path / component), low_cpu_mem_usage=True, torch_device="cpu"
+            )
+            loaded[component] = peft_model.get_base_model()
+    else:
+        loaded = family.load_in_diffusers(path, adapter.components)
+    return {
+        canonical(component, module): loaded_entry(type(adapter), layer)
+        for component, root in loaded.items()
+        for module, layer in root.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+    }
+
+
+def _compare_in_comfy(
+    comparison: _Comparison, family: ModelFamily, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
+) -> float:
+    """Compare by ComfyUI's rules; returns how far its present rule for DoRA is off, as a share of the whole change."""
+    table = KeyTable(family, adapter.components_in_model)
+    expected = table.of_keys(live)
+    weights = _Weights(table, adapter.modules, expected, real=of_weights)
+    seen, off, whole = [], 0.0, 0.0
+    with _reported(comparison.path):
+        tensors = read_tensors(read_header(comparison.path))
+        present = apply_comfy(tensors, weights, norm_of_base=True) if of_weights else None
+        for key, patched in apply_comfy(tensors, weights):
+            weight = weights[key]
+            if present is not None:
+                off += norm_of(next(present)[1] - patched) ** 2
+                whole += norm_of(patched - weight) ** 2
+            comparison.weights(key, expected[key], patched.sub_(weight), weight)
+            seen.append(key)
+    comparison.same_modules(expected, seen)
+    return math.sqrt(off / whole) if whole else 0.0
+
+
+def _weight(layer: BaseTunerLayer) -> Tensor:
+    """A layer's base weight, float32 on the CPU."""
+    weight = dense_weight(layer.get_base_layer())
+    return weight.detach().float().cpu()
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Base weights by kohya key, fetched one at a time; a zero in their shapes where only the change matters."""
+
+    def __init__(
+        self, table: KeyTable, modules: Mapping[str, tuple[str, str, Any]], keys: Iterable[str], *, real: bool
+    ) -> None:
+        self._table, self._modules, self._keys, self._real = table, modules, tuple(keys), real
+
+    def __getitem__(self, key: str) -> Tensor:
+        shape = self._table.shapes[key]
+        if not self._real:
+            return torch.zeros(()).expand(shape)
+        weight = torch.zeros(shape)
+        for part in self._table.parts[key]:
+            if part.module in self._modules:
+                rows = _weight(self._modules[part.module][2])[part.first : part.first + part.count]
+                weight[part.at : part.at + part.count] = rows
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+@dataclass
+class _Comparison:
+    """Collects differences, and stops at the first that rounding does not explain."""
+
+    path: Path
+    dtype: torch.dtype
+    largest: float = 0.0
+    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the differences, of the changes
+
+    def same_modules(self, live: Iterable[str], loaded: Iterable[str]) -> None:
+        wrong = sorted(set(live) ^ set(loaded))
+        if wrong:
+            raise _failed(self.path, f"{len(wrong)} modules are missing or too many, for example {wrong[0]}.")
+
+    def updates(self, name: str, live: Entry, loaded: Entry) -> None:
+        """Compare two updates by what they are made of."""
+        try:
+            difference = live.difference(loaded)
+        except ValueError as error:
+            raise _failed(self.path, f"{name} has factors of other shapes: {error}.") from error
+        self._add(name, difference, live.norm(), live.allowance(self.dtype))
+
+    def weights(self, name: str, live: Entry, change: Tensor, weight: Tensor) -> None:
+        """Compare a reader's change of one weight, which is overwritten, with the live one."""
+        expected = live.effect(weight)
+        if change.shape != expected.shape:
+            raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
+        self._add(name, change.sub_(expected), norm_of(expected), live.allowance(self.dtype, weight))
+
+    def _add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
+        norm = norm_of(difference)
+        if not norm <= allowed:  # also when it is not a number
+            raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")
+        self.largest = max(self.largest, float(torch.linalg.vector_norm(difference, ord=math.inf)))
+        self.squares[0] += norm**2
+        self.squares[1] += whole**2
+
+    def result(self, cannot_read: tuple[str, ...]) -> Verification:
+        relative = math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else 0.0
+        return Verification(self.largest, relative, cannot_read)
+
+
+def _written_dtype(form: Form, path: Path, files: FileKind) -> torch.dtype:
+    """The number format of the factors in the file."""
+    file = next(iter(sorted(path.glob("*/*.safetensors"))), path) if form == "peft" else path
+    with _reported(path):
+        entries = read_header(file).tensors.items()
+        known = ((files.role_of(name), entry) for name, entry in entries)
+        return next(DTYPES[entry.dtype] for found, entry in known if found and found[1] in files.factors)
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """A foreign reader's complaint as an ExportError."""
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, RuntimeError, StopIteration, TypeError, ValueError, ModelError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise _failed(path, f"Loading it back failed: {reason}") from error
+
+
+def _failed(path: Path, what: str) -> ExportError:
+    return ExportError(
+        "export-differs",
+        f"The exported file does not do what the trained adapter does. {what}",
+        where=str(path),
+        fix="The checkpoints are whole: export again from the last one (lora-rocm export), and please report this.",
+    )

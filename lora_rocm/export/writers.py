@@ -1,0 +1,156 @@
+"""Writes an adapter as others read it: a kohya file, a diffusers file, PEFT directories.
+
+Facts about the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
+folders. Magnitudes and alphas stay in float32 whatever the weights are written in: they are few, and rounding a DoRA
+magnitude to 8 bits would change the whole base weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.entry import Form
+from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from lora_rocm.adapters.names import TEXT_LEVEL, KeyTable
+from lora_rocm.errors import ExportError
+from lora_rocm.export.metadata import Facts, modelspec, ss_fields
+from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
+from lora_rocm.export.verify import Verification, verify
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.foundation.files import json_bytes, write_atomic
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.results import FileDigest
+
+__all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def write(
+    form: str,
+    path: Path,
+    family: ModelFamily,
+    adapter: Adapter,
+    recipe: Recipe,
+    facts: Facts,
+    root: Path | None = None,
+) -> tuple[FileDigest, ...]:
+    """Write one format, whole or not at all; the same adapter gives the same bytes.
+
+    Args:
+        form: kohya, diffusers or peft.
+        path: the file, or for peft the folder that gets a sub-folder for each component.
+        family: knows the kohya names.
+        adapter: its present weights are written (inside ``adapter.using`` the average).
+        recipe: gives the number format and most of the metadata.
+        facts: what happened in the run.
+        root: the run directory, where the files are for one (``host.files.make_folder``).
+
+    Returns:
+        What each file was meant to hold, by its path below ``root``.
+
+    Raises:
+        ExportError: "export-form", the adapter cannot be written so.
+        StorageError: disk full, no permission, what was written reads back otherwise.
+    """
+    if form not in adapter.readers:
+        raise ExportError(
+            "export-form",
+            f"A {adapter.files.name} of this model cannot be written in the {form} form: nothing would read it.",
+            where=str(path),
+            fix=f"Ask for one of these: {', '.join(adapter.readers)}.",
+        )
+    contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
+        "kohya": _kohya,
+        "diffusers": _diffusers,
+        "peft": _peft,
+    }
+    written = []
+    for file, content in contents[form](path, family, adapter, recipe, facts):
+        write_atomic(file, content, root)
+        written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), content))
+    return tuple(written)
+
+
+def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a kohya file.
+
+    Raises:
+        ValueError: modules that are one weight in such a file cannot be written as one.
+    """
+    entries = KeyTable(family, adapter.components_in_model).of_keys(adapter.entries())
+    return {
+        f"{key}.{ending}": tensor
+        for key, entry in entries.items()
+        for ending, tensor in entry.tensors("kohya", dtype).items()
+    }
+
+
+def _kohya(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
+    tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype])
+    yield path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts))
+
+
+def _diffusers(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
+    tensors, configs = {}, {}
+    for component in adapter.components:
+        level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops it where it is no more
+        endings = adapter.files.text_endings if level else {}
+        part = _peft_tensors(adapter, component, "diffusers", DTYPES[recipe.output.dtype], endings)
+        tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
+        configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
+    metadata = _metadata(tensors, family, adapter, recipe, facts)
+    metadata |= {"format": "pt", DIFFUSERS_METADATA: json.dumps(configs, indent=2, sort_keys=True)}
+    yield path, serialise(tensors, metadata)
+
+
+def _peft(
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, bytes]]:
+    base = facts.base_name or recipe.model.name_or_path
+    for component in adapter.components:
+        level = _text_level(adapter, component)
+        part = _peft_tensors(adapter, component, "peft", DTYPES[recipe.output.dtype], {})
+        tensors = {f"{PEFT_PREFIX}{level}{name}": tensor for name, tensor in part.items()}
+        yield path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"})
+        config = {**adapter.peft_config(component), "base_model_name_or_path": base}
+        yield path / component / PEFT_CONFIG, json_bytes(config)
+
+
+def _text_level(adapter: Adapter, component: str) -> str:
+    """The level that this version of transformers puts above a component's layers: PEFT wants names as they are."""
+    name, path = next((name, path) for name, (owner, path, _) in adapter.modules.items() if owner == component)
+    return path.removesuffix(name.removeprefix(component + "."))
+
+
+def _peft_tensors(
+    adapter: Adapter, component: str, form: Form, dtype: torch.dtype, endings: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The tensors of one component in PEFT's form, modules by their version-independent names.
+
+    ``endings``: of names of tensors, those to write in their place.
+    """
+    return {
+        f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
+        for name, entry in adapter.entries().items()
+        if adapter.modules[name][0] == component
+        for ending, tensor in entry.tensors(form, dtype).items()
+    }
+
+
+def _metadata(
+    tensors: Mapping[str, Tensor], family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> dict[str, str]:
+    ss = ss_fields(recipe, family, facts, adapter.network())
+    hashes = kohya_hashes(tensors, ss)
+    return {**ss, **hashes, **modelspec(recipe, family, facts, hashes["sshs_model_hash"])}

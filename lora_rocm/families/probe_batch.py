@@ -1,0 +1,19 @@
+"""A batch of zeros on the device, for a pass of which only the shape matters."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.families.base import ModelFamily, Tensors
+
+
+def send_zeros(family: ModelFamily, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
+    """(batch, draws) on the device for a pass of which only the shape matters; every row has weight 0."""
+    batch = family.example(shape, rows)
+    draws = family.objective.draw(batch, [0] * rows).tensors
+    batch["weight"] = torch.zeros(rows)
+    tensors = {**batch, **draws}
+    sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
+    return {name: sent[name] for name in batch}, {name: sent[name] for name in draws}

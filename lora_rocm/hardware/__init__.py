@@ -1,0 +1,1 @@
+"""The machine as plain data: facts, architectures, memory, wheels. Standard library only."""

@@ -1,0 +1,68 @@
+"""Facts about this machine: read in milliseconds, without torch, and without ever failing.
+
+What cannot be read is in ``HostFacts.unread`` and the rest goes on. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.hardware.probe import gpu_probe, linux_probe, windows_probe
+from lora_rocm.hardware.probe.sources import Look, Sources, this_machine
+from lora_rocm.hardware.probe.torch_files import installed
+
+Reader = Callable[[Look, HostFacts, bool], HostFacts]
+READERS: Mapping[str, Reader] = {
+    "linux": linux_probe.read,
+    "windows": windows_probe.read,
+    "macos": gpu_probe.read_macos,
+}
+VARIABLES = re.compile(
+    r"(?:HIP|HSA|ROCR|ROCM|ROCBLAS|HIPBLASLT|MIOPEN|PYTORCH|TORCH|AMD|GPU|CUDA|NCCL|RCCL|FLASH_ATTENTION|MIGRAPHX"
+    r"|TORCHDYNAMO|TORCHINDUCTOR|PAL)_\w+|DISABLE_ADDMM_HIP_LT"
+)
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+LIBRARY_PATH = "LD_LIBRARY_PATH"
+LIBRARY_PARTS = re.compile(r"rocm|hip|amdgpu", re.IGNORECASE)
+
+
+def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
+    """Read what can be read.
+
+    Args:
+        deep: also what takes seconds: kernel log, events of the display driver, the database of rpm; and tools that
+            failed before are asked again.
+        sources: another world than this machine's, for tests.
+    """
+    look = Look(sources or this_machine(), again=deep)
+    bits = struct.calcsize("P") * 8
+    python = f"{'.'.join(map(str, sys.version_info[:3]))} {bits}-bit"
+    facts = HostFacts("probe", look.sources.system, python, cpu="", cpu_count=look.sources.cpu_count)
+    for what, part in (("machine", READERS[look.sources.system]), ("torch", _with_torch), ("disk", _with_disk)):
+        try:
+            facts = part(look, facts, deep)
+        except (OSError, ValueError) as error:
+            look.note(what, str(error))
+    return replace(facts, variables=relevant(look.sources.environ), unread=tuple(look.unread))
+
+
+def _with_torch(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
+    torch, libraries = installed(look, deep)
+    return replace(facts, torch=torch, libraries=libraries)
+
+
+def _with_disk(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
+    return replace(facts, disk_free_bytes=look.sources.disk(look.sources.path("."))[1])
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ROCm, HIP, MIOpen or torch read; never one whose name sounds like a secret."""
+    found = {name: value for name, value in environ.items() if VARIABLES.fullmatch(name) and not SECRET.search(name)}
+    found = {name: value.encode("utf-8", "replace").decode() for name, value in found.items()}
+    parts = [part for part in environ.get(LIBRARY_PATH, "").split(":") if LIBRARY_PARTS.search(part)]
+    return dict(sorted({**found, **({LIBRARY_PATH: ":".join(parts)} if parts else {})}.items()))

@@ -1,0 +1,253 @@
+"""The world that the probe looks at, all of it injectable.
+
+Nothing here raises for what a machine lacks: it becomes an ``Unread``. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from lora_rocm.foundation.safe_path import without_current_folder
+from lora_rocm.hardware.app_dir import app_dir
+from lora_rocm.hardware.facts import NUMBERS, System, Unread
+from lora_rocm.hardware.probe.tool_cache import recalled, remember
+
+READ_BYTES = 1 << 16
+KILL_WAIT_S = 2.0
+# What would hide or rename GPUs from a tool that is asked which there are.
+HIDING = (
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HSA_OVERRIDE_GFX_VERSION",
+)
+
+
+class Registry(Protocol):
+    """The part of the Windows registry below HKEY_LOCAL_MACHINE."""
+
+    def values(self, key: str) -> dict[str, Any]:
+        """Names and values of a key. Raises OSError: there is none, or it may not be read."""
+
+    def keys(self, key: str) -> list[str]:
+        """Names of the keys below a key. Raises OSError as ``values``."""
+
+
+class NoRegistry:
+    """Of a system that has none."""
+
+    def values(self, key: str) -> dict[str, Any]:
+        raise FileNotFoundError(2, "there is no registry", key)
+
+    def keys(self, key: str) -> list[str]:
+        raise FileNotFoundError(2, "there is no registry", key)
+
+
+def run_tool(command: Sequence[str], timeout_s: float) -> str:
+    """What a tool writes to standard output; it and its children are killed when it does not end in time.
+
+    Raises:
+        OSError: it cannot be started, failed, or did not end (``TimeoutError``).
+    """
+    seen = {name: value for name, value in os.environ.items() if name not in HIDING}
+    env = without_current_folder(seen) | {"LC_ALL": "C"}
+    apart: dict[str, Any] = {"start_new_session": True}
+    if sys.platform == "win32":
+        apart = {"creationflags": subprocess.CREATE_NO_WINDOW}
+    tool: subprocess.Popen[bytes] = subprocess.Popen(
+        list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **apart
+    )
+    try:
+        output, errors = tool.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    finally:
+        if tool.poll() is None:
+            _kill_family(tool)
+    if tool.returncode:
+        said = errors.decode("utf-8", "replace").strip().splitlines()
+        raise OSError(f"exit code {tool.returncode}" + (f": {said[-1][:200]}" if said else ""))
+    return output.decode("utf-8", "replace")
+
+
+def _kill_family(tool: subprocess.Popen[bytes]) -> None:
+    """End a tool and whatever it started, by the system's own means (psutil may not be installed yet)."""
+    command = ["taskkill", "/T", "/F", "/PID", str(tool.pid)]
+    if sys.platform != "win32":
+        command = ["sh", "-c", f"kill -9 -{tool.pid}"]  # it leads its own session, hence its own process group
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=KILL_WAIT_S)
+    tool.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        tool.communicate(timeout=KILL_WAIT_S)
+
+
+def _disk(path: Path) -> tuple[int, int]:
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free
+
+
+def _no_memory_status() -> tuple[int, int, int]:
+    raise OSError("only Windows tells it")
+
+
+def _no_version(path: Path) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where facts come from. The defaults are this machine; a test gives its own."""
+
+    system: System
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path | None = None
+    """Folder in place of the root of the file system; a drive letter is a folder in it."""
+    site_packages: tuple[Path, ...] = field(default_factory=lambda: tuple(Path(entry) for entry in sys.path if entry))
+    app_dir: Path | None = None
+    """Where answers of slow tools are remembered; None: nowhere."""
+    run: Callable[[Sequence[str], float], str] = run_tool
+    registry: Registry = field(default_factory=NoRegistry)
+    access: Callable[[Path, int], bool] = os.access
+    disk: Callable[[Path], tuple[int, int]] = _disk
+    """Total and free bytes of the file system that holds a path."""
+    memory_status: Callable[[], tuple[int, int, int]] = _no_memory_status
+    """Windows: bytes of memory, of memory that is available, and of memory with page file."""
+    file_version: Callable[[Path], str | None] = _no_version
+    """Windows: version in the resources of a DLL."""
+    cpu_count: int = field(default_factory=lambda: os.cpu_count() or 1)
+    python: str = sys.executable
+
+    def path(self, text: str) -> Path:
+        """A path of the machine, below ``root`` where there is one."""
+        if self.root is None:
+            return Path(text)
+        if text[1:2] == ":":
+            text = text[0] + text[2:]
+        return self.root / text.replace("\\", "/").lstrip("/")
+
+
+def this_machine() -> Sources:
+    """Sources that are the machine itself."""
+    system: System = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")  # type: ignore[assignment]
+    folder = app_dir(os.environ, system)
+    if system == "windows":
+        from lora_rocm.hardware.probe.windows_api import RealRegistry, file_version, memory_status
+
+        return Sources(
+            system,
+            app_dir=folder,
+            registry=RealRegistry(),
+            memory_status=memory_status,
+            file_version=file_version,
+        )
+    return Sources(system, app_dir=folder)
+
+
+class Look:
+    """One probe's reads. What cannot be read is noted and becomes None."""
+
+    def __init__(self, sources: Sources, again: bool = False) -> None:
+        self.sources = sources
+        self.again = again
+        """Ask tools anew that failed before."""
+        self.unread: list[Unread] = []
+        self.boot = ""
+        """Changes with every start of the machine; part of what a remembered answer holds for."""
+
+    def note(self, what: str, why: str | OSError) -> None:
+        """Write down what could not be read."""
+        reason = why if isinstance(why, str) else (why.strerror or str(why)).lower()
+        self.unread.append(Unread(what, reason))
+
+    def text(self, path: str, *, expected: bool = False, limit: int = READ_BYTES) -> str | None:
+        """A file's text; one that is missing is noted only where it is ``expected``."""
+        try:
+            with self.sources.path(path).open("rb") as file:
+                return file.read(limit).decode("utf-8", "replace")
+        except (FileNotFoundError, NotADirectoryError):
+            if expected:
+                self.note(path, "not there")
+        except OSError as error:
+            self.note(path, error)
+        except ValueError:  # a zero byte in a name that was itself read somewhere
+            self.note(path[:80].replace("\0", "?"), "no path")
+        return None
+
+    def line(self, path: str) -> str:
+        """A small file without the spaces around it; empty where there is none."""
+        return (self.text(path) or "").strip()
+
+    def number(self, path: str) -> int | None:
+        """A file that holds one whole number."""
+        found = self.text(path)
+        return None if found is None else self.parsed(found.strip(), path)
+
+    def parsed(self, text: str, what: str) -> int | None:
+        """A number in decimal, or in hex with 0x; anything else is noted."""
+        try:
+            number = int(text, 0) if text.lower().startswith("0x") else int(text)
+        except ValueError:
+            number = -1
+        if number in NUMBERS:
+            return number
+        self.note(what, f"no number: {text[:40]!r}")
+        return None
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder, sorted; none where it is missing."""
+        try:
+            return sorted(os.listdir(self.sources.path(folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self.note(folder, error)
+            return []
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file or folder."""
+        return os.path.exists(self.sources.path(path))
+
+    def values(self, key: str) -> dict[str, Any]:
+        """A key of the Windows registry; empty where it is missing."""
+        try:
+            return self.sources.registry.values(key)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            self.note(rf"HKLM\{key}", error)
+            return {}
+
+    def run(self, tool: str, command: Sequence[str], timeout_s: float) -> str | None:
+        """What a tool says; None, and noted, where it fails."""
+        try:
+            return self.sources.run(command, timeout_s)
+        except OSError as error:
+            self.note(tool, error)
+            return None
+
+    def ask(self, tool: str, command: Sequence[str], timeout_s: float, about: str) -> str | None:
+        """What a slow tool says, remembered for this boot and ``about`` (a driver's version, a wheel).
+
+        A failure is remembered too: a tool that hangs must not cost its timeout at every start.
+        """
+        key = "\n".join([self.boot, about, *command])
+        known = recalled(self.sources.app_dir, tool, key)
+        if known is not None and not (self.again and known.get("failed")):
+            if known.get("failed"):
+                self.note(tool, f"{known['failed']} (remembered; lora-rocm doctor asks again)")
+            return known.get("said")
+        before = len(self.unread)
+        said = self.run(tool, command, timeout_s)
+        failed = self.unread[-1].why if len(self.unread) > before else None
+        remember(self.sources.app_dir, tool, {"key": key, "said": said, "failed": failed})
+        return said

@@ -1,0 +1,150 @@
+"""The installed torch and the packages around it, read from their files. Nothing of them is imported here.
+
+What AMD wheels hold: those of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
+architecture in each name (TensileLibrary_lazy_gfx1100.dat); AMD's older ones have a package ``_rocm_sdk_libraries_*``
+with the same; AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each architecture
+(TheRock RELEASES.md; packages like amd-torch-device-gfx11 hold only attention kernels). MIOpen's databases name
+architectures that a wheel has no kernels for, so they are no proof.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from lora_rocm.foundation.safe_path import python_command
+from lora_rocm.hardware.facts import Torch
+from lora_rocm.hardware.probe.sources import Look
+
+LIBRARIES = re.compile(
+    r"triton|triton_rocm|pytorch_triton_rocm|triton_windows|bitsandbytes|flash_attn|xformers|torchvision|torchao"
+    r"|rocm|rocm_sdk_\w+|amd_torch_device_\w+|amd_aiter|aiter|deepspeed|transformer_engine|liger_kernel"
+)
+DIST_INFO = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
+DEVICE_PACKAGE = re.compile(r"amd_torch_device_(gfx(?:9[0-9a-f]{2}|1[0-9]{3}))")
+DEVICE_EXTRA = re.compile(r"^Provides-Extra: device[-_]gfx", re.MULTILINE)
+KERNEL_FILE = re.compile(r"TensileLibrary_lazy_(gfx[0-9a-f]{3,4})\.dat|Kernels\.so-\d+-(gfx[0-9a-f]{3,4})\b.*\.hsaco")
+AOTRITON = re.compile(r"libaotriton_v2\.so\.(\d+\.\d+(?:\.\d+)?)")
+VERSION_FIELD = r"^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]"
+FILE_BYTES = 1 << 20
+ASK_TIMEOUT_S = 120.0
+# torch.cuda.get_arch_list() says nothing where no GPU can be used; what it is read from always answers.
+ASK = "import torch; f = getattr(torch._C, '_cuda_getArchFlags', None); print('archs:', (f() if f else None) or '')"
+
+
+def installed(look: Look, deep: bool) -> tuple[Torch | None, dict[str, str]]:
+    """The torch that ``import torch`` would find, and the versions of packages that matter beside it."""
+    libraries: dict[str, str] = {}
+    torch: Torch | None = None
+    for folder in look.sources.site_packages:
+        packages = _packages(look, folder)
+        for name, version in packages.items():
+            if LIBRARIES.fullmatch(name):
+                libraries.setdefault(name if name == "flash_attn" else name.replace("_", "-"), version)
+        if torch is None and (folder / "torch" / "version.py").exists():
+            torch = _torch(look, folder, packages, deep)
+    return torch, dict(sorted(libraries.items()))
+
+
+def _packages(look: Look, folder: Path) -> dict[str, str]:
+    """Names (as in file names) and versions of the packages installed in a folder."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # an entry of sys.path that is no folder is usual
+        return {}
+    found = (DIST_INFO.fullmatch(name) for name in names)
+    return {one["name"].lower(): one["version"] for one in found if one}
+
+
+def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> Torch | None:
+    text = _text(look, folder / "torch" / "version.py")
+    version = _field(text, "__version__") or packages.get("torch")
+    if version is None:
+        look.note("version of torch", f"{folder / 'torch' / 'version.py'} does not say it")
+        return None
+    torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
+    if torch.hip is not None:
+        torch = replace(torch, aotriton=_aotriton(folder))
+        metadata = _device_packages(look, folder, packages)
+        if metadata is not None:
+            return replace(torch, arch_list=metadata, arch_source="metadata")
+        files = _kernel_files(folder)
+        if files:
+            return replace(torch, arch_list=files, arch_source="files")
+    if torch.hip is not None or (torch.cuda is not None and deep):
+        asked = _ask(look, folder, torch)
+        if asked:
+            return replace(torch, arch_list=asked, arch_source="asked")
+    return torch
+
+
+def _text(look: Look, path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        look.note(str(path), error)
+        return ""
+
+
+def _field(text: str, name: str) -> str | None:
+    """A text that a Python file assigns: "hip = '7.2.53211'"; None for ``None``."""
+    found = re.search(VERSION_FIELD.format(name=name), text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _device_packages(look: Look, folder: Path, packages: dict[str, str]) -> tuple[str, ...] | None:
+    """AMD's multi-arch torch: its packages of kernels, perhaps none at all; None for another torch."""
+    found = {one.group(1) for name in packages if (one := DEVICE_PACKAGE.fullmatch(name))}
+    if found:
+        return _sorted(found)
+    metadata = folder / f"torch-{packages.get('torch', '')}.dist-info" / "METADATA"
+    is_multi = metadata.exists() and DEVICE_EXTRA.search(_text(look, metadata))
+    return () if is_multi else None
+
+
+def _kernel_files(folder: Path) -> tuple[str, ...]:
+    """Architectures in the names of rocBLAS's kernel files, of torch's own or of AMD's packages beside it."""
+    places = [folder / "torch" / "lib"]
+    for package in folder.glob("_rocm_sdk_libraries*"):
+        places += [package / "lib", package / "bin"]
+    found: set[str] = set()
+    for place in places:
+        try:
+            names = os.listdir(place / "rocblas" / "library")
+        except OSError:
+            continue
+        found |= {one.group(1) or one.group(2) for name in names if (one := KERNEL_FILE.fullmatch(name))}
+    return _sorted(found)
+
+
+def _sorted(gfx: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(gfx, key=lambda name: (len(name), name)))
+
+
+def _aotriton(folder: Path) -> str | None:
+    """Version of the bundled attention kernels, from the library's file name (Windows' has none)."""
+    try:
+        names = os.listdir(folder / "torch" / "lib")
+    except OSError:
+        return None
+    versions = sorted((one.group(1) for name in names if (one := AOTRITON.match(name))), key=len)
+    return versions[-1] if versions else None
+
+
+def _ask(look: Look, folder: Path, torch: Torch) -> tuple[str, ...]:
+    """Ask torch itself, once per wheel: its RECORD changes with every installation."""
+    try:
+        record = os.stat(folder / f"torch-{torch.version}.dist-info" / "RECORD")
+        about = f"{folder} {torch.version} {record.st_size} {record.st_mtime_ns}"
+    except OSError:
+        about = f"{folder} {torch.version}"
+    boot, look.boot = look.boot, ""  # a wheel stays what it is when the machine is started anew
+    said = look.ask("torch", python_command("-c", ASK, python=look.sources.python), ASK_TIMEOUT_S, about)
+    look.boot = boot
+    found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)
+    if said is not None and found is None:
+        look.note("architectures of torch", "it writes another format")
+    return tuple(found.group(1).split()) if found else ()

@@ -1,0 +1,249 @@
+"""A Windows machine, from its registry, its DLLs and hipInfo.exe. Standard library only, and importable everywhere.
+
+HSA_OVERRIDE_GFX_VERSION does not reach HIP on Windows, so hipInfo's gcnArchName is the true architecture.
+Sources: learn.microsoft.com (display class keys, TDR registry keys, GlobalMemoryStatusEx); TheRock
+docs/development/windows_support.md (hipInfo in the environment's Scripts).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PureWindowsPath
+from typing import Any, Literal
+
+from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.facts import NUMBERS, Gpu, HostFacts, Library, Vendor, Windows
+from lora_rocm.hardware.pci import gfx_of_id, gfx_of_name
+from lora_rocm.hardware.probe.sources import Look
+
+DISPLAY_CLASS = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+ADAPTER_VALUES = (
+    "DriverDesc",
+    "DriverVersion",
+    "MatchingDeviceId",
+    "HardwareInformation.qwMemorySize",
+    "RadeonSoftwareVersion",
+)
+ADAPTERS_SCRIPT = (
+    "[Console]::OutputEncoding = [Text.Encoding]::UTF8; "
+    f"Get-ItemProperty 'HKLM:\\{DISPLAY_CLASS}\\0*' -ErrorAction SilentlyContinue | "
+    "Select-Object " + ", ".join(f"'{name}'" for name in ADAPTER_VALUES) + " | ConvertTo-Json"
+)
+EVENTS_SCRIPT = (
+    "@(Get-WinEvent -ErrorAction SilentlyContinue -FilterHashtable "
+    "@{LogName='System'; Id=4101; StartTime=(Get-Date).AddDays(-7)}).Count"
+)
+VERSION_KEY = r"SOFTWARE\Microsoft\Windows NT\CurrentVersion"
+VC_KEY = r"SOFTWARE\Microsoft\VisualStudio\14.0\VC\Runtimes\X64"
+CPU_KEY = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+GRAPHICS_KEY = r"SYSTEM\CurrentControlSet\Control\GraphicsDrivers"
+FILES_KEY = r"SYSTEM\CurrentControlSet\Control\FileSystem"
+POLICY_KEY = r"SYSTEM\CurrentControlSet\Control\CI\Policy"
+BOOT_KEY = r"SYSTEM\CurrentControlSet\Control\Session Manager\Memory Management\PrefetchParameters"
+SMART_APP_CONTROL: dict[Any, Literal["off", "evaluation", "on"]] = {0: "off", 1: "on", 2: "evaluation"}
+VENDORS: dict[str, Vendor] = {"1002": "amd", "10de": "nvidia", "8086": "intel"}
+WINDOWS_11 = 22000
+TOOL_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A display adapter as the registry describes it."""
+
+    name: str
+    pci_id: str
+    driver: str | None = None
+    product: str | None = None
+    vram_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Hip:
+    """A GPU as hipInfo lists it, in HIP's order."""
+
+    name: str
+    gfx: str
+    integrated: bool | None = None
+
+
+def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
+    """``base`` with what this Windows tells."""
+    look.boot = str(look.values(BOOT_KEY).get("BootId", ""))
+    adapters = _adapters(look)
+    gpus = gpus_of_adapters(adapters, _hip(look, adapters))
+    total, available, page_file = _memory(look)
+    cpu = str(look.values(CPU_KEY).get("ProcessorNameString", "")).strip()
+    return replace(
+        base,
+        cpu=cpu,
+        memory_bytes=total,
+        memory_available_bytes=available,
+        swap_bytes=page_file,
+        gpus=tuple(gpus),
+        windows=_windows(look, page_file, deep),
+    )
+
+
+def _windows(look: Look, page_file_bytes: int | None, deep: bool) -> Windows:
+    version = look.values(VERSION_KEY)
+    build = look.parsed(str(version.get("CurrentBuildNumber", "")), "build number of Windows") or 0
+    product = f"{version.get('ProductName', 'Windows')} {version.get('DisplayVersion', '')}".strip()
+    if build >= WINDOWS_11:  # the registry of Windows 11 still says 10
+        product = product.replace("Windows 10", "Windows 11")
+    policy = look.values(POLICY_KEY).get("VerifiedAndReputablePolicyState")
+    delay, long_paths = look.values(GRAPHICS_KEY).get("TdrDelay"), look.values(FILES_KEY).get("LongPathsEnabled")
+    return Windows(
+        build=build,
+        product=product,
+        hip_libraries=tuple(_hip_libraries(look)),
+        hip_path=look.sources.environ.get("HIP_PATH"),
+        page_file_bytes=page_file_bytes,
+        tdr_delay_s=delay if isinstance(delay, int) and delay in NUMBERS else None,
+        tdr_events=_tdr_events(look) if deep else None,
+        smart_app_control=SMART_APP_CONTROL.get(policy) if isinstance(policy, int) else None,
+        vc_runtime=_vc_runtime(look),
+        long_paths=bool(long_paths) if isinstance(long_paths, int) else None,
+    )
+
+
+def _memory(look: Look) -> tuple[int | None, int | None, int | None]:
+    try:
+        total, available, with_page_file = look.sources.memory_status()
+    except OSError as error:
+        look.note("memory", error)
+        return None, None, None
+    return total, available, max(with_page_file - total, 0)
+
+
+def _adapters(look: Look) -> list[Adapter]:
+    try:
+        names = look.sources.registry.keys(DISPLAY_CLASS)
+    except OSError as error:
+        look.note("display adapters in the registry", error)
+        return []
+    keys = (rf"{DISPLAY_CLASS}\{name}" for name in sorted(names) if name.isdecimal())
+    adapters = [adapter for key in keys if (adapter := _adapter(look.values(key)))]
+    product = look.values(r"SOFTWARE\AMD\CN").get("RadeonSoftwareVersion")
+    known = str(product) if product else None
+    return [replace(one, product=one.product or known) if one.pci_id[:4] == "1002" else one for one in adapters]
+
+
+def _adapter(values: Mapping[str, Any]) -> Adapter | None:
+    r"""From the values of its key; None for a virtual one. MatchingDeviceId is "PCI\VEN_1002&DEV_744C&..."."""
+    found = re.search(r"VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", str(values.get("MatchingDeviceId", "")), re.IGNORECASE)
+    if found is None:
+        return None
+    size = values.get("HardwareInformation.qwMemorySize")
+    if isinstance(size, bytes):
+        size = int.from_bytes(size, "little")
+    driver, product = values.get("DriverVersion"), values.get("RadeonSoftwareVersion")
+    return Adapter(
+        name=str(values.get("DriverDesc") or f"GPU {found.group(1)}:{found.group(2)}"),
+        pci_id=f"{found.group(1)}:{found.group(2)}".lower(),
+        driver=str(driver) if driver else None,
+        product=str(product) if product else None,
+        vram_bytes=size if isinstance(size, int) and size > 0 and size in NUMBERS else None,
+    )
+
+
+def adapters_from_json(look: Look, text: str) -> list[Adapter]:
+    """Adapters from what ``ADAPTERS_SCRIPT`` printed: a table, or a list of tables."""
+    try:
+        found = json.loads(text.lstrip("\ufeff").strip() or "[]")
+    except (ValueError, RecursionError):
+        look.note("powershell", f"it writes another format: {text.strip()[:40]!r}")
+        return []
+    rows = found if isinstance(found, list) else [found]
+    return [adapter for row in rows if isinstance(row, dict) and (adapter := _adapter(row))]
+
+
+def _hip(look: Look, adapters: Sequence[Adapter]) -> list[Hip]:
+    """GPUs as HIP numbers them; none without hipInfo, which comes with AMD's wheels."""
+    amd = [adapter for adapter in adapters if adapter.pci_id[:4] == "1002"]
+    tool = Path(look.sources.python).parent / "hipInfo.exe"
+    if not amd or not tool.exists():
+        return []
+    said = look.ask("hipInfo", [str(tool)], TOOL_TIMEOUT_S, " ".join(adapter.driver or "" for adapter in amd))
+    found = hip_info(said or "")
+    if said is not None and not found:
+        look.note("hipInfo", "it writes another format")
+    return found
+
+
+def hip_info(text: str) -> list[Hip]:
+    """The GPUs in hipInfo's output."""
+    gpus = []
+    for block in re.split(r"^device#", text, flags=re.MULTILINE)[1:]:
+        values = dict(re.findall(r"^\s*(\w+):[ \t]*(\S.*?)\s*$", block, re.MULTILINE))
+        gfx = re.match(r"gfx[0-9a-f]{3,4}(?![0-9a-f])", values.get("gcnArchName", ""))
+        integrated = values.get("isIntegrated", values.get("integrated"))
+        if gfx:
+            gpus.append(Hip(values.get("Name", ""), gfx.group(), integrated == "1" if integrated else None))
+    return gpus
+
+
+def gpus_of_adapters(adapters: Sequence[Adapter], hips: Sequence[Hip] = ()) -> list[Gpu]:
+    """GPUs; AMD's in HIP's order where hipInfo was read, and otherwise in that of the registry."""
+    left = list(adapters)
+    gpus = []
+    for hip in hips:
+        adapter = next((one for one in left if one.name == hip.name and one.pci_id[:4] == "1002"), None)
+        if adapter is not None:
+            left.remove(adapter)
+        gpu = _gpu(adapter or Adapter(hip.name or "AMD GPU", ""), "amd")
+        arch = arch_of(hip.gfx)
+        integrated = hip.integrated if hip.integrated is not None else arch.integrated if arch else None
+        gpus.append(replace(gpu, gfx=hip.gfx, gfx_source="hipinfo", integrated=integrated))
+    gpus += [_gpu(adapter, VENDORS.get(adapter.pci_id[:4], "other")) for adapter in left]
+    numbered: list[Gpu] = []
+    for gpu in gpus:
+        index = len([before for before in numbered if before.vendor == gpu.vendor])
+        numbered.append(replace(gpu, index=index))
+    return numbered
+
+
+def _gpu(adapter: Adapter, vendor: Vendor) -> Gpu:
+    by_id = gfx_of_id(adapter.pci_id) if vendor == "amd" else None
+    gfx = by_id or (gfx_of_name(adapter.name) if vendor == "amd" else None)
+    arch = arch_of(gfx)
+    return Gpu(
+        vendor=vendor,
+        name=adapter.name,
+        gfx=gfx,
+        gfx_source=None if gfx is None else "pci" if by_id else "name",
+        integrated=arch.integrated if arch else None,
+        pci_id=adapter.pci_id or None,
+        vram_bytes=adapter.vram_bytes,
+        driver=adapter.driver,
+        driver_product=adapter.product if vendor == "amd" else None,
+    )
+
+
+def _hip_libraries(look: Look) -> list[Library]:
+    """Every amdhip64*.dll that could be loaded instead of the wheel's: System32 first, then PATH."""
+    system_root = look.sources.environ.get("SystemRoot") or look.sources.environ.get("SYSTEMROOT") or r"C:\Windows"
+    folders = [rf"{system_root}\System32"]
+    folders += [part.strip('"') for part in look.sources.environ.get("PATH", "").split(";") if part.strip('" ')]
+    found: dict[str, Library] = {}
+    for folder in folders:
+        for name in look.names(folder):
+            path = str(PureWindowsPath(folder) / name)
+            if re.fullmatch(r"amdhip64.*\.dll", name, re.IGNORECASE) and path.lower() not in found:
+                found[path.lower()] = Library(path, look.sources.file_version(look.sources.path(path)))
+    return list(found.values())
+
+
+def _vc_runtime(look: Look) -> str | None:
+    values = look.values(VC_KEY)
+    if not values.get("Installed"):
+        return None
+    return str(values.get("Version", "")).lstrip("v") or "unknown"
+
+
+def _tdr_events(look: Look) -> int | None:
+    command = ["powershell", "-NoProfile", "-NonInteractive", "-Command", EVENTS_SCRIPT]
+    said = look.run("powershell", command, TOOL_TIMEOUT_S)
+    return None if said is None else look.parsed(said.strip(), "events of the display driver")

@@ -1,0 +1,393 @@
+"""Which torch a machine gets, from which index and why: tables, and one function that reads them.
+
+Standard library only: the installer uses it before anything is installed. Sources of the rows: TheRock RELEASES.md and
+SUPPORTED_GPUS.md, AMD's playbooks (which name the exact versions), PyTorch's wheel indexes, and the reports named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lora_rocm.errors import MachineError, UserError
+from lora_rocm.hardware.archs import arch_of, has_kernels
+from lora_rocm.hardware.facts import Gpu, HostFacts, System, Torch
+from lora_rocm.hardware.gpu_select import Selection, select
+
+Kind = Literal["rocm", "cuda", "cpu"]
+
+REVIEWED = "2026-11-21"
+ANY_TORCH = "torch>=2.11"  # as pyproject.toml
+PYTHONS = ((3, 11), (3, 14))
+"""Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
+TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX"
+
+
+@dataclass(frozen=True)
+class Index:
+    """A place to take torch from. ``url`` None: pip's own default. ``{gfx}`` in ``torch``: an extra for each card."""
+
+    id: str
+    url: str | None
+    kind: Kind
+    systems: tuple[System, ...]
+    torch: str
+    what: str
+    source: str
+    rocm: str = ""
+    reviewed: str = REVIEWED
+
+
+WHL, PYTORCH = "https://download.pytorch.org/whl/", "pytorch.org, Get Started"
+PLAIN = "torch==2.13.0"
+
+INDEXES: tuple[Index, ...] = (
+    Index(
+        "pytorch",
+        WHL + "rocm7.2",
+        "rocm",
+        ("linux",),
+        PLAIN,
+        "PyTorch's own wheels with ROCm 7.2",
+        "pytorch .ci/docker/manywheel/build.sh; TheRock#7805 (none for Windows)",
+        rocm="7.2",
+    ),
+    Index(
+        "amd",
+        "https://repo.amd.com/rocm/whl-multi-arch/",
+        "rocm",
+        ("linux", "windows"),
+        "torch[device-{gfx}]==2.12.0+rocm7.14.0",
+        "AMD's multi-arch wheels with ROCm 7.14",
+        "TheRock RELEASES.md; AMD playbooks, fine-tuning (exact versions); torchruntime#34 (list of the extras)",
+        rocm="7.14",
+    ),
+    Index(
+        "amd-next",
+        "https://stable.repo.amd.com/rocm/whl-next/",
+        "rocm",
+        ("linux", "windows"),
+        "torch[device-{gfx}]==2.13.0+rocm10.0.0",
+        "AMD's multi-arch wheels with ROCm 10.0 (only where asked for)",
+        "ultralytics#24137; Comfy-Org/docs#1656. Not the default: new, and faults are open (rocm-libraries#12349)",
+        rocm="10.0",
+    ),
+    Index(
+        "amd-nightly",
+        "https://rocm.nightlies.amd.com/whl-multi-arch/",
+        "rocm",
+        ("linux", "windows"),
+        "torch[device-{gfx}]>=2.12",
+        "AMD's nightly builds (only where asked for)",
+        "TheRock RELEASES.md; TheRock#5289 (torch without the extra has no device code)",
+        rocm="nightly",
+    ),
+    Index("cuda", None, "cuda", ("linux",), PLAIN, "the default package index, whose torch is built for CUDA", PYTORCH),
+    Index("cuda-windows", WHL + "cu130", "cuda", ("windows",), PLAIN, "PyTorch's wheels with CUDA 13.0", PYTORCH),
+    Index("cpu", WHL + "cpu", "cpu", ("linux", "windows"), PLAIN, "PyTorch's wheels for the CPU", PYTORCH),
+    Index("macos", None, "cpu", ("macos",), PLAIN, "the default package index", PYTORCH),
+)
+BY_ID = {index.id: index for index in INDEXES}
+
+UNSERVED: dict[str, str] = {
+    "gfx803": "the last ROCm with kernels for it is far too old",
+    "gfx900": "no index has an extra or kernels for it (lemonade#2768)",
+    "gfx906": "ROCm 6.3, too old for this program, was the last with good kernels for it (unsloth), and AMD's index "
+    "has no extra for it (lemonade#2768)",
+}
+"""Architectures without a usable wheel on any system."""
+
+AS_CPU: dict[str, str] = {
+    "gfx1036": "it has two compute units and is there to show a desktop: the CPU beside it is faster",
+    "gfx902": "no index has kernels for it (lemonade#2768)",
+    "gfx909": "no index has kernels for it (lemonade#2768)",
+    "gfx90c": "no index has kernels for it (lemonade#2768)",
+}
+"""Integrated graphics that are not used unless asked for: the machine counts as one without a GPU."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A known fault of an index's wheel on some cards."""
+
+    index: str
+    system: System
+    gfx: tuple[str, ...]
+    what: str
+
+
+KNOWN: tuple[Known, ...] = (
+    Known(
+        "amd",
+        "windows",
+        ("gfx1151",),
+        "batched matrix products of ROCm 7.14.0 were reported to fail on this GPU under Windows (ROCm#6517). The "
+        f"self-test (lora-rocm doctor) shows it; if so, set {INDEX_VARIABLE}=amd-next and install with --upgrade",
+    ),
+    Known(
+        "amd",
+        "windows",
+        ("gfx1201",),
+        "with ROCm 7.14.0 the second 16-bit matrix product of a process fails on this GPU under Windows (ROCm#6461); "
+        "lora-rocm sets ROCBLAS_USE_HIPBLASLT=0, which was reported to cure it",
+    ),
+)
+
+SECOND_CLASS: dict[Kind, str] = {
+    "rocm": "",
+    "cuda": "lora-rocm is made for AMD GPUs; NVIDIA is a second-class citizen here: the code runs, nobody tunes for it",
+    "cpu": "the CPU is a second-class citizen here: good for the demo, the tests and tiny models, too slow for SDXL",
+}
+WSL = (
+    "under WSL the GPU is reached through AMD's librocdxg, which has to be installed inside WSL, and a driver on the "
+    "Windows side that knows it; AMD names RX 7000, RX 9000 and Ryzen AI for it, and not every card of these is seen "
+    "there (ROCm#6119)"
+)
+OLDEST_DRM = {"7.14": (3, 64)}
+"""Version of amdgpu's interface that a ROCm wants (AMD's release notes, by way of TheRock)."""
+LEADS_TO: tuple[tuple[str, Kind], ...] = (
+    (r"\+rocm|/rocm|amd\.com", "rocm"),
+    (r"\+cpu|/cpu\b", "cpu"),
+    (r"\+cu\d|/cu\d", "cuda"),
+)
+"""What a requirement or an address that is not in the table leads to."""
+
+
+@dataclass(frozen=True)
+class WheelChoice:
+    """What to install and from where. ``kind`` is what it must turn out to be; None: the user chose, we cannot tell.
+
+    ``url`` None is pip's default index. ``else_default``: take that one where ``url`` does not answer.
+    """
+
+    requirement: str
+    url: str | None
+    why: str
+    kind: Kind | None
+    gfx: str | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    else_default: bool = False
+    by_user: bool = False
+    override: str | None = None
+    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture serve this GPU, on Linux."""
+    for_wsl: bool = False
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Which kind of device training will use on this machine, and what is left out."""
+
+    kind: Kind
+    gpu: Gpu | None
+    why: str
+    notes: tuple[str, ...] = ()
+
+
+def choose(facts: HostFacts, environ: Mapping[str, str]) -> WheelChoice:
+    """The torch for a machine; what is installed there already does not matter.
+
+    Raises:
+        MachineError: no torch exists for this machine; says why and what one can do.
+        UserError: LORA_ROCM_TORCH or LORA_ROCM_TORCH_INDEX make no sense.
+    """
+    use = _use(facts, select(replace(facts, torch=None), environ))
+    asked, place = environ.get(TORCH_VARIABLE, "").strip(), environ.get(INDEX_VARIABLE, "").strip()
+    _check_python(facts, bool(asked or place))
+    if asked or place:
+        return _as_asked(facts, use, asked, place)
+    if use.kind == "rocm" and use.gpu is not None:
+        return _rocm(facts, use.gpu, use.notes)
+    if use.kind == "cuda":
+        index = BY_ID["cuda-windows" if facts.system == "windows" else "cuda"]
+    else:
+        index = BY_ID["macos" if facts.system == "macos" else "cpu"]
+    notes = (*use.notes, SECOND_CLASS[use.kind])
+    return WheelChoice(index.torch, index.url, use.why, use.kind, notes=notes, else_default=index.id == "cpu")
+
+
+def _check_python(facts: HostFacts, asked: bool) -> None:
+    found = re.match(r"(\d+)\.(\d+).*?(?:(\d+)-bit)?$", facts.python)
+    if found is None:
+        return
+    version, bits = (int(found[1]), int(found[2])), found[3]
+    oldest, newest = (".".join(map(str, bound)) for bound in PYTHONS)
+    fix = f"Install a 64-bit Python {newest} or older, not below {oldest}, and start this with it."
+    if bits == "32":
+        raise MachineError("python-32-bit", "There is no torch for a 32-bit Python.", where=facts.python, fix=fix)
+    if version < PYTHONS[0] or (version > PYTHONS[1] and not asked):
+        what = f"Python {oldest} to {newest} is needed: these are the versions that torch has wheels for."
+        raise MachineError("python-unfit", what, where=f"Python {facts.python}", fix=fix)
+
+
+def _use(facts: HostFacts, selection: Selection) -> _Use:
+    """AMD before NVIDIA, but a discrete NVIDIA card before what is built into a processor or unknown."""
+    nvidia = next((gpu for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
+    amd = None if facts.system == "macos" else selection.gpu
+    if amd is not None and not selection.by_user:
+        weak = AS_CPU.get(amd.gfx or "")
+        hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
+        if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
+            note = f"{named(amd)} is left out: the NVIDIA card beside it serves.{hint}"
+            return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", (note,))
+        if weak is not None:
+            note = f"{named(amd)} is not used: {weak}.{hint}"
+            return _Use("cpu", amd, "there is no GPU worth training on, so for the CPU.", (note,))
+    if amd is not None:
+        return _Use("rocm", amd, "", _left_out(facts, amd))
+    hidden = selection.by_user and facts.system != "macos"
+    notes = ("a variable such as HIP_VISIBLE_DEVICES hides every AMD GPU",) if hidden else ()
+    if nvidia is not None:
+        return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", notes)
+    if facts.system == "macos":
+        return _Use(
+            "cpu", None, "this is a Mac; lora-rocm does not use Apple's GPU, so training runs on the CPU.", notes
+        )
+    return _Use("cpu", None, "no GPU seen that training could use, so for the CPU.", notes)
+
+
+def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
+    index = "cuda-windows" if facts.system == "windows" else "cuda"
+    instead = f"AMD comes first here; {INDEX_VARIABLE}={index} would choose it"
+    nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")
+    others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
+    variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
+    return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
+
+
+def named(gpu: Gpu) -> str:
+    """Name and architecture, as in "Radeon RX 7900 XTX (gfx1100)"."""
+    return f"{gpu.name} ({gpu.gfx or 'architecture unknown'})"
+
+
+def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
+    arch, windows = arch_of(gpu.gfx), facts.system == "windows"
+    if gpu.gfx in UNSERVED:
+        raise _no_wheel(gpu, UNSERVED[gpu.gfx])
+    if arch is None:
+        why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
+        warning = "a download of about 10 GB; whether it has kernels for this GPU is seen only after the installation"
+        made = WheelChoice(BY_ID["amd"].torch.format(gfx="all"), BY_ID["amd"].url, why, "rocm", gpu.gfx, (warning,))
+        return _warned(facts, gpu, BY_ID["amd"], replace(made, notes=notes))
+    if arch.pytorch_org and facts.system == "linux" and not facts.is_wsl:
+        index, why = BY_ID["pytorch"], f"{named(gpu)}: {BY_ID['pytorch'].what} have kernels for it."
+    else:
+        index, why = BY_ID["amd"], f"{named(gpu)}: {BY_ID['amd'].what} have kernels for it."
+        if facts.is_wsl:
+            why += " Those of download.pytorch.org may abort under WSL (unsloth#11212)."
+        elif arch.override and not windows:
+            why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, as those of download.pytorch.org would."
+        if (arch.amd_windows if windows else arch.amd_linux) == "none":
+            reported = f"; reported: {arch.reported}" if arch.reported else ""
+            raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
+    override = None if windows else arch.override
+    made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
+    return _warned(facts, gpu, index, replace(made, override=override, for_wsl=facts.is_wsl))
+
+
+def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
+    """The choice with what is known to be wrong with it on this machine."""
+    warnings, arch = list(choice.warnings), arch_of(gpu.gfx)
+    status = arch and (arch.amd_windows if facts.system == "windows" else arch.amd_linux)
+    if arch is not None and index.id != "pytorch" and status == "building":
+        system = facts.system.capitalize()
+        warnings.append(
+            f"{arch.gfx}, {system}: AMD says only that its wheels build, not that they are ready for release"
+        )
+    warnings += [k.what for k in KNOWN if (k.index, k.system) == (index.id, facts.system) and gpu.gfx in k.gfx]
+    warnings += [WSL] * facts.is_wsl
+    oldest = OLDEST_DRM.get(index.rocm)
+    drm = facts.linux.drm_version if facts.linux is not None else None
+    found = re.match(r"(\d+)\.(\d+)", drm or "")
+    if oldest is not None and found is not None and (int(found[1]), int(found[2])) < oldest:
+        wanted = ".".join(map(str, oldest))
+        warnings.append(
+            f"ROCm {index.rocm} wants interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
+            "found after the installation, a newer kernel is the cure"
+        )
+    return replace(choice, warnings=tuple(warnings))
+
+
+def _no_wheel(gpu: Gpu, why: str) -> MachineError:
+    fix = f"Use another GPU; or set {INDEX_VARIABLE}=cpu and run this again for a torch that uses the CPU alone."
+    return MachineError("no-wheel", f"No torch for {named(gpu)}: {why.rstrip('.')}.", fix=fix)
+
+
+def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
+    """What the two variables say; it wins, and what speaks against it is said."""
+    known = BY_ID.get(place) or next((index for index in INDEXES if index.url and _same(index.url, place)), None)
+    if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
+        what = f"{TORCH_VARIABLE} is no requirement of torch."
+        raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
+    if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
+        what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(BY_ID)}."
+        raise UserError("torch-index-variable", what, where=place, fix=f"For example: {INDEX_VARIABLE}=amd")
+    gpu = use.gpu if use.gpu is not None and use.gpu.vendor == "amd" else None
+    gfx = gpu.gfx if gpu is not None else None
+    requirement = asked or (known.torch.format(gfx=gfx or "all") if known is not None else ANY_TORCH)
+    url = known.url if known is not None else place or None
+    kind = known.kind if known is not None else _leads_to(requirement, url, facts.system)
+    warnings = _against(facts, use, known, requirement, kind)
+    variables = " and ".join(name for name, value in ((TORCH_VARIABLE, asked), (INDEX_VARIABLE, place)) if value)
+    why = f"as {variables} asks."
+    sure = kind if url is not None or known is not None else None
+    made = WheelChoice(requirement, url, why, sure, gfx if kind == "rocm" else None, warnings, by_user=True)
+    return _warned(facts, gpu, known, made) if gpu is not None and known is not None and kind == "rocm" else made
+
+
+def _same(one: str, other: str) -> bool:
+    return one.rstrip("/") == other.rstrip("/")
+
+
+def _leads_to(requirement: str, url: str | None, system: System) -> Kind | None:
+    for pattern, kind in LEADS_TO:
+        if re.search(pattern, f"{requirement} {url or ''}"):
+            return kind
+    if url is not None:
+        return None
+    return "cuda" if system == "linux" else "cpu"  # what the default index holds
+
+
+def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str, kind: Kind | None) -> tuple[str, ...]:
+    warnings = []
+    if known is not None and facts.system not in known.systems:
+        warnings.append(f"{known.what}: there are none for {facts.system.capitalize()}")
+    if known is not None and "{gfx}" in known.torch and "[" not in requirement:
+        warnings.append(
+            f"without the extra for the card this torch has no device code: {known.torch.format(gfx='gfx...')}"
+        )
+    if kind is not None and use.kind != "cpu" and use.gpu is not None and kind != use.kind:
+        is_for = "the CPU alone" if kind == "cpu" else {"cuda": "NVIDIA", "rocm": "AMD"}[kind]
+        warnings.append(
+            f"{named(use.gpu) if use.kind == 'rocm' else use.gpu.name} will not be used: this torch is for {is_for}"
+        )
+    return tuple(warnings)
+
+
+def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
+    """Why an installed torch is not what was chosen for this machine, as the end of a sentence; None where it is."""
+    built = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
+    if choice.kind == "rocm" and torch.hip is None:
+        return f"it is built for {built} and cannot use the AMD GPU"
+    if choice.kind == "cuda" and torch.cuda is None:
+        return f"it is built for {built} and cannot use the NVIDIA GPU"
+    lacks = torch.arch_list == () or has_kernels(torch.arch_list, choice.gfx) is False
+    if choice.kind == "rocm" and lacks and makeshift(torch, choice) is None:
+        return f"it has no kernels for {choice.gfx}, only for {', '.join(torch.arch_list or ()) or 'no GPU at all'}"
+    return None
+
+
+def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
+    """Why an installed torch serves, but only just, as the end of a sentence."""
+    if choice.for_wsl and torch.is_pytorch_org_rocm:
+        return "it is one of download.pytorch.org, which may abort under WSL (unsloth#11212)"
+    if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:
+        return None
+    pretended = "gfx" + choice.override.replace(".", "")
+    if not has_kernels(torch.arch_list, pretended):
+        return None
+    return (
+        f"it has no kernels for {choice.gfx} and needs HSA_OVERRIDE_GFX_VERSION={choice.override}, which lora-rocm sets"
+    )

@@ -1,1 +1,0 @@
-"""The machine, seen without torch."""

@@ -1,0 +1,64 @@
+"""Which form of the kernels runs: Triton's, or plain PyTorch."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_takes, triton_versions
+from lora_rocm.rules.rule import release
+
+Form = Literal["eager", "triton"]
+
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
+"""Options of every launch. A product and a sum become one instruction, as by default up to Triton 3.9; from 3.10 on the
+default is off, so numbers and speed would depend on the version."""
+
+
+def triton_version() -> str | None:
+    """The version of the Triton that is installed, under any of its names; None where none is."""
+    for package in TRITON_PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run there, as half a sentence; None where they can be tried.
+
+    The meta device stands for the GPU that this process uses, else for any: what lies there is only counted, and takes
+    what the kernels would.
+    """
+    if device.type not in ("cuda", "meta"):
+        return "Triton's kernels are for GPUs"
+    if find_spec("triton") is None:
+        return "there is no Triton for this PyTorch (that for AMD GPUs on Windows comes without)"
+    gfx, installed = _gfx(device), triton_version()
+    if gfx is not None and installed is not None and triton_takes(release(installed), gfx) is False:
+        taking = triton_versions(gfx)
+        others = "no version that is known here does" if taking == "none" else f"Triton {taking} does"
+        return f"Triton {installed} compiles nothing for this GPU ({gfx}); {others}"
+    return None
+
+
+def _gfx(device: torch.device) -> str | None:
+    """The architecture of an AMD GPU."""
+    if not torch.version.hip or (device.type == "meta" and not torch.cuda.is_initialized()):
+        return None
+    name: str = torch.cuda.get_device_properties(device if device.type == "cuda" else None).gcnArchName
+    return name.partition(":")[0]
+
+
+def available(device: torch.device) -> bool:
+    """Whether Triton kernels can be tried there."""
+    return refusal(device) is None
+
+
+def form_for(device: torch.device, triton: bool = True) -> Form:
+    """The form to use on a device; ``triton=False`` asks for plain PyTorch."""
+    return "triton" if triton and available(device) else "eager"

@@ -1,0 +1,1 @@
+"""Encodes images and captions into the cache, and reads them back verified."""

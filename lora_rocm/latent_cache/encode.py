@@ -1,0 +1,357 @@
+"""Filling the caches: what is missing is encoded, one item at a time, by one encoder after the other.
+
+One item at a time because the exact bytes that an encoder makes depend on what else is in its batch; so an entry is the
+same whatever was missing, and however often the run was stopped in between. Each encoder leaves memory before the next
+is loaded.
+
+While an encoder has one image, threads read, hash, decode and cut the next ones, and another writes what is made
+(``latent_cache/prefetch.py``); neither order nor bytes depend on them.
+
+An image that does not fit into memory is encoded in tiles, which rounds otherwise: such an entry has a key of its own,
+and is taken if there is none of the whole image.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from lora_rocm.cache_files.entry_file import CacheEntryBad
+from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.dataset.folders import shown
+from lora_rocm.dataset.image_io import cut, quiet, readable_formats
+from lora_rocm.dataset.progress import Progress
+from lora_rocm.dataset.scan import Sample, image_bytes, load_image
+from lora_rocm.device.allocator import afterwards, empty_pools
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.latent_cache.cache import MISSING, entry_key, image_parts
+from lora_rocm.latent_cache.encode_session import Encoding, Repaired
+from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
+from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready, pixels_of
+from lora_rocm.latent_cache.prefetch import Behind, ahead
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.families.base import Encoder, Inputs, Tensors
+
+__all__ = ["Caches", "Encoding", "Found", "Repaired"]
+
+Found = Callable[[int, str, Looked], None]
+"""Called with the index of a sample, the name of an entry, and what is known once all those entries are there."""
+
+LOOKED_AT_ONCE = 32  # samples that a thread looks for in the cache at a time
+
+
+@dataclass
+class Caches:
+    """The caches of one run, with what is needed to make each of their entries again.
+
+    encoders: of the family; each makes one kind of entry.
+    all_could_be_read: what was set aside is so for good.
+    """
+
+    encoding: Encoding
+    encoders: Sequence[Encoder]
+    all_could_be_read: bool = field(default=True, init=False)
+    _samples: Sequence[Wanted] = field(default=(), init=False)
+    _captions: Iterable[str] = field(default=(), init=False)
+    _pairs: Iterable[Wanted] = field(default=(), init=False)
+
+    def of_images(self) -> list[Encoder]:
+        """The encoders that read images alone."""
+        return [e for e in self.encoders if e.entry.has_views and not e.entry.has_captions]
+
+    def of_captions(self) -> list[Encoder]:
+        """The encoders that read captions alone."""
+        return [e for e in self.encoders if e.entry.has_captions and not e.entry.has_views]
+
+    def of_pairs(self) -> list[Encoder]:
+        """The encoders that read images and captions together."""
+        return [e for e in self.encoders if e.entry.has_captions and e.entry.has_views]
+
+    def caption_key(self, encoder: Encoder, caption: str) -> str:
+        """Key of a caption's entry."""
+        return entry_key(encoder.entry.name, (caption,), encoder.fingerprint)
+
+    def belong(self, samples: Sequence[Wanted], captions: Iterable[str], pairs: Iterable[Wanted] = ()) -> None:
+        """These are all of the run: what ``repair`` and ``text_lookup`` are asked for is among them.
+
+        ``pairs``: the samples with their captions.
+        """
+        self._samples, self._captions, self._pairs = samples, captions, pairs
+
+    def fill_images(
+        self,
+        samples: Sequence[Wanted],
+        memory: HashMemory | None = None,
+        found: Found = lambda index, entry, looked: None,
+        encoders: Sequence[Encoder] | None = None,
+    ) -> dict[str, Problem]:
+        """Encode the images that are missing.
+
+        Args:
+            samples: all of the run.
+            memory: of the hashes of files.
+            found: gets each sample for each entry, in no order, with its hash and the keys of its entries.
+            encoders: those to fill for; None: those that read images alone.
+
+        Returns:
+            sample key -> why it is set aside, for images that could not be read.
+
+        Raises:
+            DataError: an encoder made values that are not finite.
+            StorageError: the cache cannot be written; what is in it stays.
+            MachineError: an image does not fit into memory, not even in tiles; or what ``Encoding.look`` raises.
+        """
+        if encoders is None:
+            encoders, self._samples = self.of_images(), samples
+        memory = HashMemory(self.encoding.cache.root) if memory is None else memory
+        memory.begin()
+        readable_formats()  # Pillow's readers are loaded here, not by the first two threads at once
+        failed: dict[str, Problem] = {}
+        with quiet:
+            for encoder in encoders:
+                _Images(self, encoder, samples, memory, found, failed).fill()
+        return failed
+
+    def fill_texts(self, captions: Iterable[str]) -> None:
+        """Encode the captions that are missing.
+
+        Args:
+            captions: all of the run; gone through again, and kept for ``repair``.
+
+        Raises:
+            DataError: an encoder made values that are not finite.
+            StorageError: the cache cannot be written; what is in it stays.
+        """
+        self._captions = captions
+        for encoder in self.of_captions():
+            name, seen, missing = encoder.entry.name, set[bytes](), dict[int, str]()
+            for index, caption in enumerate(captions):
+                key = self.caption_key(encoder, caption)
+                if (short := bytes.fromhex(key)) not in seen:
+                    seen.add(short)
+                    if fault := self.encoding.cache.fault(name, key):
+                        missing[index] = fault
+            if missing:
+                faulty = ((caption, missing[index]) for index, caption in enumerate(captions) if index in missing)
+                self._encode_texts(encoder, faulty, len(missing), len(seen))
+
+    def repair(self, entry: str, key: str, reason: str) -> None:
+        """Encode one entry again, under a new name, because it turned out to be bad: ``reason``.
+
+        Raises:
+            DataError: the image can no longer be read.
+            StorageError: the cache cannot be written.
+        """
+        encoder = next(encoder for encoder in self.encoders if encoder.entry.name == entry)
+        if encoder.entry.has_views:
+            tensors, place = self._image_again(encoder, key)
+        else:
+            caption = next(caption for caption in self._captions if self.caption_key(encoder, caption) == key)
+            tensors, place = self._encode_again(encoder, {CAPTION: caption}), repr(caption)
+        with Behind() as behind:
+            self.encoding.put_behind(behind, entry, key, tensors, place, reason)
+
+    def text_lookup(self, caption: str) -> Tensors:
+        """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
+
+        Raises:
+            DataError: it is not one of this run's.
+        """
+        tensors: Tensors = {}
+        for encoder in self.of_captions():
+            tensors |= self._looked_up(encoder, caption)
+        return tensors
+
+    def _looked_up(self, encoder: Encoder, caption: str) -> Tensors:
+        entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
+        try:
+            return cache.get(entry.name, key, entry.tensors).tensors
+        except CacheEntryBad as error:
+            if caption not in self._captions:
+                raise DataError(
+                    "prompt-not-cached",
+                    "This prompt was not encoded when the run started.",
+                    where=repr(caption),
+                    fix="Add it to sample.prompts and start the run again with --resume latest.",
+                ) from None
+            self.repair(entry.name, key, str(error))
+            return cache.get(entry.name, key, entry.tensors).tensors
+
+    def _image_again(self, encoder: Encoder, key: str) -> tuple[Tensors, str]:
+        """The tensors of an entry that is made from an image, and where the image is."""
+        known = self._pairs if encoder.entry.has_captions else self._samples
+        hashed = (wanted for wanted in known if wanted.sha256)
+        all_entries = ((wanted, entry) for wanted in hashed for entry in entries_of(encoder, wanted, wanted.sha256))
+        wanted, entry = next(pair for pair in all_entries if key in (pair[1].whole_key, pair[1].tiled_key))
+        try:
+            image = _image_as_before(wanted.sample, wanted.sha256)
+        except DataError as error:
+            raise DataError(
+                "image-unreadable",
+                f"The cached image is damaged and cannot be made again. {error.what}",
+                where=error.where,
+                fix="Restore the image, or take it away; then run the same command again.",
+            ) from None
+        tiled = encoder.in_tiles() if key == entry.tiled_key else None
+        inputs = entry.inputs(pixels_of(cut(image, wanted.geometry, entry.flip)))
+        place = shown(wanted.sample.location)
+        return self._encode_again(tiled if tiled is not None else encoder, inputs), place
+
+    def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
+        """Encode one item, on the CPU if the GPU is full of the model in training."""
+        for device in (self.encoding.device, CPU):
+            empty_pools()
+            try:
+                return self._made_once(encoder, self.encoding.open_door(device), inputs)
+            except (RuntimeError, MemoryError) as error:
+                full = out_of_memory(error)
+                if full is None:
+                    raise
+        raise full
+
+    def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:
+        encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
+        tensors = encode(inputs)
+        held.add(lambda: None)  # what follows keeps it
+        held.settle()
+        return tensors
+
+    def _encode_texts(self, encoder: Encoder, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
+        """Encode captions, each with what is wrong with its entry; ``count`` of them, of a ``total``."""
+        encoding, name = self.encoding, encoder.entry.name
+        loaded = LoadedEncoder(encoder, encoding)
+        progress = Progress("captions", total, encoding.report, total - count)
+        with afterwards(empty_pools):
+            try:
+                with Behind() as behind, loaded.held as held:
+                    for caption, fault in missing:
+                        key, tensors = self.caption_key(encoder, caption), loaded({CAPTION: caption}, repr(caption))
+                        held.add(partial(encoding.put_behind, behind, name, key, tensors, repr(caption), fault))
+                        progress.step()
+            finally:
+                del loaded, held
+
+
+@dataclass
+class _Images:
+    """Filling the entries of one encoder that reads images."""
+
+    caches: Caches
+    encoder: Encoder
+    samples: Sequence[Wanted]
+    memory: HashMemory
+    found: Found
+    failed: dict[str, Problem]
+
+    def fill(self) -> None:
+        name, missing, there = self.encoder.entry.name, array("q"), 0
+        for index, looked in enumerate(self._looked_at()):
+            if looked.problem is not None:
+                self._set_aside(self.samples[index], looked)
+            elif looked.entries and not any(entry.fault for entry in looked.entries):
+                self.found(index, name, looked)
+                there += len(looked.entries)
+            else:
+                missing.append(index)
+        if missing:
+            self._encode(_Missing(self.samples, missing), there)
+
+    def _set_aside(self, wanted: Wanted, looked: Looked) -> None:
+        if looked.problem is not None and wanted.sample.key not in self.failed:
+            self.failed[wanted.sample.key] = looked.problem
+        self.caches.all_could_be_read &= not looked.passing
+
+    def _entries_of(self, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+        """The entries of a sample as they lie in the cache: the whole image's, or the tiled one if only that exists."""
+        cache, name = self.caches.encoding.cache, self.encoder.entry.name
+        entries = []
+        for entry in entries_of(self.encoder, wanted, sha256):
+            fault, in_tiles = cache.fault(name, entry.whole_key), False
+            if fault == MISSING and entry.tiled_key is not None:
+                fault = cache.fault(name, entry.tiled_key)
+                in_tiles = not fault
+            entries.append(Entry(entry.flip, entry.caption, entry.whole_key, entry.tiled_key, fault, in_tiles))
+        return tuple(entries)
+
+    def _looked_at(self) -> Iterator[Looked]:
+        samples = self.samples
+        progress = Progress("hashes", len(samples), self.caches.encoding.report)
+        starts = range(0, len(samples), LOOKED_AT_ONCE)
+        parts = ([samples[at] for at in range(start, min(start + LOOKED_AT_ONCE, len(samples)))] for start in starts)
+        with closing(ahead(partial(looked_at, self.memory, self._entries_of), parts, lambda part: 0)) as looked:
+            for each in chain.from_iterable(looked):
+                yield each
+                progress.step()
+
+    def _encode(self, missing: _Missing, there: int) -> None:
+        """Encode and write what is missing beside what is ``there``. The weights go when this returns."""
+        encoding = self.caches.encoding
+        progress = Progress("images", there + missing.num_entries, encoding.report, done=there)
+        filling = Filling(self.encoder, encoding, progress)
+        ready = ahead(partial(made_ready, self._entries_of), missing, lambda wanted: wanted.num_bytes)
+        with afterwards(empty_pools):
+            try:
+                with filling, closing(ready):
+                    for index, wanted, looked in zip(missing.indices, missing, ready, strict=True):
+                        if looked.problem is not None:
+                            self._set_aside(wanted, looked)
+                            progress.step(wanted.num_entries)
+                            continue
+                        if looked.file is not None:
+                            self.memory.remember(looked.file, looked.sha256)
+                        self.found(index, self.encoder.entry.name, filling.add(wanted, looked))
+            finally:
+                del filling
+
+
+def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+    """The entries that an encoder makes of a sample whose image has this hash: view by view, caption by caption."""
+    tiled, name = encoder.in_tiles(), encoder.entry.name
+    entries = []
+    for flip in wanted.flips:
+        image = image_parts(sha256, wanted.geometry, flip)
+        for caption in wanted.captions:
+            parts = image if caption is None else (*image, caption)
+            whole_key = entry_key(name, parts, encoder.fingerprint)
+            tiled_key = entry_key(name, parts, tiled.fingerprint) if tiled is not None else None
+            entries.append(Entry(flip, caption, whole_key, tiled_key))
+    return tuple(entries)
+
+
+def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
+    """The image, if its bytes are those that its key stands for.
+
+    Raises:
+        DataError: it cannot be read, or is another one by now: under that key it would be taken for the first for good.
+    """
+    content = image_bytes(sample)
+    if hash_of(content) != sha256:
+        what = "The image has changed since the run began."
+        raise DataError("image-changed", what, where=shown(sample.location))
+    return load_image(sample, content)
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """The samples at some indices."""
+
+    samples: Sequence[Wanted]
+    indices: array[int]
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return (self.samples[index] for index in self.indices)
+
+    @property
+    def num_entries(self) -> int:
+        return sum(wanted.num_entries for wanted in self)

@@ -1,0 +1,168 @@
+"""One encoder while its entries are made: loaded when the first sample wants it, with an answer to full memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lora_rocm.dataset.entry_spec import IMAGE
+from lora_rocm.dataset.folders import shown
+from lora_rocm.dataset.progress import Progress
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.encoder_speed import watched
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.errors import MachineError
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted
+from lora_rocm.latent_cache.prefetch import Behind
+
+if TYPE_CHECKING:
+    from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
+
+CPU = torch.device("cpu")
+
+
+class Filling:
+    """Encodes images, and hands on what is made: kept back until a look finds all well, then written behind.
+
+    To be used in a ``with`` block, at whose end all is written that a look found well.
+    """
+
+    def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
+        self._encoder, self._encoding, self._progress = encoder, encoding, progress
+        self._behind, self._open = Behind(), ExitStack()
+        self._loaded: LoadedEncoder | None = None
+        self._made = dict[bytes, bool]()  # key of an entry -> whether in tiles: copies of an image are encoded once
+
+    def __enter__(self) -> Filling:
+        self._open.enter_context(self._behind)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def add(self, wanted: Wanted, looked: Looked) -> Looked:
+        """Encode what a sample lacks; the same with the keys that its entries have now.
+
+        Raises:
+            DataError, StorageError, MachineError: as ``Caches.fill_images``.
+        """
+        entries, place = [], shown(wanted.sample.location)
+        for number, entry in enumerate(looked.entries):
+            pixels_CHW, short = looked.pixels[number] if looked.pixels else None, bytes.fromhex(entry.whole_key)
+            if pixels_CHW is None or short in self._made:
+                self._progress.skip(1)
+                entries.append(_made(entry, self._made[short]) if entry.fault else entry)
+                continue
+            entries.append(self._encoded(entry, pixels_CHW, place))
+            self._made[short] = self._encoding.tiles
+            self._progress.step()
+        return Looked(looked.sha256, tuple(entries))
+
+    def _encoded(self, entry: Entry, pixels_CHW: Tensor, place: str) -> Entry:
+        if self._loaded is None:
+            self._loaded = LoadedEncoder(self._encoder, self._encoding)
+            self._open.enter_context(self._loaded.held)
+        tensors = self._loaded(entry.inputs(pixels_CHW), place)
+        now = _made(entry, self._encoding.tiles)  # from one image that did not fit on, all are made in tiles
+        put, name = self._encoding.put_behind, self._encoder.entry.name
+        self._loaded.held.add(partial(put, self._behind, name, now.key, tensors, place, entry.fault))
+        return now
+
+
+def _made(entry: Entry, in_tiles: bool) -> Entry:
+    """The entry as it has been made."""
+    return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
+
+
+class LoadedEncoder:
+    """An encoder with its weights on the device.
+
+    If memory runs out, an encoder of images goes over to tiles, and one of captions to the CPU, for good.
+    """
+
+    def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
+        self._encoder, self._encoding, self._device = encoder, encoding, encoding.device
+        encoding.cache.writing = encoder.entry.name
+        self._reads_image = IMAGE in encoder.entry.inputs
+        self._load()
+        self.held = encoding.held_back(lambda: self._door)
+
+    def _load(self) -> None:
+        try:
+            self._load_on(self._device)
+            return
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None or self._reads_image or self._device.type == "cpu":
+                raise
+        self._go_to_cpu()
+
+    def _load_on(self, device: torch.device) -> None:
+        tiled = self._encoder.in_tiles() if self._encoding.tiles else None
+        self._door = self._encoding.open_door(device)
+        encode = (tiled if tiled is not None else self._encoder).load(self._door)
+        self._encode: Encode = encode
+        if self._encoder.entry.inputs == (IMAGE,):
+            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), device, self._encoding.notice)
+            self._encode = lambda inputs: one_image(inputs[IMAGE])
+
+    def __call__(self, inputs: Inputs, place: str) -> Tensors:
+        """Encode one sample. ``place``: what to call it.
+
+        Raises:
+            MachineError: it does not fit into memory by any way that there is.
+        """
+        try:
+            return self._encode(inputs)
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None:
+                raise
+        if not self._reads_image:
+            if self._device.type == "cpu":
+                raise full
+            self.held.settle()  # with the weights that made it
+            self._forget()
+            self._go_to_cpu()
+        else:
+            self._go_to_tiles(full, inputs, place)
+        return self(inputs, place)
+
+    def _go_to_cpu(self) -> None:
+        self._device = CPU
+        empty_pools()
+        name = self._encoder.entry.name
+        self._encoding.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
+        self._load_on(CPU)
+
+    def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
+        if self._encoding.tiles or self._encoder.in_tiles() is None:
+            pixels_CHW = inputs[IMAGE]
+            assert isinstance(pixels_CHW, Tensor)
+            height, width = pixels_CHW.shape[1:]
+            raise MachineError(
+                full.code,
+                f"{full.what} An image of {width}x{height} does not fit, not even in tiles.",
+                where=f"{place}: {full.where}",
+                fix="Close other programs that use the GPU, lower data.resolution, or encode on the CPU: --set "
+                "runtime.device=cpu, until training begins; what is encoded stays in the cache.",
+            )
+        self._encoding.tiles = True
+        self._encoding.tiles_needed()
+        self.held.settle()  # with the weights that made it
+        self._forget()
+        empty_pools()
+        self._load_on(self._device)
+
+    def _forget(self) -> None:
+        del self._encode, self._door

@@ -1,0 +1,1 @@
+"""Batches from the cache: DataLoader workers, prefetch, repairs."""

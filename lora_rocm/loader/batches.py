@@ -1,0 +1,137 @@
+"""Checked batches on the host, read from the caches in the order of the plan by a plain DataLoader.
+
+A worker process gets a list of cache keys and gives back CPU tensors; it knows neither the plan nor the family.
+Pinning is done here, in the main process: the DataLoader's pin thread would be one more thing that can hang.
+Workers that fail are the business of ``loader/worker_pool.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
+from lora_rocm.device.transfer import fingerprint
+from lora_rocm.errors import DataError, StorageError
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.prepare import Facts, Prepared, prepare
+from lora_rocm.loader.batch import Batch
+from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
+from lora_rocm.loader.worker_pool import GivenUp, Workers
+
+if TYPE_CHECKING:
+    from lora_rocm.families.base import ModelFamily
+    from lora_rocm.recipe.schema import RuntimeSection
+
+__all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
+
+Repair = Callable[[str, str, str], None]
+
+
+def open_workers(
+    cache: LatentCache,
+    family: ModelFamily,
+    runtime: RuntimeSection,
+    say: Callable[[str], None],
+    given_up: GivenUp = lambda seen: None,
+) -> Workers:
+    """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
+    reader = Reader(cache, [encoder.entry for encoder in family.encoders()])
+    return Workers(reader, runtime, say, given_up)
+
+
+def loader(
+    plan: BatchPlan,
+    family: ModelFamily,
+    workers: Workers,
+    start_iteration: int,
+    num_iterations: int | None,
+    *,
+    pin_memory: bool = False,
+    repair: Repair | None = None,
+) -> Iterator[Batch]:
+    """The micro-batches of this rank, from ``start_iteration`` on, in order; without end where the number is None.
+
+    A bad cache entry is made again by ``repair`` (``Prepared.repair``), in this process, and reading goes on there.
+
+    Raises:
+        DataError: a bad cache entry, and no ``repair``; or tensors of one batch that have different sizes.
+        StorageError: an entry is bad again after it was repaired.
+    """
+    end = None if num_iterations is None else (start_iteration + num_iterations) * plan.accumulation
+    orders, repaired = Orders(plan, start_iteration * plan.accumulation, end), set[tuple[str, str]]()
+    while orders.first != end:
+        for read in workers.reads(orders):
+            if isinstance(read, Unequal):
+                raise _unequal(read)
+            if isinstance(read, BadEntry):
+                _repair(read, repair, repaired)
+                break
+            yield _finished(read, plan, family, pin_memory)
+            orders = orders.after(1)
+
+
+def _unequal(read: Unequal) -> DataError:
+    sizes = ", ".join(sorted({" x ".join(map(str, size)) for size in read.sizes}))
+    return DataError(
+        "batch-sizes-differ",
+        f"The samples of one batch have {read.tensor} of different sizes ({sizes}), and this model family does not pad "
+        "it.",
+        where=f"cache entry {read.entry}",
+        fix="Set train.batch_size: 1, or make the samples of one size.",
+    )
+
+
+def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
+    """Have an entry made again, once.
+
+    Raises:
+        DataError: nobody can make it.
+        StorageError: it was made again before.
+    """
+    if repair is None:
+        raise DataError(
+            "cache-entry-damaged",
+            "A cache entry is damaged.",
+            where=bad.reason,
+            fix="Delete that file and run the same command again.",
+        )
+    if (bad.kind, bad.key) in repaired:
+        raise StorageError(
+            "cache-entry-damaged",
+            "A cache entry is damaged again right after it was made again.",
+            where=bad.reason,
+            fix="Check the disk, or set cache.dir to a folder on another one.",
+        )
+    repair(bad.kind, bad.key, bad.reason)
+    repaired.add((bad.kind, bad.key))
+
+
+def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool) -> Batch:
+    """Add what is computed, not cached: the family's meta tensors and the weights."""
+    order = read.order
+    rows = plan.micro(order.iteration, order.micro)
+    computed = _meta(rows, family)
+    computed["weight"] = torch.tensor([row.weight for row in rows], dtype=torch.float32)
+    fingerprints = {**read.fingerprints, **{name: fingerprint(tensor) for name, tensor in computed.items()}}
+    tensors = {**read.tensors, **computed}
+    if pin_memory:
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return Batch(
+        tensors=tensors,
+        fingerprints=fingerprints,
+        sample_keys=tuple(row.item.key for row in rows),
+        positions=tuple(row.position for row in rows),
+        shape=rows[0].item.shape,
+        iteration=order.iteration,
+        micro=order.micro,
+    )
+
+
+def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
+    cuts = [row.item.geometry for row in rows if row.item.geometry is not None]
+    metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
+    return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

@@ -1,0 +1,121 @@
+"""What is read for one micro-batch: cache keys in, CPU tensors out. All of it travels to and from worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_rocm.cache_files.entry_file import CacheEntryBad
+from lora_rocm.dataset.batch_sampler import BatchPlan
+from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.device.transfer import fingerprint
+from lora_rocm.latent_cache.cache import LatentCache
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to read for one micro-batch: cache keys, one a row, by kind of entry."""
+
+    iteration: int
+    micro: int
+    keys: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read: tensors with a leading B, and their fingerprints [B]."""
+
+    order: Order
+    tensors: dict[str, Tensor]
+    fingerprints: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BadEntry:
+    """Why it could not be read. A value, not an exception: it has to travel from a worker process."""
+
+    kind: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """Tensors of one batch have different sizes, and their specification does not say how to pad them."""
+
+    entry: str
+    tensor: str
+    sizes: tuple[tuple[int, ...], ...]
+
+
+class Reader:
+    """A map-style dataset from orders to tensors; lives in the worker process where there is one."""
+
+    def __init__(self, cache: LatentCache, entries: Sequence[EntrySpec]) -> None:
+        self.cache, self.entries = cache, {entry.name: entry for entry in entries}
+
+    def __getitem__(self, order: Order) -> Read | BadEntry | Unequal:
+        tensors: dict[str, Tensor] = {}
+        fingerprints: dict[str, Tensor] = {}
+        for name, keys in order.keys.items():
+            found, items = self.entries[name].tensors, []
+            for key in keys:
+                try:
+                    items.append(self.cache.get(name, key, found))
+                except CacheEntryBad as error:
+                    return BadEntry(name, key, str(error))
+            for tensor, spec in found.items():
+                rows = [item.tensors[tensor] for item in items]
+                stacked = together(rows, [item.fingerprints[tensor] for item in items], spec)
+                if stacked is None:
+                    return Unequal(name, tensor, tuple(tuple(row.shape) for row in rows))
+                tensors[tensor], fingerprints[tensor] = stacked
+        return Read(order, tensors, fingerprints)
+
+
+def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
+    """Tensors of several samples as one, padded at the end of the axis that may differ; and its fingerprints [B].
+
+    A row that is padded gets the fingerprint of its padded bytes: the cached bytes have just been compared with theirs.
+    None: the sizes differ along an axis that is not padded.
+    """
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows)), torch.tensor(fingerprints, dtype=torch.int64)
+    if spec.pad is None:
+        return None
+    axis = spec.dims.index(spec.pad.axis)
+    if len({row.shape[:axis] + row.shape[axis + 1 :] for row in rows}) > 1:
+        return None
+    longest = max(row.shape[axis] for row in rows)
+    padded_B = rows[0].new_full((len(rows), *rows[0].shape[:axis], longest, *rows[0].shape[axis + 1 :]), spec.pad.value)
+    sums = list(fingerprints)
+    for number, row in enumerate(rows):
+        padded_B[number].narrow(axis, 0, row.shape[axis]).copy_(row)
+        if row.shape[axis] < longest:
+            sums[number] = int(fingerprint(padded_B[number : number + 1]))
+    return padded_B, torch.tensor(sums, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders of a plan, counted in micro-batches from its beginning; iterated in the main process only."""
+
+    plan: BatchPlan
+    first: int
+    end: int | None
+
+    def after(self, count: int) -> Orders:
+        """These without the first ``count``."""
+        return Orders(self.plan, self.first + count, self.end)
+
+    def __iter__(self) -> Iterator[Order]:
+        number = self.first
+        while number != self.end:
+            iteration, micro = divmod(number, self.plan.accumulation)
+            rows = self.plan.micro(iteration, micro)
+            keys = {entry: tuple(row.key(entry) for row in rows) for entry in rows[0].item.keys}
+            yield Order(iteration, micro, keys)
+            number += 1

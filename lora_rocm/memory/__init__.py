@@ -1,0 +1,1 @@
+"""What a step keeps in GPU memory: counting, recompute, offload, out-of-memory recovery."""

@@ -1,0 +1,299 @@
+"""What of a step is kept in memory: chosen before loading, put into the model, corrected by a first pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
+
+import torch
+from torch import nn
+
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.probe_batch import send_zeros
+from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.memory.footprint import counted, measured_rates, room_bytes
+from lora_rocm.memory.offload import Offload, frozen_tensors
+from lora_rocm.planning.fit import does_not_fit, job_of, plan_text
+from lora_rocm.planning.step_cost import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
+from lora_rocm.recipe.schema import Recipe
+
+TRIES = 6
+"""First passes that run out of memory before the run goes on as it can: ``train.relief`` is left."""
+SHORT = 1.15
+"""After a pass that ran out of memory activations count as so much more than was thought."""
+WORTH = 0.97
+"""Another plan is taken only where it takes no more than this share of the time."""
+Pass = Callable[[Tensors, Tensors], object]
+
+
+@dataclass
+class Memory:
+    """A decision, what it was made from, and how it is put into force.
+
+    Attributes:
+        plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
+        budget_bytes: for tensors; None: no limit is known.
+        say: gets a sentence where something is given up, or changed.
+    """
+
+    job: Job
+    recomputes: bool
+    offloads: bool
+    say: Callable[[str], None]
+    footprint: Footprint | None = None
+    plan: Plan | None = None
+    budget_bytes: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    offload: Offload | None = field(default=None, init=False)
+    _ran_out: bool = field(default=False, init=False)
+
+    @property
+    def parts(self) -> int:
+        """Into how many a micro-batch is cut."""
+        return self.job.min_parts if self.plan is None else self.plan.parts
+
+    @property
+    def captures(self) -> bool:
+        """Nothing speaks against captured passes."""
+        return self.plan is None or self.plan.graphs
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """The buffer of gradients stays through the passes of a step, so a pass has it beside its activations."""
+        return self.plan is not None and self.plan.keeps_gradients
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Nothing more can be won by recomputing."""
+        if self.plan is None or self.footprint is None:
+            return self.recomputes
+        return len(self.plan.recomputed) == len(self.footprint.blocks)
+
+    def staying(self, family: ModelFamily, model: LoadedModel) -> set[int]:
+        """``id`` of each tensor that is not to be sent to the device (``DeviceTransfer.send_parameters``)."""
+        return {id(tensor) for block in self._offloaded(family.blocks(model)) for tensor in frozen_tensors(block)}
+
+    def put(
+        self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, anew: bool = False
+    ) -> None:
+        """Put the decision into force, once the model is as it will be trained: sent, and its modules exchanged.
+
+        Args:
+            family: of the model.
+            model: its offloaded weights may be on the device all the same.
+            transfer: whose verdict holds for what is fetched.
+            pin: offloaded weights wait in pinned memory.
+            anew: another decision was in force.
+        """
+        blocks = family.blocks(model)
+        waiting = self._offloaded(blocks)
+        self.offload = Offload(waiting, transfer, pin) if waiting else None
+        chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
+        if chosen or anew:
+            everything = len(chosen) == len(blocks)
+            together = TOGETHER if everything and not waiting else 1
+            family.recompute_activations(model, Recomputing(model, None if everything else chosen, together))
+
+    def _recomputed(self, index: int) -> bool:
+        return self.recomputes if self.plan is None else index in self.plan.recomputed
+
+    def _offloaded(self, blocks: list[nn.Module]) -> list[nn.Module]:
+        if self.plan is None:
+            return blocks if self.offloads else []
+        return [blocks[index] for index in self.plan.offloaded]
+
+    def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, run: Pass) -> None:
+        """A pass over zeros in the shape of the largest pictures, before the first step: what it takes is measured.
+
+        Estimates are corrected by it, and another plan is put into force where that is needed, or faster. A plan that
+        runs out of memory is given up at once. Does nothing where no memory is looked after.
+
+        Args:
+            family: of the model.
+            model: on the device.
+            transfer: by which the zeros go there.
+            pin: offloaded weights wait in pinned memory.
+            run: one forward and backward pass; its gradients are the caller's to drop.
+        """
+        if self.plan is None or self.footprint is None:
+            return
+        for _ in range(TRIES):
+            peak_bytes = self._peak(family, transfer, run, self.plan.rows)
+            wanted = self._next(peak_bytes)
+            if wanted is None:
+                return
+            met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
+            self.say(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
+            self._change(wanted, family, model, transfer, pin)
+
+    def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
+        """Bytes of tensors at most; None where they were too many."""
+        assert self.footprint is not None
+        zeros = send_zeros(family, transfer, Shape.parse(self.footprint.shape), rows)
+        empty_pools()
+        reset_peak(transfer.device)
+        try:
+            run(*zeros)
+            return peak_bytes(transfer.device)
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+        empty_pools()  # only here: the error's traceback kept the activations alive
+        return None
+
+    def _next(self, peak: int | None) -> Plan | None:
+        """The plan to go on with, where it is another one. Offloaded weights are never brought back."""
+        assert self.plan is not None and self.footprint is not None
+        now = self.plan
+        wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
+        if wanted is None or set(now.offloaded) - set(wanted.offloaded):
+            return None
+        return None if _same(wanted, now) else wanted
+
+    def _after(self, now: Plan, peak: int) -> Plan | None:
+        """What is chosen with the estimate corrected, if it is needed or faster; nothing that has run out is faster."""
+        assert self.footprint is not None
+        self._correct(correction(now, peak, self.footprint, self.job.correction))
+        wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        assert self.plan is not None
+        fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes
+        if wanted is None or (fits and (self._ran_out or now.offloaded or wanted.step_s > WORTH * now.step_s)):
+            return None
+        return wanted
+
+    def _after_a_full_pass(self, now: Plan) -> Plan | None:
+        """The next one that needs less, as far as that is known."""
+        assert self.footprint is not None
+        self._ran_out = True
+        least = smallest(self.footprint, self.job, self.rates)
+        if self.budget_bytes is None:  # no correction would ever make a plan too large for that
+            return least
+        wanted: Plan | None = now
+        while wanted is not None and _same(wanted, now) and not _same(now, least):
+            self._correct(self.job.correction * SHORT)
+            wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        return wanted or smallest(self.footprint, self.job, self.rates)
+
+    def _correct(self, factor: float) -> None:
+        assert self.plan is not None and self.footprint is not None
+        now, self.job = self.plan, replace(self.job, correction=factor)
+        job = replace(self.job, graphs=now.graphs)
+        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, job, self.rates)
+
+    def _change(
+        self, wanted: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool
+    ) -> None:
+        self.plan = wanted
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None  # before the next one takes its places on the device, which is full
+        self.put(family, model, transfer, pin, anew=True)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, whatever is thought of them."""
+    return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
+
+
+def decide(
+    recipe: Recipe,
+    family: ModelFamily,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    shape: Shape,
+    say: Callable[[str], None],
+    shapes: int = 1,
+) -> Memory:
+    """What to keep in memory on this device.
+
+    Args:
+        recipe: of the run.
+        family: of the recipe.
+        device: that will train.
+        dtype: of the frozen base.
+        settings: what the parent planned for this machine.
+        shape: of the run's largest samples.
+        say: gets a sentence where something is given up.
+        shapes: how many shapes the run's samples have.
+
+    Raises:
+        UserError: does-not-fit: by far; where it is close, it is tried.
+    """
+    on_gpu = device.type == "cuda"
+    shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared, shapes=shapes)
+    if not on_gpu and recipe.runtime.memory != "selective":
+        only = len(job.modes) == 1 and job.modes[0]
+        recomputes = only in ("recompute", "offload") or "keep" not in job.modes
+        return Memory(job, recomputes, only == "offload", say)
+    footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
+    budget_bytes = room_bytes(device, settings) if on_gpu else None  # before anything is taken to measure with
+    return choose_from(recipe, footprint, job, budget_bytes, say, rates_here(recipe, device, dtype, settings))
+
+
+def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
+    """What this GPU does in a second, measured now, as ``lora-rocm plan`` does.
+
+    A deterministic run goes by figures that are the same at each start, and so chooses the same. So does the CPU.
+    """
+    if device.type != "cuda" or recipe.runtime.deterministic:
+        return Rates()
+    try:
+        return measured_rates(device, dtype, pin=settings.pins(recipe.runtime.pin_memory))
+    except RuntimeError as error:
+        if out_of_memory(error) is None:
+            raise
+        return Rates()
+    finally:
+        empty_pools()
+
+
+def choose_from(
+    recipe: Recipe,
+    footprint: Footprint,
+    job: Job,
+    budget_bytes: int | None,
+    say: Callable[[str], None],
+    rates: Rates = Rates(),  # noqa: B008 (frozen)
+) -> Memory:
+    """The decision of ``decide``, from a footprint and a budget."""
+    plan = choose(budget_bytes, footprint, job, rates)
+    if plan is None:
+        plan = smallest(footprint, job, rates)
+        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+            raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
+    if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1 or plan.graphs != job.graphs):
+        say(f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {_text(plan, job)}.")
+    return Memory(job, False, False, say, footprint, plan, budget_bytes, rates)
+
+
+def _text(plan: Plan, job: Job) -> str:
+    """A plan in words, with what they leave out where it is given up."""
+    return plan_text(plan) + (", not captured: there is no room for graphs" if job.graphs and not plan.graphs else "")
+
+
+def apply(
+    plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
+) -> Offload | None:
+    """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
+    memory = Memory(Job(), False, False, str, plan=plan)
+    memory.put(family, model, transfer, pin, anew)
+    return memory.offload
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin anew with ``peak_bytes``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that tensors took since ``reset_peak``; 0 on the CPU."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0

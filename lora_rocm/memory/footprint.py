@@ -1,0 +1,398 @@
+"""Counts what a step of a recipe takes on a model without weights: ``python -m lora_rocm.memory.footprint JOB.json``.
+
+The model is built as for training, by the same functions, and moved to PyTorch's meta device, where tensors have shapes
+and no memory. One forward and backward pass of one sample is made there; a ledger sees each tensor come and go.
+Prints one JSON object: footprint (``run.memory_plan``), precision and GPU; or an error event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from lora_rocm import __version__
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject_hollow
+from lora_rocm.adapters.kinds import kind_for
+from lora_rocm.base_models.random_weights import PREFIX
+from lora_rocm.checks.timing import seconds_of
+from lora_rocm.dataset.buckets import largest_shape
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.allocator import device_budget
+from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
+from lora_rocm.device.torch_errors import machine_error
+from lora_rocm.errors import LoraRocmError, ModelError, StorageError
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_json
+from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.kernels.backend import available
+from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
+from lora_rocm.optim.base import AVERAGE_ITEMSIZE
+from lora_rocm.optim.factory import rule_of
+from lora_rocm.planning.step_cost import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+
+META = torch.device("meta")
+NOT_HERE = ("hub-unreachable", "hub-incomplete")  # the codes of a model that is not, or not all, on this machine
+KEPT = 20  # footprints that are remembered
+SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
+SENT_BYTES = 32 * 2**20  # the same of copies from main memory: PyTorch keeps what it has pinned
+
+
+@dataclass
+class _Seen:
+    """Of one block while the pass goes through it."""
+
+    block: nn.Module
+    start_bytes: int = 0
+    kept_bytes: int = 0
+    rise_bytes: int = 0
+    passing_bytes: int = 0
+    entry_bytes: int = 0
+    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # their memory, and its bytes
+    begun: Work = field(default_factory=Work)
+    forward: Work = field(default_factory=Work)
+
+
+class _Watch:
+    """Hooks on the blocks: what is taken when the pass enters and leaves each, forward and backward."""
+
+    def __init__(self, blocks: list[nn.Module], ledger: Ledger) -> None:
+        self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
+        self.moments: list[Moment] = []
+        self._before = 0  # blocks whose activations are there
+        self._inside: _Seen | None = None
+        self._handles = []
+        for index, block in enumerate(blocks):
+            self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(partial(self._leave, index)))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def note(self, within: bool = False) -> None:
+        """The most since the last moment is one."""
+        self.moments.append(Moment(self._before, self.ledger.mark(), within))
+
+    def begin(self) -> None:
+        """What was seen before was not the pass that is meant."""
+        self.ledger.mark()
+        self.ledger.tally = Tally()
+        self.moments.clear()
+
+    def forward_is_over(self) -> None:
+        """To compute a block again, what it was given is kept; also what has gone by now: nothing else keeps that."""
+        self.note()
+        for seen in self.seen:
+            seen.kept_bytes -= sum(num_bytes for memory, num_bytes in seen.inputs if memory() is None)
+        self._before = len(self.seen)
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Something is kept for the backward pass. A block that is computed again stops behind the last such."""
+        if self._inside is not None:
+            self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
+        return tensor.detach()  # it may hang on what keeps it
+
+    def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.note()
+        self._before = index
+        seen = self._inside = self.seen[index]
+        seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
+
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        seen, live, self._inside = self.seen[index], self.ledger.live_bytes, None
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled():
+            seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
+            return
+        seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, outputs))
+        seen.forward = self.ledger.tally.minus(seen.begun)
+        self.note(within=True)
+        self._before = index + 1
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._reached, index))
+
+    def _reached(self, index: int, gradient: Tensor) -> None:
+        """The backward pass has the whole gradient of a block's output."""
+        self.note()
+        self._before = index
+        self.seen[index].entry_bytes = self.ledger.live_bytes
+
+
+def counted(
+    recipe: Recipe,
+    family: ModelFamily,
+    dtype: torch.dtype,
+    settings: Settings,
+    shape: Shape,
+    on_gpu: bool = True,
+) -> Footprint:
+    """The footprint at samples of a shape; remembered beside the caches, since counting takes seconds."""
+    plain = settings.attention == "math"
+    on_gpu = on_gpu and settings.triton
+    memory = Path(recipe.cache.dir) / "footprints.json"
+    kept = _remembered(memory)
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
+    if key in kept:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
+            return Footprint.from_json(kept[key])
+    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
+    with suppress(StorageError):
+        write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
+    return found
+
+
+def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
+    """Changes with all that a footprint depends on: of the base the shapes."""
+    software = (__version__, torch.__version__, version("diffusers"), version("peft"))
+    lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
+    kernels = available(META)
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    parts = [software, family.name, family.structure, lora, *state, kernels]
+    return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
+    """What is trained, with the adapter in it, on the meta device; the trained weights in the base's format, too.
+
+    ``on_gpu``: with the kernels that a GPU would use.
+    """
+    presets = next(iter(family.lora_targets.values()))
+    wanted = [name for name in presets if recipe.lora.train_text_encoder or name not in family.text_components]
+    model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
+    adapter = inject_hollow(family, model, recipe.lora)
+    adapter.cast_inputs(False)
+    for name, component in model.components.items():
+        component.to(META).train()
+        for tensor in [*component.parameters(), *component.buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        family.weight_format(name).pack(component)
+    family.fuse(model, triton=on_gpu)
+    return model
+
+
+def count(
+    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
+) -> Footprint:
+    """One pass of one sample over a model on the meta device."""
+    batch, draws = _inputs(family, shape)
+    parameters = [p for component in model.components.values() for p in component.parameters()]
+    buffers = [b for component in model.components.values() for b in component.buffers()]
+    trained = [p for p in parameters if p.requires_grad]
+    ledger = Ledger(iter([*parameters, *buffers, *batch.values(), *draws.values()]))
+    watch = _Watch(family.blocks(model), ledger)
+    drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
+    try:
+        with fused_attention(not plain_attention), ledger:
+            with torch.no_grad():  # a block that is to be recomputed passes so
+                losses(family, model, batch, draws)
+            watch.begin()
+            with saved_tensors_hooks(watch.save, lambda tensor: tensor):
+                loss = losses(family, model, batch, draws).sum()
+            watch.forward_is_over()
+            loss.backward()
+            watch.note()
+            work = ledger.tally.now()
+            watch.close()
+            again = Recomputing(model, together=TOGETHER, again=lambda: fused_attention(not plain_attention))
+            recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
+    finally:
+        watch.close()
+        for drop in drops:
+            drop.remove()
+    always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
+    adapter = kind_for(recipe.lora)(family, model)
+    frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
+    return Footprint(
+        shape=str(shape),
+        cost=shape.cost,
+        weight_bytes=sum(map(_bytes, frozen.values())),
+        adapter_bytes=always_bytes,
+        gradient_bytes=gradient_bytes,
+        landing_bytes=landing_bytes,
+        blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
+        moments=tuple(watch.moments),
+        work=work,
+        recomputed_bytes=recomputed_bytes,
+        narrow_layers=adapter.narrow(recipe.lora),
+        smaller=tuple(_smaller(adapter, recipe, model.dtype)),
+    )
+
+
+def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
+    """What the adapter would take with milder settings."""
+    shapes = [layer.get_base_layer().weight.shape for _, _, layer in adapter.modules.values()]
+    for setting, section in adapter.smaller(recipe.lora):
+        numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
+        yield SmallerAdapter(setting, *adapter_bytes(numbers, recipe.model_copy(update={"lora": section}), dtype))
+
+
+def _recomputed(
+    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
+) -> int:
+    """The most that a pass takes which computes all blocks again."""
+    family.recompute_activations(model, again)
+    ledger.mark()
+    losses(family, model, batch, draws).sum().backward()
+    family.recompute_activations(model, Recomputing(model, chosen=()))
+    return ledger.mark()
+
+
+def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Of so many trained weights, (always, the gradients' buffer, where they land).
+
+    Always: masters and the optimizer's state, what the layers work with where these compute in another format (the
+    weights once more), and the gradients that a pass makes.
+    """
+    master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+    leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
+    master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
+    state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
+    average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0
+    working = 0 if leaf_dtype is master_dtype else leaf
+    return count * (master + state + average + working + leaf), count * 4, count * leaf
+
+
+def _block(name: str, seen: _Seen) -> Block:
+    weights = {id(tensor): tensor for tensor in [*seen.block.parameters(), *seen.block.buffers()]}
+    frozen = [tensor for tensor in weights.values() if not tensor.requires_grad]
+    return Block(
+        name=name,
+        weight_bytes=sum(map(_bytes, frozen)),
+        kept_bytes=max(0, seen.kept_bytes),
+        start_bytes=seen.start_bytes,
+        rise_bytes=seen.rise_bytes,
+        passing_bytes=seen.passing_bytes,
+        entry_bytes=seen.entry_bytes,
+        forward=seen.forward,
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return taken_bytes(tensor.numel() * tensor.element_size())
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _inputs(family: ModelFamily, shape: Shape) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    batch = family.example(shape, 1)
+    draws = family.objective.draw(batch, [0]).tensors
+    to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
+    return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Count the recipe in the job file that the first argument names."""
+    try:
+        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        found = _found(recipe_from(job["recipe"], registry), settings_from(os.environ), job["for_card"])
+        code = 0
+    except LoraRocmError as error:
+        found, code = {"type": "error", **error.to_event()}, error.exit_code
+    except (RuntimeError, MemoryError) as error:  # the GPU may be in use, and full
+        known = machine_error(error)
+        if known is None:
+            raise
+        found, code = {"type": "error", **known.to_event()}, known.exit_code
+    sys.stdout.write(json.dumps(found) + "\n")
+    return code
+
+
+def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]:
+    """As this machine would train it; ``for_card``, or where none is: as a GPU would that computes bf16.
+
+    A model of the hub that is not on this machine is counted by what the family's first model has published.
+    """
+    device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
+    wanted = recipe.train.mixed_precision
+    if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
+        wanted = "bf16"
+    dtype = compute_dtype(wanted, device, settings)
+    on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
+    how, is_here = (dtype, settings, largest_shape(recipe.data), on_gpu), True
+    gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
+    try:
+        found = counted(recipe, family_for(recipe), *how)
+    except ModelError as error:
+        if error.code not in NOT_HERE:
+            raise
+        model, is_here = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path}), False
+        recipe = recipe.model_copy(update={"model": model})
+        found = counted(recipe, family_for(recipe), *how)
+    precision = next(name for name, known in DTYPES.items() if known is dtype)
+    told = {"precision": precision, "model_is_here": is_here}
+    return {
+        "footprint": found.to_json(),
+        **told,
+        "gpu": gpu,
+    }
+
+
+def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool) -> dict[str, Any] | None:
+    """Of the GPU that would train: its room, and what it does in a second, measured now."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": describe(device),
+        "integrated": bool(getattr(properties, "is_integrated", 0)),
+        "budget_bytes": room_bytes(device, settings),
+        "rates": asdict(measured_rates(device, dtype, pin)),
+    }
+
+
+def room_bytes(device: torch.device, settings: Settings) -> int:
+    """Bytes that a GPU has for tensors: what was planned for it, else all but what its libraries take."""
+    return settings.memory_limit_bytes or max(0, device_budget(device) - CONTEXT_BYTES)
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
+    """A GPU's matrix products, copies within it, and copies from main memory (``pin``: from pinned memory)."""
+    own = torch.Generator(device).manual_seed(0)  # nobody's noise changes because this was measured
+    a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
+    here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=pin)
+    return Rates(
+        flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
+        moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
+        bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
+        known=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What is done where memory runs out in a step: less at once, with the same samples and the same noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_rocm.device.allocator import Usage, empty_pools
+from lora_rocm.errors import MachineError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.rules.mitigations import BY_ID, Seen
+
+EMPTY_EVERY_UPDATES = 100
+"""Emptied pools that do not last for so many updates were no cure."""
+
+
+@dataclass
+class Relief:
+    """The ways to need less memory, in order: whole pools, smaller parts of a micro-batch, recomputed activations.
+
+    Attributes:
+        batch_size: of a whole micro-batch.
+        parts: into how many it is cut now.
+        recomputes: whether activations are recomputed in the backward pass already.
+    """
+
+    family: ModelFamily
+    model: LoadedModel
+    batch_size: int
+    parts: int
+    recomputes: bool
+    emit: Callable[..., Any]
+    _emptied_at: int | None = field(default=None, init=False)  # updates
+
+    def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
+        """Change something, so that the step can be tried again; says what.
+
+        Args:
+            full: what was met.
+            seen: what the device held then; None where that is not known.
+            updates: made so far.
+
+        Raises:
+            MachineError: ``full``, where nothing is left to change.
+        """
+        empty_pools()
+        if seen is not None and seen.fragmented and self._may_empty_again(updates):
+            self._emptied_at = updates
+            return f"{seen}: in pieces, so all that was free was given back, and the step is made again unchanged"
+        if self.parts < self.batch_size:
+            self.parts *= 2
+            tell("micro-batch-halved", self.emit)
+            return f"made again in up to {min(self.parts, self.batch_size)} parts"
+        if not self.recomputes:
+            self.family.recompute_activations(self.model)
+            self.recomputes = True
+            tell("checkpointing", self.emit)
+            return "made again, and activations are computed again instead of kept"
+        raise full
+
+    def _may_empty_again(self, updates: int) -> bool:
+        return self._emptied_at is None or updates - self._emptied_at >= EMPTY_EVERY_UPDATES
+
+
+def tell(change: str, emit: Callable[..., Any], seen: Seen = "out-of-memory") -> None:
+    """The event for a change of the table (``host.changes``) that the worker has made itself, and because of what."""
+    row = BY_ID[change]
+    emit("change", id=row.id, effect=row.effect, seen=seen, text=row.text)

@@ -1,0 +1,158 @@
+"""A ledger of tensors and work: every operation is seen, every tensor when it comes and when it goes.
+
+It works on any device; on PyTorch's meta device, where nothing is computed, it tells what would be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lora_rocm.planning.step_cost import Work
+
+PIECE_BYTES = 512
+"""Allocators hand out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
+"""From the first on a tensor gets memory of its own, in multiples of the second, and a rest up to the third is not used
+for others (there, kMinLargeAlloc, kRoundLarge, kSmallSize)."""
+
+
+def taken_bytes(num_bytes: int) -> int:
+    """What an allocator counts for a tensor that comes into an empty memory."""
+    if num_bytes < OWN_SEGMENT_BYTES:
+        return num_bytes
+    segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+    return segment_bytes if segment_bytes - num_bytes <= REST_BYTES else num_bytes
+
+
+@dataclass
+class Tally:
+    """Work as it adds up."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    launches: int = 0
+
+    def minus(self, earlier: Work) -> Work:
+        return Work(
+            self.flops - earlier.flops, self.moved_bytes - earlier.moved_bytes, self.launches - earlier.launches
+        )
+
+    def now(self) -> Work:
+        return Work(self.flops, self.moved_bytes, self.launches)
+
+
+class Ledger(TorchDispatchMode):
+    """Sees every operation while it is entered: bytes that are taken now, and the most since ``mark``.
+
+    Tensors of ``known`` (weights, inputs) are not counted.
+    """
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.tally = Tally()
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def mark(self) -> int:
+        """Begin anew: the most since the last time."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Bytes that were counted for a tensor's memory."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = sum(self._take(tensor) for tensor in tensors)
+        self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
+        return result
+
+    def _take(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return 0
+        size = -(-storage.nbytes() // PIECE_BYTES) * PIECE_BYTES
+        self._sizes[key] = size
+        self._alive[key] = weakref.ref(storage, partial(self._gone, key))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return size
+
+    def _gone(self, key: int, _: object) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+        self._alive.pop(key, None)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
+        formula = _formula(func)
+        if formula is not None:
+            inputs = {name: value for name, value in kwargs.items() if name != "out"}
+            self.tally.flops += formula(*args, **inputs, out_val=result)
+            self.tally.launches += 1
+        elif writes:  # else it is a view
+            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.tally.launches += 1
+
+
+def _formula(func: Any) -> Any:
+    """What counts an operation's floating-point operations; a product into memory that is there counts as the other."""
+    packet = func._overloadpacket
+    plain = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
+    return flop_registry.get(packet) or flop_registry.get(plain)
+
+
+class _FusedAttention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return _fused(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute flash attention for tensors of shape [B, H, S, D]; the names are PyTorch's, for callers by keyword.
+
+    A mask is not counted: it is small beside the rest.
+    """
+    if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head several times
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    output_BHSD: Tensor = flash(query, key, value, dropout_p, is_causal)[0]
+    return output_BHSD
+
+
+@contextmanager
+def fused_attention(fused: bool = True) -> Iterator[None]:
+    """Attention as a GPU computes it; on the meta device PyTorch would take the plain way, which keeps every score."""
+    if not fused:
+        yield
+        return
+    with _FusedAttention():
+        yield

@@ -1,0 +1,169 @@
+"""Which way of computing a step fits, and what to change in a recipe if none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lora_rocm.errors import UserError
+from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.step_cost import MODES, Footprint, Job, Mode, Plan, Rates, SmallerAdapter, choose, smallest
+from lora_rocm.recipe.schema import Recipe
+
+AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
+COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot follow weights that move
+ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what the adapter takes
+SMALLEST_RESOLUTION = 256
+MAX_SIDES = 32  # that are tried: each is as long as a choice takes
+
+
+@dataclass(frozen=True)
+class RecipeJob(Job):
+    """A job with the modes that it would have if the recipe asked for something else.
+
+    Attributes:
+        auto_modes: with ``runtime.memory: auto``.
+        eager_modes: with ``runtime.compile: off`` besides.
+    """
+
+    auto_modes: tuple[Mode, ...] = MODES
+    eager_modes: tuple[Mode, ...] = MODES
+
+
+def job_of(
+    recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None
+) -> RecipeJob:
+    """What the recipe, and what past failures made necessary, ask of a step.
+
+    Args:
+        recipe: of the run.
+        settings: what the parent planned for this machine.
+        on_gpu: where passes may be captured.
+        can_offload: main memory is another one than the GPU's; a recipe that asks for it gets it all the same.
+        shapes: sizes of the pictures; None: not known, so several where the recipe has buckets.
+    """
+    wanted, train = recipe.runtime.memory, recipe.train
+    recomputes = train.gradient_checkpointing or settings.checkpointing
+    eager_modes = _allowed(MODES if can_offload else MODES[:-1], recomputes)
+    auto_modes = _allowed(MODES[:-1], recomputes) if recipe.runtime.compile in COMPILES else eager_modes
+    return RecipeJob(
+        batch_size=train.batch_size,
+        accumulation=train.gradient_accumulation_steps,
+        modes=auto_modes if wanted == "auto" else _allowed((wanted,), recomputes),
+        min_parts=min(settings.micro_batch_parts, train.batch_size),
+        graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
+        shapes=shapes or (2 if recipe.data.enable_bucket else 1),
+        all_offloaded=wanted == "offload",
+        auto_modes=auto_modes,
+        eager_modes=eager_modes,
+    )
+
+
+def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
+    """Those of the modes that do not keep what has to be recomputed."""
+    if not recomputes:
+        return modes
+    return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
+
+
+def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> UserError:
+    """The error for a recipe that no plan fits, with the nearest that would."""
+    least = smallest(footprint, job, rates)
+    return UserError(
+        "does-not-fit",
+        f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
+        f"({plan_text(least)}), and there is {size_text(budget_bytes)} for it.",
+        where=f"{_shown_resolution(recipe)}lora.rank: {recipe.lora.rank}, runtime.memory: {recipe.runtime.memory}",
+        fix=_nearest(recipe, footprint, job, rates, budget_bytes),
+    )
+
+
+def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
+    """What to change, the mildest first. It is only said where there is a plan with it."""
+    ways = _ways(recipe, job)
+
+    def besides(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
+        """What of ``runtime`` has to change as well; None: nothing of it would help."""
+        reduced = _reduced(recipe, footprint, side, adapter)
+        return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
+
+    fits = lambda side, adapter: besides(side, adapter) is not None  # noqa: E731
+    for side, adapter in _milder_first(recipe, footprint.smaller, fits):
+        more = besides(side, adapter)
+        if more is not None:
+            resized = [f"{_resolution_key(recipe)} to {side}"] if side != _resolution(recipe) else []
+            slimmed = [adapter.setting] if adapter is not None else []
+            return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
+    if not recipe.spec.reads("data.resolution"):
+        return "Free memory of the GPU, or take a smaller model: no rank would fit."
+    least = min(SMALLEST_RESOLUTION, _resolution(recipe))
+    return f"Free memory of the GPU, or take a smaller model: no rank would fit, at any resolution from {least} on."
+
+
+def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
+    """Changes of ``runtime`` in words, none at first, and the job that each of them makes."""
+    found: list[tuple[tuple[str, ...], Job]] = [((), job)]
+    if isinstance(job, RecipeJob):
+        auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
+        if auto:
+            found.append((auto, replace(job, modes=job.auto_modes, all_offloaded=False)))
+        if job.eager_modes != job.auto_modes:
+            eager = replace(job, modes=job.eager_modes, all_offloaded=False)
+            found.append(((*auto, "runtime.compile to off"), eager))
+    return found
+
+
+def _milder_first(
+    recipe: Recipe, smaller: Sequence[SmallerAdapter], fits: Callable[[int, SmallerAdapter], bool]
+) -> Iterator[tuple[int, SmallerAdapter | None]]:
+    """Resolutions and adapters to try: the recipe's (None), then less of one of them, then of both, mildly.
+
+    ``fits`` spares all resolutions with an adapter that not even the smallest of them would make small enough.
+    """
+    own_side, step = _resolution(recipe), recipe.data.bucket_step
+    step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
+    sides = list(range(own_side - step, SMALLEST_RESOLUTION, -step))
+    sides += [SMALLEST_RESOLUTION] if own_side > SMALLEST_RESOLUTION else []
+    sides = sides if recipe.spec.reads("data.resolution") else []
+    yield own_side, None
+    yield from ((side, None) for side in sides)
+    yield from ((own_side, adapter) for adapter in smaller)
+    for adapter in smaller:
+        if sides and fits(sides[-1], adapter):
+            yield from ((side, adapter) for side in sides)
+
+
+def _reduced(recipe: Recipe, footprint: Footprint, side: int, adapter: SmallerAdapter | None) -> Footprint:
+    share = (side / _resolution(recipe)) ** 2
+    smaller = footprint.scaled(share) if share != 1 else footprint
+    return smaller if adapter is None else smaller.with_adapter(adapter)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """In a sentence: "a, b and c"."""
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def _resolution(recipe: Recipe) -> int:
+    """The largest of all sources, as that of a footprint."""
+    return max(source.resolution for source in recipe.data.resolved_sources())
+
+
+def _shown_resolution(recipe: Recipe) -> str:
+    """The start of a place; empty if the family has no resolution."""
+    return f"{_resolution_key(recipe)}: {_resolution(recipe)}, " if recipe.spec.reads("data.resolution") else ""
+
+
+def _resolution_key(recipe: Recipe) -> str:
+    own = any(source.resolution is not None for source in recipe.data.sources)
+    return "the resolution of every source in data.sources" if own else "data.resolution"
+
+
+def plan_text(chosen: Plan) -> str:
+    """A plan in words: "selective (12 blocks recomputed), 2 samples at once"."""
+    count = len(chosen.recomputed)
+    more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
+    blocks = f" ({count} blocks recomputed{more})" if count else ""
+    samples = "1 sample" if chosen.rows == 1 else f"{chosen.rows} samples"
+    return f"{chosen.mode}{blocks}, {samples} at once{', captured' if chosen.graphs else ''}"

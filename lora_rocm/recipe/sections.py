@@ -1,0 +1,131 @@
+"""What the sections of a recipe are made of, and those that families build on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    pass
+
+
+MAX_STEPS = 100_000_000
+MAX_EPOCHS = 1_000_000
+MAX_BATCH = 4096
+MAX_RANK = 2048
+MAX_SIDE_PX = 16_384
+MAX_BUCKET_STEP = 1024
+MAX_TAGS = 1000
+MAX_SAMPLE_STEPS = 1000  # a base model has so many noise levels
+MAX_GUIDANCE = 1000.0
+MAX_WORKERS = 256
+MAX_TIMEOUT_S = 604_800.0  # a week
+MAX_ITEMS = 1000  # of a list
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
+Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
+Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
+Repeats = Annotated[int, Field(gt=0, le=10_000)]
+PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """What the program does with a path of a recipe.
+
+    Attributes:
+        absolute: when it is made absolute, since the worker and a later resume run elsewhere. A hub id stays as it is,
+            "if there"; what ships with the program is no path, "unless builtin".
+        must_be: what has to be there before a run; "": nothing, or what is there is looked at later.
+    """
+
+    absolute: Literal["always", "unless builtin", "if there"]
+    must_be: Literal["folder", "file", ""] = ""
+
+
+InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
+InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
+PathOrHubId = Annotated[PathText, PathRule("if there")]
+OutputFolder = Annotated[PathText, PathRule("always")]
+
+
+def path_rule(field: FieldInfo) -> PathRule | None:
+    """The rule for the path that a field holds; None if it holds none."""
+    return next(
+        (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
+    )
+
+
+def _metadata_in(annotation: Any) -> Iterator[Any]:
+    yield from getattr(annotation, "__metadata__", ())
+    for part in get_args(annotation):
+        yield from _metadata_in(part)
+
+
+def on_resume(default: Any, description: str, **limits: Any) -> Any:
+    """A field whose value may differ when a run is resumed (more steps, sample, output, runtime)."""
+    return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
+
+
+def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
+    """The error where not exactly one of two keys is given. Its context is for ``explain``: the keys that are given."""
+    given = [name for name in (first, second) if getattr(section, name)]
+    fix = f"Remove one of them: {first} or {second}." if given else f"Add {first} or {second}."
+    what = f"give exactly one of {first} and {second}"
+    return PydanticCustomError("rule", "{what}", {"what": what, "keys": given, "fix": fix})
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values cannot be changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    family: str = Field(description="Model family.")
+    name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+
+    @property
+    def vae_name(self) -> str:
+        """Name of a separate VAE, for metadata; empty if there is none."""
+        return ""
+
+
+class ObjectiveSection(Section):
+    """What the model is trained towards. Which keys there are is the family's matter."""
+
+    def metadata(self) -> Mapping[str, object]:
+        """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
+        return {}
+
+
+class DdpmSection(ObjectiveSection):
+    """What the model is trained towards: the noise, or the velocity, of discrete-time diffusion."""
+
+    min_snr_gamma: float = Field(
+        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
+    )
+    noise_offset: float = Field(
+        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
+    )
+    zero_terminal_snr: bool = Field(
+        False,
+        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
+        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
+    )
+
+    def metadata(self) -> Mapping[str, object]:
+        return {
+            "ss_min_snr_gamma": self.min_snr_gamma or None,
+            "ss_noise_offset": self.noise_offset or None,
+            "ss_zero_terminal_snr": self.zero_terminal_snr,
+        }

@@ -1,0 +1,1 @@
+"""The report of a run, its plots, and the progress bar."""

@@ -1,0 +1,133 @@
+"""HTML building blocks of the report. Everything that comes from outside is escaped here."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import warnings
+from collections.abc import Iterable, Sequence
+from html import escape
+from io import BytesIO
+from pathlib import Path
+
+from lora_rocm.foundation.bounded_read import check_plain
+
+MAX_SIDE_PX = 512
+MAX_PICTURE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
+LOSSLESS_SIDE_PX = 256
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2129; --soft: #5d6675; --page: #fbfbfa; --card: #ffffff; --line: #dfe2e7;
+  --accent: #c2410c; --raw: #c9ced6; --good: #15803d; --bad: #b91c1c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7e9ee; --soft: #9aa3b2; --page: #14161a; --card: #1c1f25;
+  --line: #333842; --accent: #fb923c; --raw: #4a505c; --good: #4ade80; --bad: #f87171; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, "Segoe UI", sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 980px; margin: 0 auto; padding: 24px 16px 64px; }
+h1 { font-size: 26px; margin: 0 0 4px; }
+h2 { font-size: 18px; margin: 0 0 10px; }
+h3 { font-size: 15px; margin: 14px 0 6px; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 18px;
+  margin-top: 16px; }
+p { margin: 6px 0; }
+.soft { color: var(--soft); }
+.good { color: var(--good); }
+.bad { color: var(--bad); }
+.big { font-size: 30px; font-weight: 600; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; padding: 4px 10px 4px 0; vertical-align: top; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 500; }
+img { max-width: 100%; border-radius: 4px; display: block; }
+.wide { overflow-x: auto; }
+.wide table { width: auto; }
+.wide td, .wide th { border: 0; padding: 3px; overflow-wrap: normal; min-width: 64px; }
+.wide th { max-width: 150px; }
+.wide img { max-width: none; width: 150px; }
+pre, code { font: 13px/1.45 ui-monospace, Consolas, monospace; }
+pre { overflow-x: auto; margin: 6px 0; }
+svg { width: 100%; height: auto; }
+svg text { font-size: 11px; fill: var(--soft); }
+.grid { stroke: var(--line); }
+polyline { fill: none; stroke-width: 1.8; stroke: var(--accent); }
+polyline.raw { stroke: var(--raw); stroke-width: 1; }
+circle { fill: var(--accent); }
+circle.raw { fill: var(--raw); }
+"""
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """A whole document without anything to load from elsewhere."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
+        + "\n".join(part for part in sections if part)
+        + "\n</main></body></html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A titled box; empty text where all parts are empty."""
+    content = "".join(parts)
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+
+
+def header(title: str, *parts: str) -> str:
+    """The top of the page."""
+    return f"<header><h1>{escape(title)}</h1>{''.join(parts)}</header>"
+
+
+def paragraph(text: object, kind: str = "") -> str:
+    """``kind``: soft, good, bad or big."""
+    attribute = f' class="{kind}"' if kind else ""
+    return f"<p{attribute}>{escape(str(text))}</p>"
+
+
+def preformatted(text: str) -> str:
+    """Text as it is, line by line."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Cells are text; empty text where there are no rows."""
+    if not rows:
+        return ""
+    first = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{first}{body}</table>"
+
+
+def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
+    """An ``<img>`` with the picture inside, reduced to ``max_side_px``; a dash where it cannot be read.
+
+    Only PNG, which is what a run draws: a file in somebody's run directory is of the format that its content says, and
+    for some formats other programs would be started.
+    """
+    from PIL import Image
+
+    try:
+        check_plain(path, MAX_PICTURE_BYTES)
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
+            if file.width * file.height > MAX_PIXELS:
+                raise OSError("no preview is so large")
+            image = file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
+        return '<span class="soft">-</span>'
+    image.thumbnail((max_side_px, max_side_px))
+    lossless = max(image.size) <= LOSSLESS_SIDE_PX
+    buffer = BytesIO()
+    image.save(buffer, **({"format": "PNG"} if lossless else {"format": "JPEG", "quality": 90}))
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    kind = "png" if lossless else "jpeg"
+    return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
+
+
+def picture_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """rows: (label, ``picture`` texts)."""
+    first = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
+    body = "".join(
+        f"<tr><td>{escape(label)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        for label, cells in rows
+    )
+    return f'<div class="wide"><table>{first}{body}</table></div>'

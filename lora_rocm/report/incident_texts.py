@@ -1,0 +1,102 @@
+"""Failures, changes and restarts of a run, in words and as a part of the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from lora_rocm.report.html import paragraph, preformatted, section, table
+from lora_rocm.rundir.incidents import Event
+
+MAX_ROWS = 200
+MAX_LOGS, MAX_LOG_LINES = 10, 40
+DAY = "%Y-%m-%d %H:%M:%S"
+SAME = (
+    "with the same samples and noise, the result is that of an undisturbed run, to the byte where the kernels are "
+    "deterministic (the CPU, or runtime.deterministic)."
+)
+UNCHANGED, EXACT = f"Nothing was changed: {SAME}", f"No change alters a number: {SAME}"
+ROUNDING = (
+    "Some changes alter how numbers are rounded, not what is computed: samples, noise and the effective batch are "
+    "those of an undisturbed run, and the result has its meaning, but not its bytes."
+)
+OTHER_NOISE = (
+    "The run was rolled back to other noise: from there on it is another run of the same recipe, as sound as the first."
+)
+
+
+def failure_text(event: Event) -> str:
+    """What happened, in one line; the end of a log that may follow in ``what`` is left out."""
+    if event["silent_s"] is None:
+        what = next(iter(event["what"].splitlines()), event["code"])
+        return f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {what}"
+    doing = event["activity"] if event["activity"] and event["activity"] != event["phase"] else ""
+    where = f"{event['phase']} ({doing})" if doing else event["phase"]
+    limit = f", of {event['limit_s']:g} allowed," if event["limit_s"] is not None else ""
+    stacks = f"; where it stood is in {event['stacks']}" if event["stacks"] else ""
+    done = "could not be ended" if event["code"] == "worker-unkillable" else "was ended"
+    return (
+        f"The training process was silent for {event['silent_s']:.3g} s{limit} in the phase {where}, after step "
+        f"{event['updates']}, and {done}{stacks}"
+    )
+
+
+def change_text(event: Event) -> str:
+    """What is done otherwise from here on, in one line."""
+    before = event["seen"] == "remembered"
+    because = "because of an earlier run on this machine" if before else f"because of: {event['seen']}"
+    kept = "no number changes" if event["effect"] == "exact" else "numbers are rounded otherwise"
+    return f"Changed {because}: {event['text']} ({kept})"
+
+
+def restart_text(event: Event) -> str:
+    """Where it goes on, in one line."""
+    noise = f", with other noise (attempt {event['attempt']})" if event["attempt"] else ""
+    return (
+        f"Restart {event['number']}: going on from step {event['from_updates']}{noise}; {event['spent']} of "
+        f"{event['budget']} restarts are spent"
+    )
+
+
+TEXTS = {"failure": failure_text, "change": change_text, "restart": restart_text}
+
+
+def promise(events: Iterable[Event]) -> str:
+    """Which of the promises about the result holds after these events."""
+    found = list(events)
+    if any(event["type"] == "restart" and event["attempt"] for event in found):
+        return OTHER_NOISE
+    effects = {event["effect"] for event in found if event["type"] == "change"}
+    return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
+
+
+def trouble_section(events: list[Event]) -> str:
+    """The part of the report; empty where nothing went wrong."""
+    if not events:
+        return ""
+    restarts = [event for event in events if event["type"] == "restart"]
+    times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
+    rows = [
+        (time.strftime(DAY, time.localtime(event["time"])), event["type"], TEXTS[event["type"]](event))
+        for event in events[:MAX_ROWS]
+    ]
+    more = paragraph(f"... and {len(events) - MAX_ROWS} more") if len(events) > MAX_ROWS else ""
+    failures = [event for event in events if event["type"] == "failure"]
+    logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
+    return section(
+        "Restarts and changes",
+        paragraph(f"The training process was started again {times}."),
+        paragraph(promise(events)),
+        table(("when", "", "what"), rows),
+        more,
+        *logs,
+    )
+
+
+def _logs(failure: Event) -> Iterator[str]:
+    """What the worker and the kernel had said before a failure."""
+    said = failure["what"].splitlines()[1:]
+    for whose, lines in (("Worker's log", said), ("Kernel log", failure["kernel_log"])):
+        if lines:
+            yield f"<h3>{whose}, failure after step {int(failure['updates'])}</h3>"
+            yield preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))

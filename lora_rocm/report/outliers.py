@@ -1,0 +1,100 @@
+"""Steps whose loss or gradient stands out from those before it. A pure function over ``step`` events, and its table.
+
+The loss of a diffusion model depends most of all on the timestep that was drawn: in a sound run with small batches one
+step in a hundred is five times the usual. So the bar is the higher one of a fixed factor and of the noise that the run
+itself shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lora_rocm.foundation.units import number_text
+from lora_rocm.report.html import paragraph, section, table
+
+WINDOW_STEPS, LEAST_STEPS = 50, 20
+"""The usual is the median of so many steps before; with fewer than the second number nothing is said."""
+LOSS_TIMES, NORM_TIMES = 5.0, 10.0
+NOISE_TIMES = 6.0
+"""And so many standard deviations of the logarithm, as estimated from the median deviation in the window."""
+MAX_ROWS = 200
+SIGMA_OF_MAD = 1.4826
+"""For normally distributed numbers."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """One step that stands out, with what was usual then; a usual value is None where too little was known."""
+
+    updates: int
+    iteration: int
+    loss: float | None
+    grad_norm: float | None
+    usual_loss: float | None
+    usual_norm: float | None
+
+
+class Usual:
+    """The last values of one series, as logarithms; what is not finite and positive is passed over."""
+
+    def __init__(self, times: float) -> None:
+        self._least, self._logs = math.log(times), deque[float](maxlen=WINDOW_STEPS)
+
+    @property
+    def value(self) -> float | None:
+        return math.exp(median(self._logs)) if len(self._logs) >= LEAST_STEPS else None
+
+    def stands_out(self, value: float | None) -> bool:
+        """Whether a value is far above the usual; it is one of the last values from then on."""
+        if value is None or not math.isfinite(value) or value <= 0:
+            return False
+        found, log = False, math.log(value)
+        if len(self._logs) >= LEAST_STEPS:
+            middle = median(self._logs)
+            sigma = SIGMA_OF_MAD * median(abs(one - middle) for one in self._logs)
+            found = log - middle > max(self._least, NOISE_TIMES * sigma)
+        self._logs.append(log)
+        return found
+
+
+def spikes(steps: Iterable[dict[str, Any]]) -> list[Spike]:
+    """The steps that stand out, in their order. ``steps``: as ``events.current_steps`` gives them."""
+    losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
+    for step in steps:
+        usual_loss, usual_norm = losses.value, norms.value
+        high = [losses.stands_out(step["loss"]), norms.stands_out(step["grad_norm"])]
+        if any(high):
+            row = Spike(
+                step["updates"], step["iteration"], step["loss"], step["grad_norm"], usual_loss, usual_norm
+            )  # fmt: skip
+            found.append(row)
+    return found
+
+
+def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
+    """The part of the report; empty where there are too few steps to say anything."""
+    if len(steps) <= LEAST_STEPS:
+        return ""
+    title, found = "Steps that stand out", spikes(steps)
+    if not found:
+        return section(title, paragraph("None: no step's loss or gradient is far above those before it.", "good"))
+    note = (
+        f"Usual: the median of the last {WINDOW_STEPS} steps. One such step now and then does no harm; many speak of "
+        "bad pictures or captions, or of too high a learning rate."
+    )
+    rows = [
+        (
+            spike.updates,
+            *map(number_text, (spike.loss, spike.usual_loss, spike.grad_norm, spike.usual_norm)),
+            spike.iteration,
+        )
+        for spike in found[:MAX_ROWS]
+    ]
+    more = paragraph(f"... and {len(found) - MAX_ROWS} more") if len(found) > MAX_ROWS else ""
+    head = ("step", "loss", "usual", "gradient norm", "usual", "iteration")
+    return section(title, paragraph(note, "soft"), table(head, rows), more)

@@ -1,0 +1,224 @@
+"""What the user sees while a run goes on: drawn from events and from nothing else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
+from lora_rocm.report.incident_texts import change_text, failure_text, restart_text
+from lora_rocm.report.smoothing import Smoothed
+from lora_rocm.report.vram_spill import Spilling
+
+LINE_EVERY_S = 10.0
+PHASES = {
+    "load": "Loading the base model",
+    "cache": "Reading pictures and captions, filling the caches",
+    "compile": "Compiling the model for each size of pictures (minutes)",
+    "preview": "Drawing previews",
+    "export": "Writing and checking the LoRA",
+}
+
+CACHE_WORK = {
+    "sizes": "Looking for pictures",
+    "hashes": "Reading pictures",
+    "images": "Caching images",
+    "texts": "Looking at captions",
+    "captions": "Caching captions",
+}
+MAX_REPAIRS_SAID = 5
+
+Event = dict[str, Any]
+
+
+class View(Protocol):
+    """Where progress is drawn."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def show(self, what: str, done: int, total: int, details: str) -> None:
+        """Show how far something is."""
+
+    def end(self) -> None:
+        """Draw no more bars."""
+
+
+class ProgressDisplay:
+    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``slow.spill_bytes``."""
+
+    def __init__(self, view: View, spill_bytes: int | None = None) -> None:
+        self.view, self.spilling = view, Spilling(spill_bytes)
+        self.loss = Smoothed()
+        self.step_s = Smoothed(0.9)
+        self.repairs = 0
+
+    def say(self, text: str) -> None:
+        self.view.say(text)
+
+    def on_event(self, event: Event) -> None:
+        """Draw one event; types that are not for the screen are passed over."""
+        draw = getattr(self, f"_on_{event['type']}", None)
+        if draw is not None:
+            draw(event)
+        slow = self.spilling.on_event(event)
+        if slow:
+            self.say(f"Warning: {slow}")
+
+    def _on_start(self, event: Event) -> None:
+        resumed = event["resumed_from"]
+        self.say(f"Training on {event['device']}, {event['precision']}, torch {event['torch']}")
+        if resumed is not None:
+            self.say(f"Going on from step {resumed}")
+
+    def _on_phase(self, event: Event) -> None:
+        text = PHASES.get(event["phase"])
+        if text and event["state"] == "begin":
+            self.say(f"{text} ...")
+
+    def _on_data(self, event: Event) -> None:
+        aside = len(event["set_aside"])
+        self.say(
+            f"{event['samples']} pictures in {len(event['buckets'])} buckets, "
+            f"{event['steps_per_epoch']} steps an epoch, {event['max_train_steps']} steps in all"
+            + (f"; {aside} set aside" if aside else "")
+        )
+        for problem in event["set_aside"][:5]:
+            self.say(f"  set aside: {problem['where']}: {problem['what']}")
+        if aside > 5:
+            self.say(f"  ... and {aside - 5} more, see the report")
+        for notice in event["notices"]:
+            self.say(f"  note: {notice}")
+
+    def _on_cache(self, event: Event) -> None:
+        rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
+        what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
+        self.view.show(what, event["done"], event["total"], rate)
+
+    def _on_compile(self, event: Event) -> None:
+        self.view.show("Compiling", event["done"], event["total"], event["size"])
+
+    def _on_repaired(self, event: Event) -> None:
+        self.repairs += 1
+        if self.repairs <= MAX_REPAIRS_SAID:
+            more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
+            self.say(f"Damaged in the cache, encoded again: {event['item']} ({event['reason']}){more}")
+
+    def _on_step(self, event: Event) -> None:
+        loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value
+        step_s = self.step_s.add(event["step_s"]) or 0.0
+        left_s = step_s * (event["max_train_steps"] - event["updates"])
+        details = (
+            f"loss {number_text(loss)}  {rate_text(1 / step_s if step_s else 0)}  {time_text(left_s)} left  "
+            f"{size_text(event['memory_bytes'])}  "
+            f"checks {event['transfer_checks']}, failed {event['transfer_failures']}"
+        )
+        self.view.show("Training", event["updates"], event["max_train_steps"], details)
+
+    def _on_incident(self, event: Event) -> None:
+        self.say(f"Incident at iteration {event['iteration']} ({event['kind']}): {event['detail']}; {event['action']}")
+
+    def _on_validation(self, event: Event) -> None:
+        self.say(f"Held-out loss after step {event['updates']}: {number_text(event['loss'])}")
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self.say(f"Saved {event['path']} and {event['lora']}")
+
+    def _on_preview(self, event: Event) -> None:
+        self.say(f"{len(event['pictures'])} previews after step {event['updates']}")
+
+    def _on_export(self, event: Event) -> None:
+        difference = number_text(event["max_difference"])
+        self.say(f"Wrote {event['path']} ({event['format']}), loaded back, largest difference {difference}")
+
+    def _on_concept(self, event: Event) -> None:
+        self.say(f"Concept score {number_text(event['score'])}, control {number_text(event['control'])}")
+
+    def _on_notice(self, event: Event) -> None:
+        self.say(f"Note: {event['text']}")
+
+    def _on_failure(self, event: Event) -> None:
+        self.say(failure_text(event))
+
+    def _on_change(self, event: Event) -> None:
+        self.say(change_text(event))
+
+    def _on_restart(self, event: Event) -> None:
+        self.say(restart_text(event))
+
+    def _on_end(self, event: Event) -> None:
+        self.view.end()
+
+
+class BarView:
+    """A bar on a terminal; lines scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=10)),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[details]}", markup=False),
+            console=console,
+            expand=True,
+            refresh_per_second=4,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def show(self, what: str, done: int, total: int, details: str) -> None:
+        if what not in self._tasks:
+            for task in self._tasks.values():
+                self.progress.update(task, visible=False)
+            self._tasks[what] = self.progress.add_task(what, total=total, details=details)
+            self.progress.start()
+        self.progress.update(self._tasks[what], completed=done, total=total, details=details, visible=True)
+
+    def end(self) -> None:
+        self.progress.stop()
+
+
+class LineView:
+    """Plain lines for a file or a pipe: how far at most every ``every_s`` seconds, and always at the end."""
+
+    def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
+        self.stream, self.every_s = stream, every_s
+        self._last: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def show(self, what: str, done: int, total: int, details: str) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._last.get(what, -self.every_s) >= self.every_s:
+            self._last[what] = now
+            self.say(f"{what} {done}/{total}  {details}".rstrip())
+
+    def end(self) -> None:
+        self._last.clear()
+
+
+@contextmanager
+def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) -> Iterator[ProgressDisplay]:
+    """A display on a terminal or a plain stream (standard output unless given); the bar is taken down at the end.
+
+    ``spill_bytes``: see ``slow.spill_bytes``.
+    """
+    stream = stream or sys.stdout
+    view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
+    try:
+        yield ProgressDisplay(view, spill_bytes)
+    finally:
+        view.end()

@@ -1,0 +1,372 @@
+"""``report.html`` of a run: one file that needs nothing else. Every part renders without the others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.report.html import header, page, paragraph, picture, picture_table, preformatted, section, table
+from lora_rocm.report.incident_texts import failure_text, trouble_section
+from lora_rocm.report.outliers import spikes_section
+from lora_rocm.report.smoothing import Smoothed
+from lora_rocm.report.svg_plot import Point, Series, line_plot
+from lora_rocm.report.vram_spill import spilled
+from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.incidents import last_word, trouble_of
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import result_files
+
+MAX_ROUNDS = 12
+MAX_PROMPTS = 8
+PREVIEW_SIDE_PX = 256
+GRID_SIDE_PX = 2000
+MAX_ROWS = 200
+MAX_JSON_BYTES = 1 << 24
+STEP_SHARES = {
+    "loading_s": "loading",
+    "copy_s": "copying to the device",
+    "check_s": "checking what arrived",
+    "wait_s": "waiting for the verdict",
+}
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the report is drawn from."""
+
+    run_dir: RunDir
+    events: list[Event]
+    steps: list[Event]
+    recipe: Recipe | None
+    result: dict[str, Any]
+    environment: dict[str, Any]
+    trouble: list[Event]
+    """Failures, changes and restarts, of the worker's events and of the supervisor's."""
+
+    def all(self, event_type: str) -> list[Event]:
+        return [event for event in self.events if event["type"] == event_type]
+
+    def since_start(self) -> list[Event]:
+        """The events since the last start of the worker."""
+        starts = [number for number, event in enumerate(self.events) if event["type"] == "start"]
+        return self.events[starts[-1] :] if starts else self.events
+
+    def last(self, event_type: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event["type"] == event_type), None)
+
+
+def write_report(run_dir: RunDir) -> Path:
+    """Write the report from what the run has so far.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    events = read_events(run_dir.events())
+    trouble = trouble_of(run_dir, events)
+    try:
+        recipe = load_recipe(run_dir.recipe).recipe
+    except RecipeError:
+        recipe = None
+    result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
+    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble)
+    title = recipe.output.name if recipe else run_dir.path.name
+    html = page(
+        f"{title}: lora-rocm report",
+        [
+            _headline(facts, title),
+            _concept(facts),
+            _before_after(facts),
+            _curves(facts),
+            spikes_section(facts.steps),
+            _previews(facts),
+            _guard(facts),
+            trouble_section(facts.trouble),
+            _repaired(facts),
+            _exports(facts),
+            _data(facts),
+            _timings(facts),
+            _recipe(facts),
+            _environment(facts),
+        ],
+    )
+    write_atomic(run_dir.report, html.encode("utf-8", "replace"), run_dir.path)
+    return run_dir.report
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where the file is missing or torn, or nothing that this program has written."""
+    try:
+        value = json.loads(read_plain(path, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _headline(facts: Facts, title: str) -> str:
+    data, now = facts.last("data"), facts.since_start()
+    said = next((event for event in reversed(now) if event["type"] in ("error", "end")), None)
+    hung = last_word(facts.events, facts.trouble)
+    updates = facts.steps[-1]["updates"] if facts.steps else 0
+    total = data["max_train_steps"] if data else "?"
+    if facts.result:
+        state = paragraph(f"Finished: {facts.result.get('updates', updates)} steps.", "good")
+    elif said and said["type"] == "error":
+        state = paragraph(f"Ended at step {updates} of {total}: {said['what']}", "bad") + paragraph(said["fix"], "soft")
+    elif hung:
+        state = paragraph(f"Ended at step {updates} of {total}: {failure_text(hung)}", "bad")
+    else:
+        state = paragraph(f"Not finished: step {updates} of {total}. Go on with --resume latest.", "bad")
+    about = ""
+    if facts.recipe:
+        model, lora = facts.recipe.model, facts.recipe.lora
+        about = f"{lora.title} of rank {lora.rank}, alpha {lora.effective_alpha:g}, for {model.name_or_path}"
+        about += f", from {data['samples']} pictures" if data else ""
+    return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
+
+
+def _usage(facts: Facts) -> str:
+    rows = [
+        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path))
+        for path in result_files(facts.run_dir)
+        if path != facts.run_dir.report
+    ]
+    if not rows:
+        return ""
+    hints = ""
+    if facts.run_dir.lora.exists():
+        hints = paragraph(
+            "lora.safetensors goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like. "
+            "In diffusers:"
+        ) + preformatted(f'pipeline.load_lora_weights("{facts.run_dir.lora.as_posix()}")')
+    trigger = facts.recipe.data.trigger_word if facts.recipe else None
+    if trigger:
+        hints += paragraph(f"Put the trigger word into the prompt: {trigger}")
+    return section("Files and how to use them", table(("file", "size"), rows), hints)
+
+
+def _file_size(path: Path) -> str:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return size_text(sum(file.stat().st_size for file in files))
+
+
+def _concept(facts: Facts) -> str:
+    found = facts.last("concept")
+    if found is None:
+        return ""
+    control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
+    meaning = (
+        "The chance that a picture drawn after training is nearer to the training pictures than one drawn before: "
+        "0.50 says that nothing changed, 1.00 that every picture is nearer. The control is the same for prompts "
+        "without the concept; the score is worth what it is above the control."
+    )
+    details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
+    rows = [(name, f"{value:.3f}" if isinstance(value, float) else value) for name, value in details]
+    return section(
+        "Has it learned the concept?",
+        paragraph(f"{found['score']:.2f}", "big"),
+        paragraph(control, "soft"),
+        paragraph(meaning),
+        table(("mean distance to the nearest training picture", ""), rows),
+    )
+
+
+def _before_after(facts: Facts) -> str:
+    path = facts.run_dir.before_after
+    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
+
+
+def _curves(facts: Facts) -> str:
+    loss: list[Point] = [(step["updates"], step["loss"]) for step in facts.steps if step["loss"] is not None]
+    average, smooth = Smoothed(), []
+    for updates, value in loss:
+        now = average.add(value)
+        if now is not None:
+            smooth.append((updates, now))
+    rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
+    held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
+    told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
+    of_optimizer: dict[str, list[Point]] = {
+        name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
+        for name in told
+    }
+    plots = [
+        ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
+        ("Held-out loss", [Series("held-out loss", sorted(dict(held_out).items()), "dots")]),
+        ("Learning rate", [Series("learning rate", rate)]),
+        *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
+    ]
+    parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
+    return section("Curves", *parts)
+
+
+def _previews(facts: Facts) -> str:
+    rounds = [(updates, sorted(folder.glob("*.png"))) for updates, folder in facts.run_dir.list_samples()]
+    rounds = [(updates, files) for updates, files in rounds if files]
+    if not rounds:
+        return ""
+    if len(rounds) > MAX_ROUNDS:
+        stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
+        rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
+    prompts = [*facts.recipe.sample.prompts, *facts.recipe.sample.control_prompts] if facts.recipe else []
+    columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
+    head = [prompts[number] if number < len(prompts) else f"picture {number + 1}" for number in range(columns)]
+    rows = [
+        (
+            f"step {updates}" if updates else "before",
+            [picture(file, file.name, PREVIEW_SIDE_PX) for file in files[:columns]],
+        )
+        for updates, files in rounds
+    ]
+    return section("Previews over time", picture_table(head, rows))
+
+
+def _guard(facts: Facts) -> str:
+    incidents = facts.all("incident")
+    if not facts.steps and not incidents:
+        return ""
+    checks, failures = _guard_counts(facts.events)
+    sentence = f"{failures} failed and were sent again" if failures else "none failed"
+    counts = paragraph(f"{checks} transfers were checked, {sentence}.", "bad" if failures else "good")
+    kinds = Counter(incident["kind"] for incident in incidents)
+    summary = paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else ""
+    rows = [
+        (
+            event["iteration"],
+            event["kind"],
+            event["detail"],
+            event["action"],
+            ", ".join(map(str, event["samples"] or ())),
+        )
+        for event in incidents[:MAX_ROWS]
+    ]
+    head = ("iteration", "kind", "what", "what was done", "samples")
+    return section("Guard", counts, _canaries(facts), summary, table(head, rows))
+
+
+def _canaries(facts: Facts) -> str:
+    """How often known answers were asked for again, and what was wrong where they were."""
+    found = facts.all("canary")
+    wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
+    if not found:
+        return ""
+    times = "once" if len(found) == 1 else f"{len(found)} times"
+    sentence = f"Kernels with known answers and frozen weights were looked at {times}"
+    if wrong:
+        return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_ROWS])}", "bad")
+    return paragraph(f"{sentence}: always right.", "good")
+
+
+def _repaired(facts: Facts) -> str:
+    repaired = facts.all("repaired")
+    if not repaired:
+        return ""
+    kinds = Counter(event["kind"] for event in repaired)
+    what = f"Damaged and encoded again, never trained on: {kinds['image']} pictures, {kinds['text']} captions."
+    advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
+    rows = [(event["kind"], event["item"], event["reason"]) for event in repaired[:MAX_ROWS]]
+    more = paragraph(f"... and {len(repaired) - MAX_ROWS} more") if len(repaired) > MAX_ROWS else ""
+    head = ("kind", "picture or caption", "what was wrong")
+    return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows), more)
+
+
+def _guard_counts(events: list[Event]) -> tuple[int, int]:
+    """Checks and failures over all sessions: the counters start anew with each."""
+    highest: dict[int, Event] = {event["session"]: event for event in events if event["type"] == "step"}
+    return (
+        sum(step["transfer_checks"] for step in highest.values()),
+        sum(step["transfer_failures"] for step in highest.values()),
+    )
+
+
+def _exports(facts: Facts) -> str:
+    newest = {event["path"]: event for event in facts.all("export")}
+    rows = [
+        (
+            event["path"],
+            event["format"],
+            number_text(event["max_difference"]),
+            ", ".join(event["cannot_read"]) or "none known",
+        )
+        for event in newest.values()
+    ]
+    note = paragraph(
+        "Each file was loaded back by another reader; the difference is the largest one between its effect on the "
+        "model and that of the trained adapter.",
+        "soft",
+    )
+    head = ("file", "format", "largest difference", "who cannot read it")
+    return section("Exports, loaded back", table(head, rows), note) if rows else ""
+
+
+def _data(facts: Facts) -> str:
+    data = facts.last("data")
+    if data is None:
+        return ""
+    aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data["set_aside"]]
+    buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
+    more = paragraph(f"... and {len(aside) - MAX_ROWS} more") if len(aside) > MAX_ROWS else ""
+    return section(
+        "Data",
+        paragraph(f"{data['samples']} pictures, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
+        *(paragraph(notice) for notice in data["notices"]),
+        "<h3>Set aside</h3>" + table(("picture", "why", "what to do"), aside[:MAX_ROWS]) + more if aside else "",
+        "<h3>Buckets</h3>" + table(("width x height", "pictures"), buckets),
+    )
+
+
+def _timings(facts: Facts) -> str:
+    seconds: dict[str, float] = defaultdict(float)
+    for event in facts.all("phase"):
+        if event["state"] == "end":
+            seconds[event["phase"]] += event["seconds"]
+    rows: list[tuple[str, str]] = [(f"phase {name}", time_text(spent)) for name, spent in seconds.items()]
+    total_s = sum(step["step_s"] for step in facts.steps)
+    if total_s:
+        rows.append(("speed", rate_text(len(facts.steps) / total_s)))
+        for key, name in STEP_SHARES.items():
+            rows.append((f"share of a step: {name}", f"{sum(step[key] for step in facts.steps) / total_s:.2%}"))
+        rows.append(("memory, highest", size_text(max(step["memory_bytes"] for step in facts.steps))))
+    starts = len(facts.all("start"))
+    note = paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else ""
+    device = facts.recipe.runtime.device if facts.recipe else "auto"
+    slow = "".join(paragraph(text, "bad") for text in spilled(facts.environment, device, facts.events))
+    return section("Timings", table((), rows), slow, note, paragraph(f"Started {starts} times.") if starts > 1 else "")
+
+
+def _recipe(facts: Facts) -> str:
+    try:
+        text = read_plain(facts.run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return section("Recipe", preformatted(text))
+
+
+def _environment(facts: Facts) -> str:
+    start, found = facts.last("start"), dict(facts.environment)
+    rows: list[tuple[str, object]] = []
+    if start:
+        rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
+    packages, variables = found.pop("packages", {}), found.pop("variables", [])
+    rows += sorted(found.items())
+    if isinstance(packages, dict):
+        rows += [(name, version or "not installed") for name, version in packages.items()]
+    rows_of_plan = [row for row in variables if isinstance(row, dict)] if isinstance(variables, list) else []
+    planned = [(row.get("variable"), row.get("value"), row.get("why")) for row in rows_of_plan]
+    return section(
+        "Environment",
+        table((), rows),
+        "<h3>Variables set for the training process</h3>" + table(("variable", "value", "why"), planned)
+        if planned
+        else "",
+    )

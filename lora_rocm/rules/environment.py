@@ -1,0 +1,155 @@
+"""The environment of the heavy processes, planned from the machine and the recipe; a pure function over a table.
+
+Variables have to exist before a process starts (a GPU runtime copies the environment once, and Python reads some of its
+own at start), which is why the parent plans them. A value that the user exported wins and is warned about where it is
+known to harm, but for the rules that say otherwise (``Rule.over_user``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lora_rocm import __version__
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.hardware.settings import VARIABLE, Settings
+from lora_rocm.rules.amd_rules import AMD_RULES
+from lora_rocm.rules.general_rules import GENERAL_RULES
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.memory_rules import MEMORY_RULES
+from lora_rocm.rules.mitigations import CHANGE_RULES
+from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
+from lora_rocm.rules.selftest_rules import VERDICT_RULES
+
+RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES + CHANGE_RULES
+PACKAGES = (
+    "torch",
+    "transformers",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "Pillow",
+    "pydantic",
+)
+
+
+@dataclass(frozen=True)
+class EnvRow:
+    """One planned variable or setting.
+
+    from_user: the value was there and stays; planned is then what the rule would have set, where that differs.
+    replaced: a value that was there and does not stay.
+    """
+
+    rule: str
+    variable: str
+    value: str
+    why: str
+    source: str
+    from_user: bool = False
+    replaced: str | None = None
+    planned: str | None = None
+    reviewed: str = ""
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A variable of the user's that is known to harm; the cure is to unset it."""
+
+    rule: str
+    variable: str
+    value: str
+    what: str
+    source: str
+    level: Level
+
+
+@dataclass(frozen=True)
+class EnvPlan:
+    """What a heavy process's environment will hold beside what it inherits."""
+
+    rows: tuple[EnvRow, ...]
+    warnings: tuple[Warned, ...] = ()
+
+    @property
+    def settings(self) -> Settings:
+        """What the rows with ``setting:`` say."""
+        chosen = {row.variable.removeprefix(SETTING): json.loads(row.value) for row in self.setting_rows}
+        return Settings(**chosen)
+
+    @property
+    def setting_rows(self) -> tuple[EnvRow, ...]:
+        return tuple(row for row in self.rows if row.variable.startswith(SETTING))
+
+    @property
+    def variables(self) -> tuple[EnvRow, ...]:
+        return tuple(row for row in self.rows if not row.variable.startswith(SETTING))
+
+    def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """A whole environment for a child."""
+        planned = {row.variable: row.value for row in self.variables}
+        return {**environ, **planned, VARIABLE: self.settings.to_text()}
+
+
+def plan(situation: Situation) -> EnvPlan:
+    """The table for one start of a heavy process on this machine."""
+    planned: dict[str, EnvRow] = {}  # of two rules for a variable the later counts: what the self-test saw comes last
+    for rule in RULES:
+        if not rule.when.holds(situation):
+            continue
+        value = rule.value if isinstance(rule.value, str) else rule.value(situation)
+        if value is not None:
+            row = _row(rule, value, situation)
+            planned[row.variable] = row
+    rows = tuple(planned.values())
+    gone = {row.variable for row in rows if row.replaced is not None}
+    warnings = [
+        Warned(harm.id, name, value, harm.what, harm.source, harm.level)
+        for harm in HARMS
+        for name, value in harm.found(situation)
+        if name not in gone
+    ]
+    return EnvPlan(rows, tuple(warnings))
+
+
+def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
+    variable = rule.variable if isinstance(rule.variable, str) else rule.variable(situation)
+    why = rule.why + (rule.evidence(situation) if rule.evidence is not None else "")
+    row = EnvRow(rule.id, variable, value, why, rule.source, reviewed=rule.reviewed)
+    theirs = situation.environ.get(variable)
+    if theirs is None or theirs == value:
+        return replace(row, from_user=theirs is not None)
+    if rule.over_user:
+        return replace(row, replaced=theirs)
+    return replace(row, value=theirs, from_user=True, planned=value)
+
+
+def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:
+    """What a run saves about where it ran: versions, machine, planned variables (no others: they may be secret)."""
+    return {
+        "lora_rocm": __version__,
+        "python_build": sys.version,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": facts.to_json(),
+        "variables": [asdict(row) for row in env_plan.variables],
+        "settings": [asdict(row) for row in env_plan.setting_rows],
+        "warnings": [asdict(warning) for warning in env_plan.warnings],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""When a value that the user set harms: the tests of the rows in ``harms``, each a function of value and situation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from lora_rocm.hardware.archs import arch_of, has_kernels
+from lora_rocm.hardware.facts import Gpu
+from lora_rocm.hardware.gpu_select import ROCR, visible
+from lora_rocm.rules.amd_rules import OVERRIDE, OVERRIDE_RULES, STRIX_HALO
+from lora_rocm.rules.rule import Situation
+
+Test = Callable[[str, Situation], bool]
+Numbers = tuple[int, ...]
+
+# In the order in which torch reads them: the first that is set counts.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OPTION = r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)"
+LEGAL: dict[str, Callable[[str], bool]] = {
+    "expandable_segments": lambda text: text.lower() in ("true", "false"),
+    "max_split_size_mb": lambda text: text.isdecimal() and int(text) >= 20,
+    "garbage_collection_threshold": lambda text: re.fullmatch(r"0?\.\d*[1-9]\d*", text) is not None,
+    "roundup_power2_divisions": lambda text: text.startswith("[") or (text.isdecimal() and int(text).bit_count() == 1),
+}
+
+
+def is_on(value: str, situation: Situation) -> bool:
+    """A switch that is on."""
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def is_off(value: str, situation: Situation) -> bool:
+    """A switch that is off."""
+    return not is_on(value, situation)
+
+
+def is_set(value: str, situation: Situation) -> bool:
+    """Any value."""
+    return True
+
+
+def at_least(limit: int) -> Test:
+    """A number of at least ``limit``."""
+    return lambda value, situation: value.strip().isdecimal() and int(value) >= limit
+
+
+def _numbers(value: str) -> Numbers | None:
+    """Major, minor and step of a value as libhsakmt reads it; None for one that it refuses."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", value)
+    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    return numbers if numbers and numbers[0] <= 63 and max(numbers[1:]) <= 255 else None
+
+
+def _own_numbers(gpu: Gpu) -> Numbers | None:
+    found = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", gpu.gfx or "")
+    return (int(found[1]), int(found[2], 16), int(found[3], 16)) if found else None
+
+
+def _overridden(value: str, situation: Situation) -> list[Gpu]:
+    """The GPUs of this run for which ``value`` counts. Those of Strix Halo are seen to by the owner's rules."""
+    environ = situation.environ
+    reached = visible(situation.facts, environ) if situation.selection.by_user else None
+    gpus = reached or ([situation.gpu] if situation.gpu else [])
+    counts = {gpu: environ.get(f"{OVERRIDE}_{gpu.node}", environ.get(OVERRIDE)) for gpu in gpus}
+    return [gpu for gpu in gpus if gpu.gfx != STRIX_HALO and counts[gpu] == value]
+
+
+def malformed_override(value: str, situation: Situation) -> bool:
+    """A value that libhsakmt refuses."""
+    return _numbers(value) is None and bool(_overridden(value, situation))
+
+
+def other_generation(value: str, situation: Situation) -> bool:
+    """It makes a GPU of this run one of another major version."""
+    theirs = _numbers(value)
+    own = [_own_numbers(gpu) for gpu in _overridden(value, situation)]
+    return theirs is not None and any(numbers is not None and numbers[0] != theirs[0] for numbers in own)
+
+
+def other_card(value: str, situation: Situation) -> bool:
+    """It makes a GPU of this run another of its generation, and nobody is known to need that."""
+    theirs = _numbers(value)
+    if theirs is None or other_generation(value, situation):
+        return False
+    return any(
+        _own_numbers(gpu) not in (None, theirs) and not _works(value, gpu, situation)
+        for gpu in _overridden(value, situation)
+    )
+
+
+def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
+    """The value is what the plan would set, or what is known to work where the architectures of torch are unknown."""
+    planned = [rule.value(situation) for rule in OVERRIDE_RULES if callable(rule.value) and rule.when.holds(situation)]
+    torch, arch = situation.facts.torch, arch_of(gpu.gfx)
+    lacking = has_kernels(torch.arch_list if torch else None, gpu.gfx) is not True
+    return value in planned or (lacking and arch is not None and arch.override == value)
+
+
+def _options(value: str) -> dict[str, str] | None:
+    """The options of an allocator variable; None for what torch refuses to read."""
+    if value.strip() and not re.fullmatch(f"{OPTION}(,{OPTION})*,?", value):
+        return None
+    return {name: text.strip() for name, text in re.findall(OPTION, value)}
+
+
+def _counts(value: str, situation: Situation) -> bool:
+    return value == next((situation.environ[name] for name in ALLOCATOR if name in situation.environ), None)
+
+
+def expandable(with_split: bool) -> Test:
+    """With expandable_segments on, with or without max_split_size_mb."""
+
+    def harmful(value: str, situation: Situation) -> bool:
+        options = _options(value) or {}
+        asked = options.get("expandable_segments", "").lower() == "true"
+        return asked and _counts(value, situation) and ("max_split_size_mb" in options) is with_split
+
+    return harmful
+
+
+def expandable_at_all(value: str, situation: Situation) -> bool:
+    """With expandable_segments on."""
+    return expandable(True)(value, situation) or expandable(False)(value, situation)
+
+
+def bad_options(value: str, situation: Situation) -> bool:
+    """A value that torch refuses."""
+    options = _options(value)
+    if not _counts(value, situation):
+        return False
+    return options is None or any(not LEGAL[name](text) for name, text in options.items() if name in LEGAL)
+
+
+def hidden_by(*others: str) -> Test:
+    """One of ``others`` is set, too, and read in its place."""
+    return lambda value, situation: any(name in situation.environ for name in others)
+
+
+def hides_all(value: str, situation: Situation) -> bool:
+    """No AMD GPU is left."""
+    return situation.selection.by_user and situation.gpu is None and bool(situation.facts.amd_gpus)
+
+
+def chooses_apu(value: str, situation: Situation) -> bool:
+    """An APU is chosen although there is a card. Strix Halo is left out: it has more memory than most cards."""
+    gpu, cards = situation.gpu, [gpu for gpu in situation.facts.amd_gpus if gpu.integrated is False]
+    is_small = gpu is not None and gpu.integrated is True and gpu.gfx != STRIX_HALO
+    return situation.selection.by_user and is_small and bool(cards) and bool(value)
+
+
+def longer_than_rocr(value: str, situation: Situation) -> bool:
+    """HIP's list is longer than ROCr's."""
+    rocr = situation.environ.get(ROCR)
+    return rocr is not None and len(value.split(",")) > len(rocr.split(","))
+
+
+def empty(value: str, situation: Situation) -> bool:
+    """Nothing but blanks."""
+    return not value.strip()
+
+
+def shadows_wheel(value: str, situation: Situation) -> bool:
+    """A folder of libraries that torch's own have to compete with."""
+    torch = situation.facts.torch
+    has_rocm = torch is not None and torch.hip is not None
+    return has_rocm and any(folder.startswith("/opt/rocm") for folder in value.split(":"))
+
+
+def is_temporary(value: str, situation: Situation) -> bool:
+    """A folder that is emptied now and then."""
+    return value.startswith(("/tmp", "/var/tmp", "/dev/shm")) or "\\temp\\" in value.lower()

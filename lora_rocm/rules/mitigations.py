@@ -1,0 +1,376 @@
+"""Degrading on purpose: what was seen in a run, and what is changed at the next start because of it.
+
+One table. A change is a set of rules like every other: ``environ.plan`` applies those in ``Situation.changes``, so that
+``lora-rocm env --explain`` shows them. What the user set stays, here too: a change that would alter nothing is passed
+over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.rules.rule import Rule, Situation, When
+
+Seen = Literal[
+    "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
+    "died",
+]  # fmt: skip
+"""loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent,
+or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
+sum: gradients of several GPUs were added up wrongly. graph: a captured graph computes wrong. illegal-access: the
+device reported a fault, or was lost. died: the process ended without a word."""
+Size = Literal["training", "previews"]
+Effect = Literal["exact", "rounding"]
+"""exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
+
+SEEN_OF_CODE: dict[str, Seen] = {
+    "transfer-failed": "corruption",
+    "verdict-lost": "corruption",
+    "read-failed": "corruption",
+    "canary-kernel": "canary",
+    "canary-graph": "graph",
+    "canary-weights": "corruption",
+    "nonfinite": "nonfinite",
+    "state-nonfinite": "corruption",
+    "state-changed": "corruption",
+    "device-fault": "illegal-access",
+    "out-of-memory": "out-of-memory",
+    "worker-died": "died",
+    "rank-lost": "died",
+    "ranks-parted": "corruption",
+    "sum-wrong": "sum",
+}
+"""Codes of errors that a new start, with or without changes, may cure. After any other error there is none."""
+
+ALWAYS = When(amd=False)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """One variable, or a "setting:" with its value as JSON. ``when``: else as of the change."""
+
+    variable: str
+    value: str | Callable[[Situation], str]
+    shown: str = ""
+    """The value in words, where it depends on the situation."""
+    when: When | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row.
+
+    Attributes:
+        id: its name in events, in the memory of this machine and in ``Situation.changes``.
+        seen: what it answers.
+        effect: what it does to the promise of equal bytes.
+        sets: what it sets.
+        text: what the user reads.
+        phases: of the worker, in which it can help; empty: in any.
+        applies: whether it can mean anything in this run, beside ``when``.
+        most: how often it can be made (each time it goes further).
+        size: it is for runs of this size, not for the machine: remembered for such runs only. Of what the size
+            counts: see ``kept.workload_of``.
+    """
+
+    id: str
+    seen: tuple[Seen, ...]
+    effect: Effect
+    sets: tuple[Sets, ...]
+    text: str
+    source: str
+    when: When = ALWAYS
+    phases: tuple[str, ...] = ()
+    applies: Callable[[Situation], bool] = field(default=lambda situation: True)
+    most: int = 1
+    size: Size | None = None
+
+
+def parts(situation: Situation) -> int:
+    """Into how many parts a micro-batch is cut: doubled by each change."""
+    return 1 << situation.changes.count("micro-batch-halved")
+
+
+def _has_workers(situation: Situation) -> bool:
+    recipe = situation.recipe
+    return recipe is not None and recipe.runtime.workers_on(_platform(situation)) > 0
+
+
+def _platform(situation: Situation) -> str:
+    return {"windows": "win32", "linux": "linux", "macos": "darwin"}[situation.facts.system]
+
+
+def _on_gpu(situation: Situation) -> bool:
+    usable = stack_of(situation.facts, situation.selection) is not None
+    return usable and (situation.recipe is None or situation.recipe.runtime.device != "cpu")
+
+
+def _pins(situation: Situation) -> bool:
+    """Whether batches would be pinned: asked for, or neither refused nor found to fail by the self-test."""
+    asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
+    fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
+    return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
+
+
+def _captures(situation: Situation) -> bool:
+    return _on_gpu(situation) and (situation.recipe is None or situation.recipe.runtime.graphs == "auto")
+
+
+def _convolves_without_miopen(situation: Situation) -> bool:
+    """Only where the self-test saw torch's own convolutions pass: see ``rules_verdict.avoids_miopen``."""
+    verdict = situation.verdict
+    sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
+    return sound and _on_gpu(situation)
+
+
+def _can_be_halved(situation: Situation) -> bool:
+    return situation.recipe is not None and parts(situation) < situation.recipe.train.batch_size
+
+
+def _recomputes_not(situation: Situation) -> bool:
+    return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
+
+
+# In this order they are tried: of those for one thing seen the exact ones first, but for caching-off, with which every
+# step is several times slower.
+CHANGES: tuple[Change, ...] = (
+    Change(
+        "workers-0",
+        ("loader-hang", "died"),
+        "exact",
+        (Sets("setting:loader_workers", "0"),),
+        "batches are read without worker processes",
+        "pytorch#130610, #27278 and ultralytics#26085: loader workers that hang, on any vendor's machines",
+        applies=_has_workers,
+    ),
+    Change(
+        "copies-unpinned",
+        ("corruption", "hang", "loader-hang"),
+        "exact",
+        (Sets("setting:copy_method", json.dumps("unpinned")),),
+        "batches are copied to the GPU from ordinary memory, not from pinned memory",
+        "cupy#5138 (wrong bytes from pinned memory on ROCm); pinning is a part of reading a batch",
+        applies=_pins,
+    ),
+    Change(
+        "copies-blocking",
+        ("corruption", "hang"),
+        "exact",
+        (Sets("setting:copy_method", json.dumps("clone")),),
+        "each copy to the GPU is made from a buffer of its own and waited for",
+        "llama.cpp#26543, #28211 (host memory read too early on gfx1151; blocking cures it)",
+        applies=_on_gpu,
+    ),
+    Change(
+        "sdma-off",
+        ("corruption", "hang", "died"),
+        "exact",
+        (Sets("HSA_ENABLE_SDMA", "0"),),
+        "copies are made by shaders instead of the copy engines",
+        "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
+        When(systems=("linux",)),
+        applies=_on_gpu,
+    ),
+    Change(
+        "p2p-off",
+        ("sum", "hang"),
+        "rounding",
+        (Sets("NCCL_P2P_DISABLE", "1"),),
+        "GPUs that train together exchange gradients through main memory, not from card to card",
+        "rocm-systems#11348; ROCm/vllm#390; pytorch#84803",
+        When(amd=False, systems=("linux",), several_ranks=True),
+        applies=_on_gpu,
+    ),
+    Change(
+        "graphs-off",
+        ("graph", "hang", "illegal-access", "died"),
+        "rounding",
+        (Sets("setting:graphs", "false"),),
+        "steps are launched kernel by kernel, not replayed as a graph",
+        "pytorch#197017, #197377 (memset nodes of captured graphs go wrong on ROCm 7.0)",
+        phases=("load", "step"),
+        applies=_captures,
+    ),
+    Change(
+        "triton-off",
+        ("illegal-access", "nonfinite", "hang", "died"),
+        "rounding",
+        (Sets("setting:triton", "false"),),
+        "norms, gates and sums do without this program's own Triton kernels",
+        "decision of this project: nobody has run them on every card; plain PyTorch computes the same",
+        phases=("load", "step"),
+        applies=_on_gpu,
+    ),
+    Change(
+        "hipblaslt-off",
+        ("illegal-access", "canary", "hang", "died"),
+        "rounding",
+        (
+            Sets("TORCH_BLAS_PREFER_HIPBLASLT", "0"),
+            Sets("ROCBLAS_USE_HIPBLASLT", "0"),
+            Sets("DISABLE_ADDMM_HIP_LT", "1", when=When(torch_below="2.12")),
+        ),
+        "matrix products do without hipBLASLt",
+        "rocm-libraries#7992; ROCm#6647, #6461",
+        When(),
+        applies=_on_gpu,
+    ),
+    Change(
+        "miopen-gemm-off",
+        ("canary",),
+        "rounding",
+        (Sets("MIOPEN_DEBUG_CONV_GEMM", "0"),),
+        "MIOpen does without its solvers that go through a matrix product",
+        "rocm-libraries#3339",
+        When(systems=("windows",)),
+        applies=_on_gpu,
+    ),
+    Change(
+        "miopen-off",
+        ("canary", "illegal-access"),
+        "rounding",
+        (Sets("setting:miopen", "false"),),
+        "convolutions do without MIOpen",
+        "rocm-libraries#3339; MIOpen#3964; only where the self-test saw torch's own convolutions pass",
+        When(),
+        applies=_convolves_without_miopen,
+    ),
+    Change(
+        "attention-float32",
+        ("nonfinite", "canary", "illegal-access"),
+        "rounding",
+        (Sets("setting:attention", json.dumps("math")),),
+        "attention is computed plainly and in float32",
+        "pytorch#132004; torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed (off: sums in float32)",
+        applies=_on_gpu,
+        size="training",
+    ),
+    Change(
+        "caching-off",
+        ("illegal-access",),
+        "exact",
+        (Sets("PYTORCH_NO_HIP_MEMORY_CACHING", "1"),),
+        "every allocation goes to the driver (several times slower; the last resort)",
+        "ROCm#6647 (page fault in a LoRA step: 3 of 3 runs passed with it, 7 of 7 failed without)",
+        When(),
+        applies=_on_gpu,
+    ),
+    Change(
+        "vae-tiling",
+        ("out-of-memory",),
+        "rounding",
+        (Sets("setting:vae_tiling", "true"),),
+        "training pictures are encoded in tiles",
+        "diffusers, AutoencoderKL.enable_tiling",
+        phases=("cache",),
+        size="training",
+    ),
+    Change(
+        "preview-tiling",
+        ("out-of-memory",),
+        "rounding",
+        (Sets("setting:preview_tiling", "true"),),
+        "previews are decoded in tiles",
+        "diffusers, AutoencoderKL.enable_tiling",
+        phases=("preview", "export"),
+        size="previews",
+    ),
+    Change(
+        "micro-batch-halved",
+        ("out-of-memory",),
+        "rounding",
+        (Sets("setting:micro_batch_parts", lambda situation: json.dumps(parts(situation)), "`2`, `4`, `8` ..."),),
+        "a batch is computed in half as large parts, with the same samples and noise; the effective batch stays",
+        "arXiv 1811.06965 (micro-batches)",
+        phases=("compile", "step", "checkpoint"),
+        applies=_can_be_halved,
+        most=16,
+        size="training",
+    ),
+    Change(
+        "checkpointing",
+        ("out-of-memory",),
+        "rounding",
+        (Sets("setting:checkpointing", "true"),),
+        "activations are computed again in the backward pass instead of kept",
+        "arXiv 1604.06174",
+        phases=("compile", "step", "checkpoint"),
+        applies=_recomputes_not,
+        size="training",
+    ),
+)
+
+BY_ID: dict[str, Change] = {change.id: change for change in CHANGES}
+
+
+def known(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of this version, each as often as it can be made: what a file says may be of another one, or damaged."""
+    counts: Counter[str] = Counter()
+    found = []
+    for name in names:
+        counts[name] += 1
+        if name in BY_ID and counts[name] <= BY_ID[name].most:
+            found.append(name)
+    return tuple(found)
+
+
+def made(situation: Situation) -> list[Change]:
+    """The changes in force, each once, in the order of the table; unknown names (of another version) are left out."""
+    counts = Counter(situation.changes)
+    return [change for change in CHANGES if counts[change.id]]
+
+
+def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
+    """What can still be changed because of this, met in ``phase``; the mildest first.
+
+    ``environ.plan`` says whether it would alter anything. Empty: the same is tried again, or the run ends. There is
+    nothing for memory that runs out while the base is loaded, for a loader that hangs without workers and pinning, nor,
+    on the CPU, for a hang, wrong results, an illegal access or numbers that are not finite.
+    """
+    return [
+        change
+        for change in CHANGES
+        if seen in change.seen
+        and (not change.phases or phase in change.phases)
+        and situation.changes.count(change.id) < change.most
+        and change.when.holds(situation)
+        and change.applies(situation)
+    ]
+
+
+def _rules(change: Change) -> Iterator[Rule]:
+    for number, row in enumerate(change.sets, 1):
+        name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
+        why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
+        shown = ("", row.shown or f"`{row.value}`")
+        when = row.when or change.when
+        value, evidence = _planned(change, row), _when(change)
+        yield Rule(name, row.variable, value, why, change.source, when, shown=shown, evidence=evidence)
+
+
+def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
+    def planned(situation: Situation) -> str | None:
+        if change.id not in situation.changes:
+            return None
+        return row.value if isinstance(row.value, str) else row.value(situation)
+
+    return planned
+
+
+def _when(change: Change) -> Callable[[Situation], str]:
+    """Evidence: the day and what was met, where it is remembered from an earlier run."""
+
+    def evidence(situation: Situation) -> str:
+        entries = situation.remembered.entries if situation.remembered is not None else ()
+        mine = [entry for entry in entries if entry.change == change.id]
+        return f" (met on {mine[-1].when}: {mine[-1].seen})" if mine else ""
+
+    return evidence
+
+
+CHANGE_RULES: tuple[Rule, ...] = tuple(rule for change in CHANGES for rule in _rules(change))

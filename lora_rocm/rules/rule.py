@@ -1,0 +1,214 @@
+"""What a rule about a machine is: data that says where it holds, what it sets, why, and who says so.
+
+The rows are in ``rules_amd`` (AMD), ``rules_general``, ``rules_memory``, ``rules_verdict`` and ``harms``;
+``environ.plan`` applies them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from lora_rocm.hardware.archs import Generation, arch_of, has_kernels
+from lora_rocm.hardware.facts import Gpu, HostFacts, System
+from lora_rocm.hardware.gpu_select import Selection
+from lora_rocm.hardware.selftest_result import Verdict
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe  # pydantic takes longer than the whole plan
+    from lora_rocm.rules.mitigation_records import Remembered
+
+Profile = Literal["safe", "fast"]
+SETTING = "setting:"
+"""A rule whose variable begins so sets a field of ``host.settings.Settings``; its value is JSON."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a rule may look at."""
+
+    facts: HostFacts
+    selection: Selection
+    environ: Mapping[str, str]
+    app_dir: str
+    """The program's own folder for caches and verdicts, written as the machine of ``facts`` writes paths."""
+    recipe: Recipe | None = None
+    profile: Profile = "safe"
+    verdict: Verdict | None = None
+    ranks: int = 1
+    """Processes that train together, each on a GPU of its own."""
+    changes: tuple[str, ...] = ()
+    """Names of what past failures made necessary (``host.changes``); one that went further is there several times."""
+    remembered: Remembered | None = None
+    """What is kept about this machine for runs of any size; None: it was not asked for (a recorded machine)."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return self.selection.gpu
+
+
+@dataclass(frozen=True)
+class When:
+    """Where a rule holds: every condition that is given has to be met. As data, so that docs and tests can read it.
+
+    A version that is not known meets no condition about it.
+    """
+
+    amd: bool = True
+    """Only with an AMD GPU selected."""
+    systems: tuple[System, ...] = ()
+    generations: tuple[Generation, ...] = ()
+    gfx: tuple[str, ...] = ()
+    unknown_too: bool = False
+    """Also for a GPU that the table of architectures does not know."""
+    torch_from: str | None = None
+    torch_below: str | None = None
+    safe_profile: bool = False
+    """Only in the profile "safe", or where "fast" was not cleared by the self-test."""
+    hip_from: str | None = None
+    hip_below: str | None = None
+    aotriton_from: str | None = None
+    aotriton_below: str | None = None
+    kernel_from: str | None = None
+    kernel_below: str | None = None
+    wsl: bool | None = None
+    several_gpus: bool | None = None
+    """The machine has several AMD GPUs, visible or not."""
+    several_ranks: bool | None = None
+    lacks_kernels: bool = False
+    """The installed torch is known to have no kernels for this GPU."""
+    wheel_has: str | None = None
+    """The installed torch is known to have kernels for this architecture."""
+
+    def holds(self, situation: Situation) -> bool:
+        """Whether a rule with these conditions is for this machine."""
+        facts, gpu = situation.facts, situation.gpu
+        return (
+            (gpu is not None or not self.amd)
+            and (not self.systems or facts.system in self.systems)
+            and self._holds_for(gpu)
+            and self._holds_for_software(facts)
+            and self._holds_for_wheel(facts, gpu)
+            and _agrees(self.wsl, facts.is_wsl)
+            and _agrees(self.several_gpus, len(facts.amd_gpus) > 1)
+            and _agrees(self.several_ranks, situation.ranks > 1)
+            and (not self.safe_profile or not is_fast(situation))
+        )
+
+    def _holds_for(self, gpu: Gpu | None) -> bool:
+        if not self.generations and not self.gfx:
+            return True
+        arch = arch_of(gpu.gfx) if gpu else None
+        if arch is None:
+            return self.unknown_too and gpu is not None
+        return arch.generation in self.generations or arch.gfx in self.gfx
+
+    def _holds_for_software(self, facts: HostFacts) -> bool:
+        torch, linux = facts.torch, facts.linux
+        return (
+            _between(self.torch_from, torch.version if torch else None, self.torch_below)
+            and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
+            and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
+            and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
+        )
+
+    def _holds_for_wheel(self, facts: HostFacts, gpu: Gpu | None) -> bool:
+        arch_list = facts.torch.arch_list if facts.torch else None
+        if self.lacks_kernels and (gpu is None or has_kernels(arch_list, gpu.gfx) is not False):
+            return False
+        return self.wheel_has is None or has_kernels(arch_list, self.wheel_has) is True
+
+
+AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
+"""The AOTriton that a torch from this version on brings (pytorch cmake/External/aotriton.cmake)."""
+
+
+def aotriton_of(facts: HostFacts) -> str | None:
+    """Version of the fused attention library: as read, else the one that this version of torch brings."""
+    if facts.torch is None or facts.torch.hip is None:
+        return None
+    if facts.torch.aotriton is not None:
+        return facts.torch.aotriton
+    found = release(facts.torch.version)
+    return next((brought for torch, brought in AOTRITON_OF_TORCH if found >= release(torch)), None)
+
+
+def is_fast(situation: Situation) -> bool:
+    """The profile "fast" is asked for, and the self-test has cleared it on this very stack."""
+    return situation.profile == "fast" and situation.verdict is not None and situation.verdict.clears_fast
+
+
+Text = str | Callable[[Situation], str]
+Value = str | Callable[[Situation], str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row. ``value`` None: it does not apply after all. ``over_user``: it replaces even a value of the user."""
+
+    id: str
+    variable: Text
+    value: Value
+    why: str
+    source: str
+    when: When = field(default_factory=When)
+    over_user: bool = False
+    reviewed: str = "2026-11-21"
+    shown: tuple[str, str] = ("", "")
+    """For the documentation: variable and value in words, where they depend on the machine."""
+    evidence: Callable[[Situation], str] | None = None
+    """What on this very machine it rests on; added to ``why`` in its plan."""
+
+
+Level = Literal["breaks", "harms", "slows", "note"]
+"""Of a finding, in order of harm: training cannot work or is wrong; it may break; it is slower; good to know."""
+
+
+@dataclass(frozen=True)
+class Harm:
+    """A value that the user set and that harms. It stays (the user's value wins), and is warned about.
+
+    The cure is always the same: the variable is unset. ``variables`` may end in ``*``.
+    """
+
+    id: str
+    variables: tuple[str, ...]
+    harmful: Callable[[str, Situation], bool]
+    values: str
+    """The harmful values in words, for the documentation."""
+    what: str
+    """What it does to training."""
+    source: str
+    when: When = field(default_factory=When)
+    level: Level = "harms"
+    reviewed: str = "2026-11-21"
+
+    def found(self, situation: Situation) -> list[tuple[str, str]]:
+        """Variables of the user that harm here, with their values."""
+        if not self.when.holds(situation):
+            return []
+        return [
+            (name, value)
+            for name, value in situation.environ.items()
+            if any(fnmatchcase(name, pattern) for pattern in self.variables) and self.harmful(value, situation)
+        ]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: "2.13.0+rocm7.2" is (2, 13, 0); () where there are none."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def _between(low: str | None, version: str | None, below: str | None) -> bool:
+    if low is None and below is None:
+        return True
+    found = release(version or "")
+    return bool(found) and (low is None or found >= release(low)) and (below is None or found < release(below))
+
+
+def _agrees(wanted: bool | None, found: bool) -> bool:
+    return wanted is None or wanted is found

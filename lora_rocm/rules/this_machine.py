@@ -1,0 +1,86 @@
+"""This machine's plan, for every command that starts a heavy process.
+
+Facts, stored verdict, remembered changes and recipe are put together here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.hardware.app_dir import app_dir
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.hardware.gpu_select import select
+from lora_rocm.hardware.probe.detection import probe
+from lora_rocm.hardware.selftest_result import stored
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.rules.environment import EnvPlan, plan
+from lora_rocm.rules.mitigation_store import forget, in_force, key_of, recall, said, workloads_of
+from lora_rocm.rules.rule import Situation
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
+RECORDED_APP_DIR = {
+    "windows": r"%LOCALAPPDATA%\lora-rocm",
+    "linux": "~/.cache/lora-rocm",
+    "macos": "~/Library/Caches/lora-rocm",
+}
+"""The program's folder on a recorded machine, where no user's home is known."""
+
+
+def situation_here(
+    recipe: Recipe | None = None,
+    facts: HostFacts | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    deep: bool = False,
+) -> Situation:
+    """The situation of a start on this machine (or on a recorded one, whose variables count instead of ours).
+
+    ``deep``: with the facts that take seconds to read.
+    """
+    live = facts is None
+    found = probe(deep) if facts is None else facts
+    seen = (os.environ if live else found.variables) if environ is None else environ
+    folder = app_dir(seen, found.system) if live else None
+    selection = select(found, seen)
+    stack = stack_of(found, selection)
+    verdict = stored(folder, stack) if folder is not None and stack is not None else None
+    profile = recipe.runtime.profile if recipe is not None else "safe"
+    own = str(folder) if folder is not None else RECORDED_APP_DIR[found.system]
+    situation = Situation(found, selection, seen, own, recipe, profile, verdict)
+    return situation if folder is None else _with_changes(situation, folder)
+
+
+def _with_changes(situation: Situation, folder: Path) -> Situation:
+    """With what past runs on this machine made necessary."""
+    remembered = recall(folder, key_of(situation.facts, situation.selection))
+    changes = in_force(remembered, workloads_of(situation.recipe))
+    return replace(situation, changes=changes, remembered=remembered)
+
+
+def forget_here() -> str:
+    """Forget what past runs on this machine made necessary, with whatever software; what it was, in words.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    system = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")
+    gone = forget(app_dir(os.environ, system))
+    if not gone:
+        return "Nothing was remembered about this machine."
+    lines = ["Forgotten; the next run begins without:"]
+    for path, entries in gone:
+        lines += [f"  {text}" for text in said(entries)] or [f"  what {path} held (damaged)"]
+    return "\n".join(map(printable, lines))
+
+
+def plan_here(recipe: Recipe | None = None) -> EnvPlan:
+    """The environment plan for a heavy process on this machine."""
+    return plan(situation_here(recipe))

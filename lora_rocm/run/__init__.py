@@ -1,1 +1,0 @@
-"""A run directory and everything that watches it (light: no torch)."""

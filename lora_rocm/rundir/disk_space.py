@@ -1,0 +1,62 @@
+"""Room on a disk: what will be needed is compared with what is free before it runs out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.foundation.units import size_text
+
+RESERVE_BYTES = 1 << 20
+"""Left free beside what is written: for events, and for the report of what happened."""
+
+Free = Callable[[Path], "int | None"]
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write on the disk of ``path``, which need not exist yet.
+
+    None where the file system does not tell (some network drives say that they hold nothing at all). Quotas of a user
+    or a folder are not seen: where one is used up, writing fails like on a full disk.
+
+    Raises:
+        StorageError: the disk does not answer.
+    """
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError as error:
+        raise storage_error(error, path) from error
+    return usage.free if usage.total else None
+
+
+def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = free_bytes) -> None:
+    """Refuse to begin writing what will not fit.
+
+    Raises:
+        StorageError: "disk-low".
+    """
+    found = free(path)
+    if found is not None and found < needed_bytes + RESERVE_BYTES:
+        raise StorageError(
+            "disk-low",
+            f"There is not enough room on the disk for {what}: {size_text(needed_bytes)} needed, "
+            f"{size_text(found)} free. Nothing was written.",
+            where=str(path),
+            fix=fix,
+        )
+
+
+def shortage(path: Path, needed_bytes: int, what: str, free: Free = free_bytes) -> str:
+    """A sentence where the disk will be full before all is written; else nothing (empty)."""
+    found = free(path)
+    if found is None or found >= needed_bytes + RESERVE_BYTES:
+        return ""
+    return (
+        f"The disk may be full before the end: {what} need about {size_text(needed_bytes)}, "
+        f"and {size_text(found)} are free at {path}."
+    )

@@ -1,0 +1,65 @@
+"""The worker's sign of life: one small file that it overwrites in place, with a count that only progress moves.
+
+Events say what was done, the heartbeat what is being done: a thread that merely lives says nothing about a step that
+hangs, so only the code that does the work beats. In place, because Windows cannot rename over a file that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import storage_error
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import open_in_place
+
+WIDTH_BYTES = 256
+"""A record is padded to this, so that no end of an older, longer one is left behind it."""
+MAX_BYTES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """pid: of the worker. count: beats since its start. activity: what it does now ("loader", "step", ...)."""
+
+    pid: int
+    count: int
+    activity: str
+
+
+class HeartbeatWriter:
+    """Overwrites the file at each beat; a few microseconds. Not flushed to the disk: it is for the living."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._count = path, 0
+        self._file = open_in_place(path, anew=True, buffering=0)
+
+    def beat(self, activity: str) -> None:
+        """One sign of progress.
+
+        Raises:
+            StorageError: the run directory is gone, or its disk is full.
+        """
+        self._count += 1
+        record = json.dumps(asdict(Heartbeat(os.getpid(), self._count, activity)))
+        try:
+            self._file.seek(0)
+            self._file.write(record.encode("ascii").ljust(WIDTH_BYTES - 1) + b"\n")
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The last beat; None where there is none, it is being written at this very moment, or it is no plain file."""
+    try:
+        value: Any = json.loads(read_plain(path, MAX_BYTES))
+        found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+        return None
+    return found

@@ -1,0 +1,150 @@
+"""The files that leave a run: their digests in ``result.json``, and what has become of them since.
+
+Whoever wrote ``result.json`` may have written anything: its paths count only where they are those of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.files import write_json
+from lora_rocm.rundir.layout import RunDir
+
+MAX_RESULT_BYTES = 1 << 24
+MAX_FILE_BYTES = 1 << 36
+FILES_OF = {
+    "kohya": re.compile(r"lora\.safetensors"),
+    "diffusers": re.compile(r"pytorch_lora_weights\.safetensors"),
+    "peft": re.compile(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)"),
+}
+"""The paths of each form in the run directory."""
+CHECKPOINT_LORA = re.compile(r"checkpoints/lora-step\d{8}\.safetensors")
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What a file of a run holds. path: in the run directory, with slashes."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: str, content: bytes) -> FileDigest:
+        """Of what is to be written."""
+        return cls(path, len(content), hashlib.sha256(content).hexdigest())
+
+    @classmethod
+    def of_file(cls, run_dir: RunDir, path: str) -> FileDigest | None:
+        """Of what lies there; None where there is no plain file that can be read."""
+        file = run_dir.path / path
+        try:
+            size = check_plain(file, MAX_FILE_BYTES)
+            with file.open("rb") as opened:
+                return cls(path, size, hashlib.file_digest(opened, "sha256").hexdigest())
+        except OSError:
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "bytes": self.num_bytes, "sha256": self.sha256}
+
+
+def read_result(run_dir: RunDir) -> dict[str, Any]:
+    """``result.json``; empty where there is none, or none that this program has written."""
+    try:
+        value = json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
+    """Form -> what is wrong with its files, in words, of the forms that a finished run should have.
+
+    Runs that were finished before there were digests have none: there only a file that is gone is found.
+    """
+    exports, wrong = _exports(read_result(run_dir)), {}
+    for form in forms:
+        found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
+        if not found and not run_dir.export_of(form).exists():
+            found = [f"{run_dir.export_of(form).name} is not there."]
+        if found:
+            wrong[form] = " ".join(found)
+    return wrong
+
+
+def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
+    """What is wrong with the LoRA files beside the checkpoints, in words. Those that are gone the user has deleted."""
+    digests = _digests(read_result(run_dir).get("checkpoint_loras"), CHECKPOINT_LORA)
+    return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
+
+
+def updates_of(run_dir: RunDir) -> int:
+    """Updates at the end of a finished run; 0 where it does not say."""
+    found = read_result(run_dir).get("updates")
+    return found if type(found) is int and found > 0 else 0
+
+
+def record_export(run_dir: RunDir, form: str) -> None:
+    """Take over the digests of files that were exported into a finished run, and loaded back, after its end.
+
+    Raises:
+        StorageError: ``result.json`` cannot be written.
+    """
+    result = read_result(run_dir)
+    if not result:
+        return
+    place = run_dir.export_of(form)
+    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    names = [path.relative_to(run_dir.path).as_posix() for path in files]
+    digests = [FileDigest.of_file(run_dir, name) for name in names if FILES_OF[form].fullmatch(name)]
+    old = result.get("exports")
+    others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
+    entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": names[0]})
+    entry = {**entry, "files": [digest.to_json() for digest in digests if digest is not None]}
+    result["exports"] = [*(each for each in others if each.get("format") != form), entry]
+    write_json(run_dir.result, result, run_dir.path)
+
+
+def _exports(result: dict[str, Any]) -> dict[str, list[FileDigest]]:
+    exports = result.get("exports")
+    found: dict[str, list[FileDigest]] = {}
+    for entry in exports if isinstance(exports, list) else ():
+        form = entry.get("format") if isinstance(entry, dict) else None
+        if isinstance(form, str) and form in FILES_OF:
+            found[form] = _digests(entry.get("files"), FILES_OF[form])
+    return found
+
+
+def _digests(values: Any, paths: re.Pattern[str]) -> list[FileDigest]:
+    found = []
+    for value in values if isinstance(values, list) else ():
+        try:
+            digest = FileDigest(value["path"], value["bytes"], value["sha256"])
+        except (LookupError, TypeError):
+            continue
+        if isinstance(digest.path, str) and paths.fullmatch(digest.path):
+            found.append(digest)
+    return found
+
+
+def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
+    """What is wrong with a file; empty where it holds what was written."""
+    if not (run_dir.path / wanted.path).exists():
+        return f"{wanted.path} is not there."
+    found = FileDigest.of_file(run_dir, wanted.path)
+    return "" if found == wanted else f"{wanted.path} is not what was written: it was damaged or changed."
+
+
+def result_files(run_dir: RunDir) -> list[Path]:
+    """What a user may want from a run: LoRA files, newest step last, and the report."""
+    finals = [run_dir.lora, run_dir.diffusers_lora, run_dir.peft_dir]
+    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
+    return [path for path in (*steps, *finals, run_dir.report) if path.exists()]

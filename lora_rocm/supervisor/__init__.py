@@ -1,0 +1,1 @@
+"""The parent of the workers: processes, hang detection, restarts, locks, resume."""

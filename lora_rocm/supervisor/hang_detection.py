@@ -1,0 +1,277 @@
+"""Whether the worker still gets on: a state folded from its events and heartbeats, and one decision over it.
+
+Pure: no clock, no file. Who watches hands in the time of each sign, in seconds of any clock that never goes back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm.rundir.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from lora_rocm.hardware.settings import Settings
+    from lora_rocm.recipe.schema import Recipe
+
+LEAVING, LEAVING_S = "leaving", 60.0
+"""After its last word the worker has so long to be gone; on Windows a process with a GPU may not (pytorch#160759)."""
+LOADER_EXTRA_S = 150.0
+"""The loader gives up workers that are silent by itself; the watchdog waits so much longer than it."""
+ABSENT_S = 10.0
+"""A pause between two looks that is longer was one of the whole machine (suspend) or of the one who looks."""
+RECENT = 50
+ENCODED = ("images", "captions")
+"""What an encoder makes, in the words of the event ``cache``; other work there is looking at files."""
+WAITING = ("verdict", "ranks")
+"""Activities of a worker that waits for what others do."""
+LEAST_STACKS_S = 0.2
+
+
+@dataclass
+class Learned:
+    """What this run has shown to be usual, over all its starts: seconds of steps, of cached items, of previews."""
+
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    item_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    preview_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a worker may be silent in a phase.
+
+    Attributes:
+        first_s: as long as nothing is known of how long it takes here.
+        floor_s, times: afterwards, that many times what is ``usual``, but never less than the floor.
+        log_counts: what it writes to its log is a sign of life: downloads of a hub model tell nobody else. Elsewhere it
+            is none: a worker can be stuck and write.
+    """
+
+    first_s: float
+    floor_s: float = 0.0
+    times: float = 0.0
+    usual: Callable[[Learned], float | None] = lambda learned: None
+    log_counts: bool = False
+
+    @property
+    def least_s(self) -> float:
+        return min(self.first_s, self.floor_s) if self.times else self.first_s
+
+
+LIMITS: dict[str, Limit] = {
+    "start": Limit(300.0, log_counts=True),
+    "load": Limit(3600.0, log_counts=True),
+    "cache_first": Limit(1800.0, log_counts=True),
+    "cache": Limit(1800.0, 300.0, 20.0, lambda learned: _median(learned.item_s)),
+    "compile": Limit(3600.0),
+    "first_step": Limit(1800.0),
+    "step": Limit(300.0, 300.0, 20.0, lambda learned: _median(learned.step_s)),
+    "checkpoint": Limit(600.0),
+    "preview": Limit(3600.0, 600.0, 5.0, lambda learned: learned.preview_s),
+    "export": Limit(3600.0),
+    LEAVING: Limit(LEAVING_S),
+}
+"""By what the worker does. A phase that is not here, or none at all, has the limit of "start".
+
+cache_first: an encoder is loaded before the first picture and before the first caption.
+compile: a whole component can be one part, for which the compiler takes many minutes on a slow host.
+"""
+RECIPE_KEYS = {"cache_first": "cache"}
+"""Where the key below ``timeouts`` is named otherwise."""
+
+
+def _median(values: deque[float]) -> float | None:
+    return median(values) if values else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one run.
+
+    Attributes:
+        given_s: of the recipe's ``timeouts``, by name; each replaces a rule as a whole.
+        loader_s: no less while the loader is waited for; 0 where there are no loader workers.
+    """
+
+    given_s: dict[str, float] = field(default_factory=dict)
+    loader_s: float = 0.0
+
+    def seconds(self, name: str, learned: Learned) -> float:
+        """The limit that is in force."""
+        limit = LIMITS[name]
+        given, usual = self.given_s.get(RECIPE_KEYS.get(name, name)), limit.usual(learned)
+        if given is not None:
+            return given
+        return limit.first_s if usual is None else max(limit.floor_s, limit.times * usual)
+
+    def stacks_after_s(self) -> dict[str, float]:
+        """By what the worker does: how long it is silent before it writes down where it stands.
+
+        Half of the smallest limit that can come to be in force then, and no less: who writes the stacks of threads that
+        run reads what they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
+        """
+        least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
+        return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}
+
+
+def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) -> Limits:
+    """The limits for a worker with this recipe and these settings."""
+    given = {name: value for name, value in recipe.timeouts.model_dump().items() if value is not None}
+    has_workers = recipe.runtime.workers_on(system) > 0 and settings.loader_workers != 0
+    return Limits(given, recipe.runtime.worker_timeout_s + LOADER_EXTRA_S if has_workers else 0.0)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """There is nothing to be done."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """Nothing was heard for too long. ``limit``: its name, below ``timeouts`` in a recipe; or "leaving"."""
+
+    phase: str
+    activity: str
+    silent_s: float
+    limit_s: float
+    limit: str
+
+
+Decision = Wait | Hung
+
+
+@dataclass
+class WatchState:
+    """What is known of one start of the worker.
+
+    Attributes:
+        heard_at: when it last gave a sign of life.
+        learned: shared by all starts of a run.
+        phases: those that have begun and not ended, the innermost last.
+        activity: of its heartbeat.
+        steps: confirmed by this start.
+        checkpoints: written by this start.
+        items: what -> how many are in the cache.
+        changes: that this start has made itself -> how often.
+        beat, log_bytes: heartbeat and size of the log as they were last seen, also of the worker before.
+        left_at: when it said its last word.
+    """
+
+    limits: Limits
+    heard_at: float
+    learned: Learned = field(default_factory=Learned)
+    phases: list[str] = field(default_factory=list)
+    activity: str = "start"
+    updates: int = 0
+    steps: int = 0
+    checkpoints: int = 0
+    items: dict[str, int] = field(default_factory=dict)
+    changes: Counter[str] = field(default_factory=Counter)
+    beat: Heartbeat | None = None
+    log_bytes: int = 0
+    left_at: float | None = None
+    _filling: bool = False  # an encoder is loaded, and there is more for it to do
+    _item_at: float = 0.0
+    _looked_at: float | None = None
+
+    @property
+    def phase(self) -> str:
+        """What it does, in the words of events; "start" before the first of them and between two."""
+        return self.phases[-1] if self.phases else "start"
+
+    @property
+    def limit(self) -> str:
+        """Name of the limit that counts now."""
+        name = self.phase
+        if self.left_at is not None:
+            return LEAVING
+        if name == "cache" and not self._filling:
+            return "cache_first"
+        if name == "step" and not self.steps:
+            return "first_step"
+        return name if name in LIMITS else "start"
+
+    def on_event(self, event: dict[str, Any], now: float) -> None:
+        """Take in what it said."""
+        self.heard_at = now
+        match event["type"]:
+            case "start":  # what came before is the farewell of an orphan that this worker waited for
+                self.phases, self.steps, self.left_at = [], 0, None
+                self.updates = event["resumed_from"] or 0
+            case "phase":
+                self._on_phase(event)
+            case "cache":
+                self._on_cache(event, now)
+            case "step":
+                self.steps += 1
+                self.updates = event["updates"]
+                self.learned.step_s.append(event["step_s"])
+            case "checkpoint":
+                self.checkpoints += 1
+            case "change":
+                self.changes[event["id"]] += 1
+            case "end" | "error":
+                self.left_at = now
+
+    def _on_phase(self, event: dict[str, Any]) -> None:
+        if event["state"] == "begin":
+            self.phases.append(event["phase"])
+            self._filling = False
+        elif event["phase"] in self.phases:
+            while self.phases.pop() != event["phase"]:
+                pass
+            if event["phase"] == "preview":
+                self.learned.preview_s = max(event["seconds"], self.learned.preview_s or 0.0)
+
+    def _on_cache(self, event: dict[str, Any], now: float) -> None:
+        what, done = event["what"], event["done"]
+        more = done - self.items.get(what, done)
+        if self._filling and more > 0 and what in ENCODED:
+            self.learned.item_s.append((now - self._item_at) / more)
+        self.items[what] = done
+        waits_for_encoder = what in ENCODED and not event["per_second"]  # all so far were there before
+        self._item_at, self._filling = now, done < event["total"] and not waits_for_encoder
+
+    def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
+        """Take in what its heartbeat says; only a count that moved is a sign of life."""
+        before = self.beat
+        if beat is None or (before is not None and (beat.pid, beat.count) == (before.pid, before.count)):
+            return
+        self.heard_at, self.beat, self.activity = now, beat, beat.activity
+
+    def on_log(self, size_bytes: int, now: float) -> None:
+        """Take in how much it has written to its log."""
+        if size_bytes != self.log_bytes and LIMITS[self.limit].log_counts:
+            self.heard_at = now
+        self.log_bytes = size_bytes
+
+    def on_look(self, now: float) -> None:
+        """Somebody looks, as often as before: time in which nobody could look is no silence."""
+        absent_s = now - self._looked_at if self._looked_at is not None else 0.0
+        if absent_s > ABSENT_S:
+            self.heard_at = min(self.heard_at + absent_s, now)
+            self.left_at = None if self.left_at is None else min(self.left_at + absent_s, now)
+        self._looked_at = now
+
+
+def culprit(states: Sequence[WatchState]) -> int:
+    """Which of several workers that train together the others wait for, where one of them is silent for too long."""
+    busy = [rank for rank, state in enumerate(states) if state.activity not in WAITING]
+    return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
+
+
+def decide(state: WatchState, now: float) -> Decision:
+    """Whether the worker hangs."""
+    name = state.limit
+    limit_s = state.limits.seconds(name, state.learned)
+    if name == "step" and state.activity == "loader":
+        limit_s = max(limit_s, state.limits.loader_s)
+    silent_s = now - (state.heard_at if state.left_at is None else state.left_at)
+    if silent_s <= limit_s:
+        return Wait()
+    return Hung(state.phase, state.activity, silent_s, limit_s, RECIPE_KEYS.get(name, name))

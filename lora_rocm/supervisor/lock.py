@@ -1,0 +1,122 @@
+"""Who holds a run directory: one parent and one worker at most, by locks that the system frees when a holder ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from lora_rocm.errors import ResumeError, storage_error
+from lora_rocm.foundation.files import is_link, refuse_link
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.heartbeat import read_heartbeat
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import POLL_S, WORKER, kill_tree, unkillable
+
+LOCK_WAIT_S = 1.0  # `status` tries the lock for a moment
+LEFTOVER_GRACE_S = 45.0  # a worker whose parent died leaves within 30 s (train.session), if it can
+
+
+@contextlib.contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Hold the run directory against another parent.
+
+    Raises:
+        ResumeError: another one holds it.
+        StorageError: the lock file cannot be made.
+    """
+    refuse_link(run_dir.parent_lock)
+    lock = FileLock(run_dir.parent_lock)
+    try:
+        lock.acquire(timeout=LOCK_WAIT_S)
+    except Timeout:
+        pid = last_worker_pid(run_dir)
+        raise ResumeError(
+            "run-dir-in-use",
+            "Another lora-rocm is running in this directory" + (f" (its worker is process {pid})." if pid else "."),
+            where=str(run_dir.path),
+            fix="Wait for it, stop it with Ctrl-C in its window, or give another --run-dir.",
+        ) from None
+    except OSError as error:
+        raise storage_error(error, run_dir.parent_lock) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_running(run_dir: RunDir) -> bool:
+    """Whether a parent or a worker holds this run directory."""
+    return any(
+        _is_held(path) for path in (run_dir.parent_lock, *(path for _, path in run_dir.worker_locks())) if path.exists()
+    )
+
+
+def _is_held(path: Path) -> bool:
+    if is_link(path):  # whatever it leads to is nobody's lock
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    except OSError:  # a directory that we may only read: nobody's lock can be tried there
+        return False
+    lock.release()
+    return False
+
+
+def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
+    """Process id of the newest worker of this run, dead or alive."""
+    starts = read_events(run_dir.events(rank), "start")
+    return starts[-1]["pid"] if starts else None
+
+
+def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None) -> None:
+    """Wait for the workers of a parent that is gone, and end those that do not leave by themselves (they may hang).
+
+    Raises:
+        ResumeError: somebody holds the directory who is not known to be such a worker.
+        WorkerHungError: it cannot be ended.
+    """
+    held = [(rank, path) for rank, path in run_dir.worker_locks() if _is_held(path)]
+    if held:
+        say("Waiting for the worker of an earlier start to save and leave ...")
+    deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
+    for rank, path in held:
+        _end_holder(run_dir, rank, path, deadline, say)
+
+
+def _end_holder(run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None]) -> None:
+    while _is_held(path) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if not _is_held(path):
+        return
+    beat = read_heartbeat(run_dir.heartbeat(rank))
+    for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
+        if pid is not None and _is_worker_of(run_dir, pid):
+            say(f"It does not leave by itself, so it is ended (process {pid}).")
+            if not kill_tree(pid):
+                raise unkillable(pid)
+            return
+    raise ResumeError(
+        "run-dir-in-use",
+        "Another process holds this directory, and it is none of its workers.",
+        where=str(path),
+        fix="Wait for it, end it, or give another --run-dir.",
+    )
+
+
+def _is_worker_of(run_dir: RunDir, pid: int) -> bool:
+    """Whether the system says so: its number may have been given to another process long ago."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+    place = run_dir.path.resolve()
+    return any(word == WORKER and Path(folder).resolve() == place for word, folder in pairwise(words))

@@ -1,0 +1,102 @@
+"""Training on several GPUs as the parent sees it: ``--gpus N`` on one machine, and one process of ``torchrun``'s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from lora_rocm.errors import UserError
+from lora_rocm.hardware.ranks import Rank, select_several
+from lora_rocm.recipe.load import LoadedRecipe
+from lora_rocm.rules.environment import plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import process
+from lora_rocm.supervisor import resume as prepare
+from lora_rocm.supervisor.process import OnEvent, Worker, follow, stop_signals
+from lora_rocm.supervisor.worker_group import End, run_workers, verdict
+
+
+def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
+    """The situation of processes that train together: ``here`` on this machine, ``everywhere`` in all.
+
+    Raises:
+        UserError: this machine has not so many GPUs.
+    """
+    if everywhere == 1:
+        return situation
+    on_cpu = situation.recipe is not None and situation.recipe.runtime.device == "cpu"
+    selection = select_several(situation.facts, situation.environ, here, on_cpu=on_cpu)
+    return replace(situation, selection=selection, ranks=everywhere)
+
+
+def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str | None) -> None:
+    """Look whether a process of ``torchrun``'s was told what all of them have to know.
+
+    Raises:
+        UserError: it was not.
+    """
+    if gpus is not None:
+        raise UserError(
+            "gpus-twice",
+            f"torchrun has started {me.size} processes, and --gpus asks for more in each of them.",
+            where=f"--gpus {gpus}, WORLD_SIZE={me.size}",
+            fix="Leave --gpus out: torchrun's --nproc-per-node says how many.",
+        )
+    if run_dir is None and resume in (None, prepare.LATEST):
+        raise UserError(
+            "run-dir-needed",
+            "Processes that torchrun starts need one run directory, the same for all of them.",
+            where=f"rank {me.rank} of {me.size}",
+            fix="Add --run-dir DIR --resume latest: a run that begins and one that goes on can be found with it.",
+        )
+
+
+def run_unwatched(
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: OnEvent,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    count: int,
+) -> int:
+    """Start ``count`` workers that nobody watches; their exit code.
+
+    Raises:
+        LoraRocmError: what one of them met.
+    """
+    if count == 1:
+        return process.run_worker(run_dir, env, on_event, command, say)
+    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say)
+
+
+def train_rank(
+    me: Rank,
+    loaded: LoadedRecipe,
+    chosen: prepare.Chosen,
+    situation: Situation,
+    say: Callable[[str], None],
+    *,
+    accept_changes: bool,
+) -> int:
+    """One process of ``torchrun``'s, not the first: rank 0 prepares and writes; this one only trains.
+
+    Raises:
+        LoraRocmError: what its worker met.
+    """
+    run_dir = chosen.run_dir.create()
+    if not prepare.settle_rank(chosen, loaded.recipe, me.rank):
+        return 0
+    env = plan(situation).applied_to(os.environ)
+    command = process.worker_command(run_dir, chosen.checkpoint, accept_changes)
+    command += ["--recipe", str(run_dir.recipe_of(me.rank))]
+    with stop_signals() as asked, ExitStack() as stack:
+        worker = stack.enter_context(Worker(run_dir, env, command, me.rank))
+        follow([worker], asked, lambda rank, event: None, say)
+        found = verdict([worker])
+    if isinstance(found, End):
+        raise found.error
+    return found

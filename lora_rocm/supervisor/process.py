@@ -1,0 +1,397 @@
+"""Processes: the one module that calls what differs between operating systems."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from lora_rocm.errors import (
+    LoraRocmError,
+    MachineError,
+    StoppedError,
+    StorageError,
+    UserError,
+    WorkerHungError,
+)
+from lora_rocm.foundation.files import open_in_place
+from lora_rocm.foundation.packages import require_packages
+from lora_rocm.foundation.safe_path import python_command, python_environment
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.windows_console import told_of_closing
+from lora_rocm.supervisor.windows_job import Job
+
+POLL_S = 0.1
+KILL_WAIT_S = 10.0
+KILL_POLL_S = 0.02
+LAST_WORDS_S = 1.0
+"""Where one of several workers has failed: so long the others may say what they have met."""
+STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
+WORKER, CHILD = "lora_rocm.train.worker", "lora_rocm.supervisor.child_main"
+BRANCHES: dict[int, type[LoraRocmError]] = {
+    branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
+}
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+
+def heavy_command(module: str, *arguments: str) -> list[str]:
+    """The command of a heavy child, which ``run.child`` begins.
+
+    Raises:
+        MachineError: a package that it needs is not installed.
+    """
+    require_packages()
+    return python_command("-m", CHILD, module, *arguments)
+
+
+def worker_command(
+    run_dir: RunDir,
+    checkpoint: Path | None = None,
+    accept_changes: bool = False,
+    attempt: int = 0,
+    stacks_after_s: Mapping[str, float] | None = None,
+) -> list[str]:
+    """The training child. Without ``checkpoint`` it goes on from the newest valid one."""
+    command = heavy_command(WORKER, str(run_dir.path))
+    command += ["--checkpoint", str(checkpoint)] if checkpoint else []
+    command += ["--accept-changes"] if accept_changes else []
+    command += ["--attempt", str(attempt)] if attempt else []
+    return command + (["--stacks-after", json.dumps(stacks_after_s)] if stacks_after_s is not None else [])
+
+
+@dataclass
+class Asked:
+    """What the user and the system have asked for.
+
+    Attributes:
+        count: how often the user pressed Ctrl-C.
+        closing: SIGTERM, or the terminal is gone. A system says so several times (a shell and the kernel each send
+            SIGHUP; ``timeout`` sends SIGTERM twice) and means one request.
+    """
+
+    count: int = 0
+    closing: bool = False
+
+    @property
+    def level(self) -> int:
+        """0: nothing; 1: finish the step, save and leave; 2 and more: leave at once."""
+        return max(self.count, int(self.closing))
+
+
+class Worker:
+    """A training child that runs: in a process group of its own (a job object on Windows), and ended as a whole.
+
+    When this process ends for whatever reason, the worker sees the end of its standard input and leaves by itself.
+
+    Args:
+        run_dir: a prepared and locked run directory.
+        env: the worker's whole environment.
+        command: program and arguments, see ``worker_command``.
+        rank: of those that train together.
+
+    Attributes:
+        given_up: it was ended because another one had failed.
+        ended_in: the round of ``follow`` in which it was first seen to have ended.
+    """
+
+    def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str], rank: int = 0) -> None:
+        self.run_dir, self.rank, self.given_up = run_dir, rank, False
+        self.ended_in: int | None = None
+        self._log = run_dir.log_of(rank)
+        self._reader = EventReader(run_dir.events(rank), size_of(run_dir.events(rank)))
+        self._log_start = size_of(self._log)
+        self._last: dict[str, Event] = {}
+        self._killed = False
+        with open_in_place(self._log) as log:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=python_environment(env),
+                **own_group(),
+            )
+        self.pid = self._child.pid
+        self._job = Job.of(self.pid)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._job.close()
+
+    def look(self, number: int) -> bool:
+        """Whether it has not ended yet, seen in that round of ``follow``."""
+        if self._child.poll() is None:
+            return True
+        self.ended_in = number if self.ended_in is None else self.ended_in
+        return False
+
+    def has_failed(self) -> bool:
+        """It was seen to have ended, and not because it had finished."""
+        return self._child.returncode is not None and "end" not in self._last
+
+    def hand_on(self, on_event: OnEvent) -> None:
+        """Hand on what it has said since the last time."""
+        for event in self._reader.poll():
+            if event["type"] == "start":
+                self._last.clear()  # what came before is the farewell of an orphan that this worker waited for
+            self._last[event["type"]] = event
+            on_event(event)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to finish its step and save; or end it.
+
+        Raises:
+            WorkerHungError: it cannot be ended.
+        """
+        if at_once:
+            self._killed = True
+            if not self.kill():
+                raise unkillable(self.pid)
+            return
+        try:
+            self.run_dir.ask_to_stop()
+        except StorageError:  # it saves and leaves too when it believes that this process has ended
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+
+    def give_up(self) -> None:
+        """End it, because another one that it needs is gone.
+
+        Raises:
+            WorkerHungError: it cannot be ended.
+        """
+        self.given_up = True
+        if not self.kill():
+            raise unkillable(self.pid)
+
+    def kill(self) -> bool:
+        """End it and everything that it started, also what was left behind by a child that is gone.
+
+        False: it cannot be ended; a driver holds it.
+        """
+        if self._child.returncode is not None:  # its number may be another's by now, but not that of its group
+            kill_group(self.pid, self._job)
+            return True
+        gone = kill_tree(self.pid, self._job)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(KILL_WAIT_S if gone else 0)
+        return self._child.returncode is not None
+
+    def verdict(self) -> int:
+        """What its end means: its exit code. Its own word (``end``, ``error``) counts before that of the system.
+
+        Raises:
+            LoraRocmError: the error that it met, with its exit code.
+            StoppedError: it was killed by the second Ctrl-C.
+            WorkerDiedError: it ended without a word.
+        """
+        code = self._child.returncode
+        return _verdict(
+            self.run_dir, code, killed=self._killed, last=self._last, log_start=self._log_start, log=self._log
+        )
+
+
+def follow(
+    workers: Sequence[Worker],
+    asked: Asked,
+    on_event: Callable[[int, Event], None],
+    say: Callable[[str], None],
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Hand on events (with the rank) until all have ended. True: ``is_late``, asked all the time, said that one hangs.
+
+    The first time that the user asks to stop, they are asked to finish their step and save; the second time they are
+    killed. Where one of several fails, the others have a moment for their own last words, and are ended.
+    """
+    seen, failed_at, number = 0, None, 0
+    while running := [worker for worker in workers if worker.look(number)]:
+        number += 1
+        for worker in workers:
+            worker.hand_on(partial(on_event, worker.rank))
+        if asked.level > seen:
+            seen = asked.level
+            first = seen == 1
+            say(STOPPING if first else "Ending it now.")
+            for worker in workers:
+                worker.stop(at_once=not first)
+        if is_late():
+            return True
+        if failed_at is None and any(worker.has_failed() for worker in workers):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > LAST_WORDS_S:
+            for worker in running:
+                worker.give_up()
+        time.sleep(POLL_S)
+    for worker in workers:
+        worker.hand_on(partial(on_event, worker.rank))
+    return False
+
+
+def run_worker(
+    run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Start the worker, hand on its events until it ends, and return its exit code; nobody watches it.
+
+    Args:
+        run_dir: a prepared and locked run directory.
+        env: the worker's whole environment.
+        on_event: called in this thread with each event, also with ``error`` and ``end``.
+        command: program and arguments, see ``worker_command``.
+        say: shows a sentence to the user.
+
+    Raises:
+        LoraRocmError: see ``Worker.verdict``.
+    """
+    run_dir.stop.unlink(missing_ok=True)
+    with stop_signals() as asked, Worker(run_dir, env, command) as worker:
+        follow([worker], asked, lambda rank, event: on_event(event), say)
+        return worker.verdict()
+
+
+def unkillable(pid: int, again: str = "") -> WorkerHungError:
+    """The error for a worker that the system cannot end."""
+    return WorkerHungError(
+        "worker-unkillable",
+        f"The training process (process {pid}) is held by a driver (most likely the GPU's, else that of a disk or a "
+        "network), and not even the system can end it. Everything up to the last checkpoint is kept.",
+        fix="Restart the machine; then go on with the same command and --resume latest"
+        + (f":\n  {again}" if again else "."),
+    )
+
+
+def _verdict(
+    run_dir: RunDir,
+    returncode: int,
+    *,
+    killed: bool,
+    last: Mapping[str, Event],
+    log_start: int,
+    log: Path | None = None,
+) -> int:
+    """What the end of the worker means. Its own word (``end``, ``error``) counts before the exit code."""
+    if "end" in last:  # a crash while the interpreter shuts down takes nothing back
+        return int(last["end"]["exit_code"])
+    if "error" in last:
+        raise error_from_event(last["error"])
+    if killed:
+        raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
+    run_dir.probe()  # a worker that cannot write cannot say so either
+    log = run_dir.worker_log if log is None else log
+    if told := EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), ("error",)).poll():
+        raise error_from_event(told[-1])  # of ``run.child``: the worker's own code was never reached
+    fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {log}"
+    raise died("The training process", returncode, tail_bytes(log, log_start), fix)
+
+
+def last_checkpoint_text(run_dir: RunDir) -> str:
+    """A sentence about the newest checkpoint."""
+    checkpoints = run_dir.list_checkpoints()
+    return f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."
+
+
+def error_from_event(event: Event) -> LoraRocmError:
+    """A child's error as one of ours, with the same exit code."""
+    branch = BRANCHES.get(event["exit_code"], MachineError)
+    return branch(event["code"], event["what"], where=event["where"], fix=event["fix"])
+
+
+def kill_tree(pid: int, job: Job | None = None) -> bool:
+    """Kill a process and everything it started; processes that are gone already are fine.
+
+    True: the process itself is gone. Its children are looked for first: once it has ended, nobody knows whose they
+    were, but for its process group (its job on Windows), which has those whose own parent ended before.
+    """
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        family = [*root.children(recursive=True), root]
+    kill_group(pid, job)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (alive := [process for process in family if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(KILL_POLL_S)
+    return all(process.pid != pid for process in alive)
+
+
+def kill_group(pid: int, job: Job | None) -> None:
+    """End what is left of the process group (the job, on Windows) that a child began."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # where the child leads no group, there is none with its number
+    if job is not None:
+        job.terminate()
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Not where only its parent still has to hear of its end (that is not asked for here: Popen wants to hear it)."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Asked]:
+    """Note Ctrl-C, SIGTERM and the end of the terminal instead of dying of them. Only the main thread can.
+
+    A hang-up that is ignored already, as ``nohup`` has it, stays ignored.
+    """
+    asked = Asked()
+
+    def count(signum: int, frame: FrameType | None) -> None:
+        asked.count += 1
+
+    def close(signum: int = 0, frame: FrameType | None = None) -> None:
+        asked.closing = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: count}
+    if sys.platform == "win32":
+        wanted[signal.SIGBREAK] = count
+    else:
+        wanted[signal.SIGTERM] = close
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted[signal.SIGHUP] = close
+    before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
+    try:
+        with told_of_closing(close):
+            yield asked
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def own_group() -> dict[str, Any]:
+    """Popen arguments that keep Ctrl-C and the end of the terminal from the child: the parent decides what they mean.
+
+    On Windows a console that is closed ends all that are attached to it, whatever their group: so the child has one of
+    its own, without a window.
+    """
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
+    return {"start_new_session": True}

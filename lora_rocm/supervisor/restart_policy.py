@@ -1,0 +1,278 @@
+"""What a failure of the worker leads to: another start, perhaps with something changed, or the end. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_rocm.errors import GaveUpError, LoraRocmError, WorkerHungError
+from lora_rocm.rules.environment import plan
+from lora_rocm.rules.kernel_log import device_fault, killed_for_memory
+from lora_rocm.rules.mitigations import BY_ID, SEEN_OF_CODE, Change, Seen, candidates, known
+from lora_rocm.rules.rule import Situation
+from lora_rocm.supervisor.hang_detection import Hung
+
+MAX_ROLLBACKS = 3
+PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+"""Before one more start, by how many starts in a row came no further: what is being reset has time to come back."""
+LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
+"""So many places further in that table: a GPU that was reset is not there at once, nor is what a process held of it."""
+BEFORE_STEPS = ("start", "load")
+"""Phases in which memory that runs out is that of the base and the adapter alone."""
+GPU_IS_AWAY = ("gpu-not-seen", "no-gpu")
+"""After another failure of the same command time may cure these: a GPU that was reset comes back."""
+REMEMBERED = "remembered"
+"""In place of what was seen: a change of an earlier run on this machine."""
+WORDS: dict[Seen, str] = {
+    "loader-hang": "hung while it waited for the next batch",
+    "hang": "hung",
+    "corruption": "data, weights or state had been altered",
+    "sum": "gradients of several GPUs were added up wrongly",
+    "illegal-access": "the GPU reported a fault or was reset",
+    "out-of-memory": "memory ran out",
+    "canary": "a calculation with a known answer came out wrong",
+    "graph": "a captured graph computed something else than the same work launched kernel by kernel",
+    "nonfinite": "loss or gradient was not finite",
+    "died": "ended without a word",
+}
+NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
+"""What the error says of a cure is for a single failure of this kind."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one start of the worker ended. Fields as in the event ``failure``; seen None: no new start can cure it.
+
+    ``changed``: the worker had changed something itself, of which the next start makes use from its beginning.
+    """
+
+    seen: Seen | None
+    phase: str
+    activity: str
+    updates: int
+    error: LoraRocmError
+    silent_s: float | None = None
+    limit_s: float | None = None
+    stacks: str | None = None
+    kernel_log: tuple[str, ...] = ()
+    changed: bool = False
+
+    def to_event(self) -> dict[str, Any]:
+        return {
+            "seen": self.seen or "",
+            "phase": self.phase,
+            "activity": self.activity,
+            "updates": self.updates,
+            "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
+            "limit_s": self.limit_s,
+            "code": self.error.code,
+            "what": self.error.what,
+            "where": self.error.where,
+            "stacks": self.stacks,
+            "kernel_log": list(self.kernel_log),
+        }
+
+
+@dataclass(frozen=True)
+class History:
+    """What came before a judgement.
+
+    Attributes:
+        budget: ``runtime.max_restarts``.
+        spent: of it, without the failure that is judged.
+        attempt: how often the run was rolled back to other noise, in all its commands.
+        progressed: of each start of this command, whether it came further than the one before; the failed one last.
+        failures: of this command, the one that is judged last.
+    """
+
+    budget: int
+    spent: int = 0
+    attempt: int = 0
+    progressed: tuple[bool, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def progress(self) -> bool:
+        return bool(self.progressed) and self.progressed[-1]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Two starts in a row came no further."""
+        return len(self.progressed) > 1 and not any(self.progressed[-2:])
+
+    @property
+    def may_fit(self) -> bool:
+        """Memory ran out, with nothing left to change: whether it may be enough for a new process, whose is whole.
+
+        Not where another one met the same before, and came no further: what does not fit will not fit the next time.
+        """
+        last, *before = reversed(self.failures)
+        if self.progress or last.changed:
+            return True
+        if before:
+            return before[0].seen != "out-of-memory"  # that process may have held some of it still
+        return last.phase not in BEFORE_STEPS
+
+    @property
+    def cost(self) -> int:
+        """Of one more start; the first has none before it that it could be compared with."""
+        return 1 if self.progress or len(self.progressed) < 2 else 2
+
+    def pause_s(self, pauses_s: Sequence[float] = PAUSES_S) -> float:
+        """How long to wait before one more start."""
+        further = [number for number, progress in enumerate(self.progressed, 1) if progress]
+        in_vain = len(self.progressed) - max(further, default=0)
+        place = max(in_vain - 1, 0) + LONGER_AFTER.get(self.failures[-1].seen, 0)
+        return pauses_s[min(place, len(pauses_s) - 1)]
+
+    def with_failure(self, failure: Failure, progress: bool, checkpoints: int) -> History:
+        """After one more start has failed, which wrote so many checkpoints."""
+        return replace(
+            self,
+            spent=max(self.spent - checkpoints, 0),
+            progressed=(*self.progressed, progress),
+            failures=(*self.failures, failure),
+        )
+
+    def with_restart(self, restart: Restart) -> History:
+        return replace(self, spent=self.spent + self.cost, attempt=restart.attempt)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again, with these changes beside those in force."""
+
+    changes: tuple[str, ...]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The budget is spent, or roll-backs do not help."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Another start would meet the same: the error is the user's."""
+
+    error: LoraRocmError
+
+
+Judgement = Restart | GiveUp | Raise
+
+
+def after(failure: Failure, history: History, situation: Situation) -> Judgement:
+    """What to do after a failure, which is the last one of ``history``."""
+    if failure.seen is None or history.budget == 0:
+        return Raise(failure.error)
+    rollback = failure.seen == "nonfinite"
+    if rollback and history.attempt >= MAX_ROLLBACKS:
+        return GiveUp(
+            f"{failure.error.what} The run was rolled back {history.attempt} times, each time to other noise."
+        )
+    change = next_change(failure.seen, failure.phase, situation)
+    if failure.seen == "out-of-memory" and change is None and not history.may_fit:
+        return Raise(failure.error)
+    if history.spent + history.cost > history.budget:
+        return GiveUp(f"The budget of restarts is spent (runtime.max_restarts: {history.budget}).")
+    if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):
+        change = None  # somebody may have killed it; a cause of its own would end it again
+    return Restart((change.id,) if change is not None else (), history.attempt + rollback)
+
+
+def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
+    """The mildest change that answers this and would alter anything: what the user set stays."""
+    now = _outcome(situation)
+    return next(
+        (row for row in candidates(seen, phase, situation) if _outcome(changed(situation, row.id)) != now), None
+    )
+
+
+def relieved(changes: Iterable[str], phase: str) -> bool:
+    """Whether one of these changes is an answer to memory that ran out in this phase."""
+    rows = (BY_ID[change] for change in changes if change in BY_ID)
+    return any("out-of-memory" in row.seen and phase in row.phases for row in rows)
+
+
+def changed(situation: Situation, *changes: str) -> Situation:
+    """The situation with more changes in force."""
+    return replace(situation, changes=(*situation.changes, *changes))
+
+
+def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
+    planned = plan(situation)
+    return {row.variable: row.value for row in planned.variables if not row.from_user}, planned.settings
+
+
+def seen_of(
+    error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int, *, first: bool = True
+) -> Seen | None:
+    """What a failure was, in the words of the table of changes. ``first``: of its command."""
+    if hung is not None:
+        seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"
+    else:
+        seen = "illegal-access" if error.code in GPU_IS_AWAY and not first else SEEN_OF_CODE.get(error.code)
+    if seen in ("died", "hang"):
+        if killed_for_memory(kernel_log, pid):
+            return "out-of-memory"
+        if device_fault(kernel_log):
+            return "illegal-access"
+    return seen
+
+
+def hung_error(hung: Hung, where: str) -> WorkerHungError:
+    """The error for a worker that was ended because it was silent."""
+    return WorkerHungError(
+        "worker-hung",
+        f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
+        where=where,
+        fix=f"lora-rocm doctor says what is known about this machine. If it only is slow: --set timeouts.{hung.limit}="
+        f"{_rounded(2 * hung.limit_s)} allows more than {hung.limit_s:g} s.",
+    )
+
+
+def _rounded(seconds: float) -> str:
+    return f"{max(round(seconds), 1)}"
+
+
+def changes_of(events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """The changes in force after these events; one that went further is there several times."""
+    return known(event["id"] for event in events if event["type"] == "change")
+
+
+def attempt_of(events: Iterable[dict[str, Any]]) -> int:
+    """How often a run was rolled back, from the ``restart`` events of its supervisor."""
+    return max((event["attempt"] for event in events if event["type"] == "restart"), default=0)
+
+
+def gave_up(history: History, reason: str, changes: Iterable[str], where: str, again: str) -> GaveUpError:
+    """The error for a run that is given up: what happened, what was tried, and what the user can do."""
+    last = history.failures[-1]
+    cure = f"{last.error.fix}\n" if last.error.fix and last.seen not in NO_CURE else ""
+    return GaveUpError(
+        "gave-up",
+        account(history, reason, changes),
+        where=where,
+        fix=f"{cure}Everything up to the last checkpoint is kept. lora-rocm doctor says what is known about this "
+        f"machine. To go on:\n  {again}",
+    )
+
+
+def account(history: History, reason: str, changes: Iterable[str]) -> str:
+    """What happened and what was tried, for the user."""
+    counts = Counter((failure.seen, failure.phase) for failure in history.failures)
+    lines = [reason]
+    for (seen, phase), count in counts.items():
+        steps = sorted(
+            {failure.updates for failure in history.failures if (failure.seen, failure.phase) == (seen, phase)}
+        )
+        places = ", ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "")
+        times = "once" if count == 1 else f"{count} times"
+        lines.append(f"    {times}: {WORDS[seen] if seen else 'failed'} (phase {phase}, after step {places})")
+    tried = [BY_ID[change].text for change in dict.fromkeys(changes) if change in BY_ID]
+    lines.append("  changed on the way: " + ("; ".join(tried) if tried else "nothing"))
+    return "\n".join(lines)

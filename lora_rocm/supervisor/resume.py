@@ -1,0 +1,235 @@
+"""Which run directory, and whether what is asked fits what is in it.
+
+Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal leaves the recipe and the result of a run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
+from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
+from lora_rocm.rundir.results import MAX_RESULT_BYTES
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The directory of a run. resume: it may already hold a run. checkpoint: go on from this one, not the newest."""
+
+    run_dir: RunDir
+    resume: bool
+    checkpoint: Path | None = None
+
+
+def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Chosen:
+    """Find or name the run directory.
+
+    Args:
+        loaded: its name and ``output.dir`` make the default directory.
+        run_dir: what the user gave as --run-dir.
+        resume: None, "latest", a run directory, or a checkpoint folder in one.
+
+    Raises:
+        ResumeError: --resume points at nothing that can be resumed, the two options disagree, or the directory holds
+            something else.
+        StorageError: a link lies in it where the run writes.
+    """
+    if resume is None:
+        return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
+    if resume == LATEST:
+        found = run_dir.absolute() if run_dir else newest_run(Path(loaded.recipe.output.dir), loaded.name)
+        return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
+    path = Path(resume).absolute()
+    checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
+    found = path.parent.parent if checkpoint else path
+    if not path.is_dir() or not holds_run(RunDir(found)):
+        raise ResumeError(
+            "nothing-to-resume",
+            "There is no run to resume here.",
+            where=f"--resume {resume}",
+            fix="Give a run directory, a checkpoint folder in one (checkpoints/step-...), or latest.",
+        )
+    if run_dir is not None and run_dir.absolute() != found:
+        raise ResumeError(
+            "two-run-dirs",
+            "--run-dir and --resume name different directories.",
+            where=f"--run-dir {run_dir} --resume {resume}",
+            fix="Leave --run-dir out.",
+        )
+    return _own(Chosen(RunDir(found), resume=True, checkpoint=checkpoint))
+
+
+def _own(chosen: Chosen) -> Chosen:
+    """See ``RunDir.require_own``."""
+    chosen.run_dir.require_own()
+    return chosen
+
+
+def _new_directory(loaded: LoadedRecipe) -> Path:
+    """``<output.dir>/<recipe>-<time>``, with a number behind it where that is taken."""
+    stem = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(loaded.recipe.output.dir) / stem
+    number = 2
+    while path.exists():
+        path = path.with_name(f"{stem}-{number}")
+        number += 1
+    return path
+
+
+def newest_run(folder: Path, name: str) -> Path | None:
+    """The run directory of the recipe ``name`` that was made last, by the time in its name."""
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    if not folder.is_dir():
+        return None
+    found = [
+        (match.group(1), int(match.group(2) or 1), path)
+        for path in folder.iterdir()
+        if path.is_dir()
+        if (match := pattern.fullmatch(path.name))
+    ]
+    return max(found)[2] if found else None
+
+
+def holds_run(run_dir: RunDir) -> bool:
+    """Whether a run was started in this directory."""
+    return run_dir.holds_run()
+
+
+def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
+    """Make the directory ready for the worker (the caller holds its lock).
+
+    The recipe to train is ``recipe_asked`` where the worker could refuse it for what is there, else recipe.yaml.
+
+    Returns False where there is nothing to do: the run is complete and the recipe asks for no more.
+
+    Raises:
+        ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
+    """
+    run_dir = chosen.run_dir
+    if holds_run(run_dir) and not chosen.resume:
+        raise ResumeError(
+            "run-dir-taken",
+            "This directory already holds a run.",
+            where=str(run_dir.path),
+            fix="Go on with it by --resume latest, or give another --run-dir.",
+        )
+    run_dir.discard_unfinished(of_parent=True)
+    withdraw(run_dir)
+    started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
+    if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
+        old = _old_recipe(run_dir)
+        _refuse_differences(run_dir, old, recipe, accept_changes)
+        if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
+            return False
+        write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
+        return True
+    run_dir.result.unlink(missing_ok=True)
+    write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
+    return True
+
+
+def recipe_to_train(run_dir: RunDir) -> Path:
+    """The recipe that the worker of rank 0, and those that its parent starts beside it, train."""
+    return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
+
+
+def accept(run_dir: RunDir) -> None:
+    """Make what was asked for the recipe of the run: the worker has looked at everything and refused nothing.
+
+    Raises:
+        StorageError: it cannot be renamed.
+    """
+    try:
+        run_dir.result.unlink(missing_ok=True)  # first: it says "complete", and would say it of the new recipe
+        if run_dir.recipe_asked.exists():
+            rename(run_dir.recipe_asked, run_dir.recipe)
+            fsync_folder(run_dir.path)
+    except OSError as error:
+        raise storage_error(error, run_dir.recipe) from error
+
+
+def withdraw(run_dir: RunDir) -> None:
+    """Take back what was asked for and not accepted."""
+    with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+        run_dir.recipe_asked.unlink(missing_ok=True)
+
+
+def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
+    """``settle`` for a process that rank 0 does not start: it only looks, and says which recipe it has itself.
+
+    Returns False where the run is complete.
+
+    Raises:
+        ResumeError: the saved recipe cannot be read.
+        StorageError: the run directory cannot be written.
+    """
+    run_dir = chosen.run_dir
+    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe):
+        return False
+    run_dir.discard_unfinished_recipe(rank)
+    write_atomic(run_dir.recipe_of(rank), dump_recipe(recipe).encode("utf-8"), run_dir.path)
+    return True
+
+
+def _old_recipe(run_dir: RunDir) -> Recipe:
+    try:
+        return load_recipe(run_dir.recipe).recipe
+    except RecipeError as error:
+        raise ResumeError(
+            "run-recipe-damaged",
+            f"The recipe saved in this run cannot be read: {error.problems[0].what}",
+            where=error.problems[0].where,
+            fix="Put the recipe of this run there, or start a new run.",
+        ) from None
+
+
+def _refuse_differences(run_dir: RunDir, old: Recipe, new: Recipe, accept_changes: bool) -> None:
+    differences = resume_differences(old, new)
+    if differences and not accept_changes:
+        lines = "".join(f"\n    {problem.where}: {problem.what}" for problem in differences)
+        raise ResumeError(
+            "resume-recipe-changed",
+            f"The recipe differs from that of the run in what may not change:{lines}",
+            where=str(run_dir.path),
+            fix="Undo the changes, start a new run, or go on all the same with --accept-changes.",
+        )
+
+
+def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
+    """Whether the finished run is all that the recipe asks for."""
+    same_length = (old.train.max_train_steps, old.train.epochs) == (new.train.max_train_steps, new.train.epochs)
+    if not same_length or resume_differences(old, new):
+        return False
+    try:
+        json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+    except OSError as error:  # of several processes rank 0 may take it away at any time
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # of read_plain: it is none of ours
+            raise
+        return False
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def open_run(path: Path) -> RunDir:
+    """The run directory at ``path``.
+
+    Raises:
+        UserError: there is no run there.
+    """
+    run_dir = RunDir(path.absolute())
+    if not run_dir.path.is_dir() or not holds_run(run_dir):
+        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
+    return run_dir

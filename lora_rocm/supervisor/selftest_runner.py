@@ -1,0 +1,293 @@
+"""The self-test as the parent sees it: children that may fault or hang, their verdict, and when a run asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lora_rocm.errors import MachineError, StorageError, storage_error
+from lora_rocm.foundation.files import write_json
+from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.environment import plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.selftest_rules import REMEDIES, Remedy
+from lora_rocm.rundir.exit_status import describe_exit, died
+from lora_rocm.supervisor.process import Event, heavy_command
+from lora_rocm.supervisor.subprocesses import follow_tool
+
+MODULE = "lora_rocm.checks.selftest"
+FAST_GROUPS = ("gemm", "attention", "training")
+"""What the variables of the profile "safe" are there for, so what is tried without them."""
+START_TIMEOUT_S = 240.0  # torch is read from a cold disk, and the GPU wakes up
+END_TIMEOUT_S = 60.0  # leaving with a GPU can hang, too (pytorch#160759)
+FIRST_FACTOR = 5.0
+"""The first check of a group may take this much longer: kernels are compiled or searched for."""
+MAX_CRASHES = 3
+"""Of one family of checks ("conv.miopen"); the rest of it is then left out."""
+MAX_STARTS = 12
+
+Say = Callable[[str], None]
+Command = Callable[[Sequence[str]], list[str]]
+
+
+def child_command(arguments: Sequence[str]) -> list[str]:
+    """The child that tests."""
+    return heavy_command(MODULE, "--watch-parent", *arguments)
+
+
+def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
+    """Before a run: test an AMD GPU whose software is new here; the situation with what was found.
+
+    Raises:
+        MachineError: nothing can be trained on this GPU, or torch does not see it.
+    """
+    wanted = recipe.runtime.self_test == "auto" and recipe.runtime.device != "cpu"
+    new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
+    if not wanted or not new or situation.gpu is None:
+        return situation
+    say("Testing this GPU once; it takes a minute or a few (runtime.self_test: no leaves it out) ...")
+    verdict = self_test(situation, say)
+    if verdict.unusable:
+        bad = [result for result in verdict.results if not result.ok]
+        raise MachineError(
+            "gpu-unusable",
+            f"Training on this GPU would give wrong results or crash: {verdict.unusable}. Nothing was trained.",
+            where=f"{verdict.stack.gpu}, torch {verdict.stack.torch}: {bad[0].name}: {bad[0].status}: {bad[0].detail}",
+            fix="lora-rocm doctor says what is known about this machine. To train on the CPU: --set runtime.device=cpu",
+        )
+    return replace(situation, verdict=verdict)
+
+
+def self_test(situation: Situation, say: Say, command: Command = child_command) -> Verdict:
+    """Test the GPU, try remedies and the profile "fast", and keep the verdict (but for one that says: unusable).
+
+    Raises:
+        MachineError: there is no GPU for this torch, or testing it ends one process after another.
+    """
+    stack = stack_of(situation.facts, situation.selection)
+    if stack is None:
+        raise MachineError(
+            "no-gpu-to-test",
+            "There is no GPU here that the installed PyTorch could use.",
+            fix="lora-rocm doctor says what it sees.",
+        )
+    started = time.monotonic()
+    plain = replace(situation, profile="safe", verdict=None)
+    verdict = Verdict(stack, _tested(plain, say, command))
+    for remedy in REMEDIES:
+        if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):
+            verdict = _with_remedy(remedy, plain, verdict, say, command)
+    if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
+        verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
+    failed = len(verdict.failed(""))
+    say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s." + _what_now(failed))
+    _keep(Path(situation.app_dir), verdict, say)
+    return verdict
+
+
+def store(folder: Path, verdict: Verdict) -> None:
+    """Keep a verdict for ``verdict.stored``; one that says "unusable" only removes what was kept: it is asked again.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = path_of(folder, verdict.stack)
+    if not verdict.unusable:
+        write_json(path, verdict.to_json())
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def _keep(folder: Path, verdict: Verdict, say: Say) -> None:
+    try:
+        store(folder, verdict)
+    except StorageError as error:
+        say(f"The result of the self-test could not be kept, so it will run again. {error}")
+
+
+def _what_now(failed: int) -> str:
+    return " Training avoids what failed: lora-rocm env --explain says how." if failed else ""
+
+
+def _environment(situation: Situation) -> dict[str, str]:
+    return plan(situation).applied_to(situation.environ)
+
+
+def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str] = ()) -> tuple[Result, ...]:
+    arguments = ["--device", "cuda", *(["--only", *only] if only else [])]
+    try:
+        return run_checks(arguments, _environment(situation), say, command)
+    except MachineError as error:
+        if error.code != "no-gpu":
+            raise
+        name = situation.gpu.name if situation.gpu is not None else "GPU of this machine"
+        raise MachineError(
+            "gpu-not-seen",
+            f"The installed PyTorch does not see the {name}.",
+            where=error.what,
+            fix="lora-rocm doctor says why. To train on the CPU all the same: --set runtime.device=cpu",
+        ) from None
+
+
+def _with_remedy(remedy: Remedy, plain: Situation, before: Verdict, say: Say, command: Command) -> Verdict:
+    """The verdict with the remedy in force, where fewer checks of its group fail and no other ones."""
+    say(f"  once more with {remedy.variable}={remedy.value}:")
+    trial = Verdict(before.stack, (), remedies=(*before.remedies, remedy.id))
+    again = {result.name: result for result in _tested(replace(plain, verdict=trial), say, command, (remedy.group,))}
+    failed_before = {result.name for result in before.failed(f"{remedy.group}.")}
+    failed_now = {result.name for result in again.values() if not result.ok}
+    if not failed_now < failed_before:
+        return before
+    results = tuple(again.get(result.name, result) for result in before.results)
+    return replace(before, results=results, remedies=trial.remedies)
+
+
+def _fast(plain: Situation, verdict: Verdict, say: Say, command: Command) -> tuple[Result, ...]:
+    """The results without the variables of the profile "safe"; the same ones where there are none of these."""
+    assumed = (Result("assumed.for-this-test", "passed", 0.0),)
+    safe = replace(plain, verdict=replace(verdict, results=()))
+    fast = replace(safe, profile="fast", verdict=replace(verdict, results=(), fast=assumed))
+    if _environment(fast) == _environment(safe):
+        return tuple(result for result in verdict.results if _group(result.name) in FAST_GROUPS)
+    say('  once more with the faster libraries of the profile "fast":')
+    return _tested(fast, say, command, FAST_GROUPS)
+
+
+def run_checks(
+    arguments: Sequence[str], env: Mapping[str, str], say: Say, command: Command = child_command
+) -> tuple[Result, ...]:
+    """Run the table; a child that hangs or crashes is followed by another one that goes on behind the guilty check.
+
+    Raises:
+        MachineError: a child ended before its first check, or too many ended.
+    """
+    progress = _Progress(say)
+    for _ in range(MAX_STARTS):
+        progress.start()
+        skip = ["--skip", *progress.left_out] if progress.left_out else []
+        code, log = follow_tool(command([*arguments, *skip]), env, progress.on_event, progress.is_late)
+        if progress.ended(code, log):
+            return progress.all_results()
+    raise MachineError(
+        "self-test-gave-up",
+        f"{MAX_STARTS} processes in a row crashed or hung while they tested this GPU. Nothing can be trained on it.",
+        where=", ".join(result.name for result in progress.results.values() if not result.ok),
+        fix="Restart the machine; if it happens again, lora-rocm doctor says what is known about this machine.",
+    )
+
+
+@dataclass
+class _Progress:
+    """What the children said so far, and about which check the present one is silent."""
+
+    say: Say
+    names: list[str] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    crashes: Counter[str] = field(default_factory=Counter)
+    current: str | None = None
+    _since: float = 0.0
+    _limit_s: float = 0.0
+    _seen_groups: set[str] = field(default_factory=set)
+    _results_before: int = 0
+
+    @property
+    def given_up(self) -> list[str]:
+        return [family for family, count in self.crashes.items() if count >= MAX_CRASHES]
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the next child skips."""
+        return [*self.results, *self.given_up]
+
+    def start(self) -> None:
+        self.current, self._since, self._limit_s = None, time.monotonic(), START_TIMEOUT_S
+        self._seen_groups, self._results_before = set(), len(self.results)
+
+    def on_event(self, event: Event) -> None:
+        match event["type"]:
+            case "checks":
+                self.names = event["names"]
+            case "check":
+                group = _group(event["name"])
+                first = group not in self._seen_groups
+                self._seen_groups.add(group)
+                self.current, self._since = event["name"], time.monotonic()
+                self._limit_s = event["timeout_s"] * (FIRST_FACTOR if first else 1.0)
+            case "result":
+                self.current, self._since, self._limit_s = None, time.monotonic(), END_TIMEOUT_S
+                self._add(Result(event["name"], event["status"], event["seconds"], event["detail"]))
+
+    def is_late(self) -> bool:
+        return time.monotonic() - self._since > self._limit_s
+
+    def ended(self, code: int | None, log: bytes) -> bool:
+        """Take note of a child's end; whether there is nothing left to test.
+
+        Raises:
+            MachineError: it ended before it said anything new.
+        """
+        seconds = round(time.monotonic() - self._since, 3)
+        if self.current is not None and code is None:
+            self._add(Result(self.current, "timeout", seconds, f"no answer within {self._limit_s:g} s"))
+        elif self.current is not None:
+            self._add(Result(self.current, "crashed", seconds, _last_words(code or 0, log)))
+        elif len(self.results) == self._results_before and code != 0:
+            raise _never_began(code, log)
+        return code == 0 or not self._missing()
+
+    def all_results(self) -> tuple[Result, ...]:
+        """In the order of the table, with the checks that were left out."""
+        reason = f"left out: {MAX_CRASHES} checks before it ended the process"
+        return tuple(self.results.get(name) or Result(name, "skipped", 0.0, reason) for name in self.names)
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.names if name not in self.results and _family(name) not in self.given_up]
+
+    def _add(self, result: Result) -> None:
+        self.results[result.name] = result
+        if result.status in ("crashed", "timeout"):
+            self.crashes[_family(result.name)] += 1
+        if not result.ok:
+            self.say(f"  {result.name}: {result.status}: {result.detail}")
+        group = [name for name in self._missing() if _group(name) == _group(result.name)]
+        if not group:
+            done = [found for name, found in self.results.items() if _group(name) == _group(result.name)]
+            self.say(f"  {_group(result.name)}: {_summary(done)}")
+
+
+def _group(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _family(name: str) -> str:
+    """Checks of one kernel library: "conv.miopen" of "conv.miopen.3x3-bf16", "gemm" of "gemm.square-bf16-NN"."""
+    return name.rpartition(".")[0]
+
+
+def _summary(results: Sequence[Result]) -> str:
+    counts = Counter(result.status for result in results)
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+def _never_began(code: int | None, log: bytes) -> MachineError:
+    if code is not None:
+        return died("The self-test of the GPU", code, log)
+    return MachineError(
+        "self-test-silent",
+        f"The GPU (or the PyTorch for it) did not start within {START_TIMEOUT_S:.0f} s.",
+        fix="Restart the machine; if it happens again: lora-rocm doctor",
+    )
+
+
+def _last_words(code: int, log: bytes) -> str:
+    """How a child ended, and the last line that a library wrote."""
+    lines = log.decode("utf-8", "replace").strip().splitlines()
+    return describe_exit(code) + (f": {lines[-1]:.200}" if lines else "")

@@ -1,0 +1,134 @@
+"""Heavy children beside the training worker: they do one thing, keep nothing that could be lost, and tell the result.
+
+What they say is JSON on standard output: events (``run.events.emit``), or one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import died, tail_bytes
+from lora_rocm.supervisor.process import (
+    BRANCHES,
+    KILL_WAIT_S,
+    POLL_S,
+    Event,
+    OnEvent,
+    error_from_event,
+    heavy_command,
+    kill_tree,
+    own_group,
+)
+
+
+def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: OnEvent) -> int:
+    """Run a heavy child that writes one JSON event a line on standard output; return its exit code.
+
+    Ctrl-C ends it at once: it keeps nothing that could be lost.
+
+    Raises:
+        LoraRocmError: the error event that it wrote.
+        WorkerDiedError: it failed without one.
+    """
+    code, log = follow_tool(heavy_command(module, *arguments), env, on_event)
+    if code:
+        raise died(f"The process {module}", code, log)
+    return 0
+
+
+def follow_tool(
+    command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
+) -> tuple[int | None, bytes]:
+    """Run a heavy child that writes events, to its end: exit code, and the end of its standard error.
+
+    The code is None where ``is_late``, asked all the time, said that it hangs, and it was killed. Its standard input
+    ends when this process does.
+
+    Raises:
+        LoraRocmError: the error event that it wrote.
+    """
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+        log, output = Path(folder) / "tool.log", Path(folder) / "events.jsonl"
+        reader = EventReader(output)
+        problem: Event | None = None
+        late = False
+        with log.open("wb") as errors, output.open("wb") as events:
+            tool = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=events,
+                stderr=errors,
+                env=python_environment(env),
+                **own_group(),
+            )
+            assert tool.stdin is not None
+            try:
+                ended = False
+                while not ended and not late:
+                    ended = tool.poll() is not None
+                    for event in reader.poll():
+                        if event["type"] == "error":
+                            problem = event
+                        else:
+                            on_event(event)
+                    late = not ended and is_late()
+                    time.sleep(0 if ended else POLL_S)
+            finally:
+                _end(tool)
+        if problem is not None:
+            raise error_from_event(problem)
+        return None if late else tool.returncode, tail_bytes(log, 0)
+
+
+def _end(tool: subprocess.Popen[bytes]) -> None:
+    """Kill a child that still runs. One that hangs inside a driver cannot die; it is left behind."""
+    if tool.poll() is None:
+        kill_tree(tool.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tool.wait(KILL_WAIT_S)
+    if tool.stdin is not None:
+        tool.stdin.close()
+
+
+def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Run a heavy child that writes one JSON object on standard output, and return that.
+
+    Raises:
+        LoraRocmError: what the child said (an error event, or text on standard error with one of our exit codes).
+        WorkerDiedError: it failed without a word of its own.
+    """
+    done = subprocess.run(
+        heavy_command(module, *arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=python_environment(env),
+    )
+    found = _last_object(done.stdout)
+    if found is not None and found.get("type") == "error":
+        raise error_from_event(found)
+    if done.returncode == 0 and found is not None:
+        return found
+    said = done.stderr.decode("utf-8", "replace").strip()
+    if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
+        raise BRANCHES[done.returncode]("child-failed", said)
+    raise died(f"The process {module}", done.returncode, done.stderr)
+
+
+def _last_object(output: bytes) -> dict[str, Any] | None:
+    for line in reversed(output.splitlines()):
+        try:
+            value = json.loads(line)
+        except ValueError:  # something a library printed
+            continue
+        if isinstance(value, dict):
+            return value
+    return None

@@ -1,0 +1,361 @@
+"""The supervisor: starts the worker, watches it, ends it where it hangs, changes what may help, and starts it again.
+
+What it decides is decided elsewhere, without a clock or a file: ``run.watch`` (does it hang?) and ``run.judge`` (what
+now?). Here is what has to be done for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from lora_rocm.errors import StoppedError, StorageError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import write_atomic, write_json
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules import mitigation_store
+from lora_rocm.rules.environment import environment_json, plan
+from lora_rocm.rules.kernel_log import Moment, lines_since
+from lora_rocm.rules.mitigations import BY_ID
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rundir.events import EventWriter, read_events
+from lora_rocm.rundir.exit_status import size_of
+from lora_rocm.rundir.heartbeat import read_heartbeat
+from lora_rocm.rundir.incidents import trouble_of
+from lora_rocm.rundir.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
+from lora_rocm.supervisor.hang_detection import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
+from lora_rocm.supervisor.process import (
+    POLL_S,
+    Asked,
+    Event,
+    OnEvent,
+    Worker,
+    follow,
+    last_checkpoint_text,
+    stop_signals,
+    unkillable,
+)
+from lora_rocm.supervisor.restart_policy import (
+    PAUSES_S,
+    REMEMBERED,
+    Failure,
+    GiveUp,
+    History,
+    Raise,
+    Restart,
+    after,
+    attempt_of,
+    changed,
+    changes_of,
+    gave_up,
+    hung_error,
+    relieved,
+    seen_of,
+)
+from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
+
+STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
+MAX_STACKS_BYTES = 1 << 24
+UNKILLABLE = "worker-unkillable"
+KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
+"""After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
+
+Keep = Callable[[Situation, Sequence[str], str], None]
+
+
+class Command(Protocol):
+    """Makes the worker's command line."""
+
+    def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]: ...
+
+
+def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
+    """The situation with the changes of this run.
+
+    Only a run that begins takes those that the machine remembers, and has them on record from then on: a run that goes
+    on is done as it was begun, whatever other runs have met in the meantime.
+    """
+    events = read_events(run_dir.events())
+    trouble = trouble_of(run_dir, events)
+    if events or trouble:
+        return replace(situation, changes=changes_of(trouble))
+    for sentence in mitigation_store.notices(situation):
+        say(sentence)
+    for change in situation.changes:
+        record(run_dir, 1, "change", **change_fields(change, REMEMBERED))
+    return situation
+
+
+def record(run_dir: RunDir, session: int, event_type: str, **fields: Any) -> Event:
+    """Write one event of the supervisor."""
+    writer = EventWriter(run_dir.events(SUPERVISOR), session)
+    try:
+        return writer.write(event_type, **fields)
+    finally:
+        writer.close()
+
+
+def change_fields(change: str, seen: str) -> dict[str, str]:
+    """Of the event ``change``."""
+    row = BY_ID[change]
+    return {"id": change, "effect": row.effect, "seen": seen, "text": row.text}
+
+
+@dataclass
+class Supervisor:
+    """One ``train`` command from its first start of the worker to its last.
+
+    Attributes:
+        run_dir: prepared and locked.
+        situation: with the changes in force (``in_force``).
+        command: makes the worker's command line.
+        checkpoint: what the first start goes on from (and further ones, until one has made a step); None: from the
+            newest that is valid.
+        on_event: called in this thread with each event of the worker and of the supervisor.
+        say: shows a sentence to the user.
+        again: the command that goes on with the run, for the user.
+        keep: remembers for this machine that changes were made because something was seen.
+        read_log: lines of the kernel's log since a moment.
+        size: how many workers train together.
+    """
+
+    run_dir: RunDir
+    recipe: Recipe
+    situation: Situation
+    command: Command
+    on_event: OnEvent
+    say: Callable[[str], None]
+    checkpoint: Path | None = None
+    again: str = ""
+    keep: Keep = lambda situation, changes, seen: None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    clock: Callable[[], float] = time.monotonic
+    read_log: Callable[[Moment], tuple[str, ...]] = lines_since
+    pauses_s: Sequence[float] = PAUSES_S
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        past = read_events(self.run_dir.events(SUPERVISOR))
+        self._history = History(self.recipe.runtime.max_restarts, attempt=attempt_of(past))
+        self._learned = Learned()
+        self._newest = _updates_of(self.checkpoint) if self.checkpoint else newest_checkpoint(self.run_dir)
+        self._items: dict[str, int] = {}
+        self._planned = plan(self.situation)
+        self._session = 0
+
+    def run(self) -> int:
+        """Start the worker until it has finished; its exit code.
+
+        Raises:
+            LoraRocmError: what no further start can cure.
+            GaveUpError: the budget of restarts is spent.
+            StoppedError: the user asked to stop, and it had to be ended.
+            WorkerHungError: it hung and there is no further start, or it cannot be ended.
+        """
+        self.run_dir.stop.unlink(missing_ok=True)
+        with stop_signals() as asked:
+            while True:
+                outcome = self._start(asked)
+                if isinstance(outcome, int):
+                    return outcome
+                failure, first = outcome
+                self._settle(failure, first, stop=self._stops(asked))
+                self._pause(self._history.pause_s(self.pauses_s), asked)
+                if first.steps:  # only then newer checkpoints than the chosen one are gone
+                    self.checkpoint = None
+
+    def _pause(self, seconds: float, asked: Asked) -> None:
+        """Wait before one more start.
+
+        Raises:
+            StoppedError: the user asked to stop in the meantime: nothing runs that could be asked to save.
+        """
+        if seconds:
+            self.say(f"The next start comes in {seconds:g} s.")
+        until = time.monotonic() + seconds
+        while not self._stops(asked) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if self._stops(asked):
+            raise StoppedError("stopped", f"Stopped before one more start. {last_checkpoint_text(self.run_dir)}")
+
+    def _stops(self, asked: Asked) -> bool:
+        return asked.level > 0 or self.run_dir.stop.exists()
+
+    def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
+        """One start of the workers: their exit code; or how it failed, and what the first of them had done."""
+        limits = limits_of(self.recipe, self._planned.settings)
+        stacks_after_s = limits.stacks_after_s()
+        run_dir, began = self.run_dir, Moment.now()
+        self._session = 1 + len(read_events(run_dir.events(), "start"))
+        states = [self._state(limits, rank) for rank in range(self.size)]
+        command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
+        hung: dict[int, Hung] = {}
+        with ExitStack() as stack:
+            envs = environments(self._planned.applied_to(self.environ), self.size)
+            workers = [stack.enter_context(Worker(run_dir, env, command, rank)) for rank, env in enumerate(envs)]
+            on_event = partial(self._take, states)
+            if follow(workers, asked, on_event, self.say, partial(self._is_late, states, hung)):
+                late = workers[next(iter(hung))]
+                self._keep_stacks(late, states[late.rank], stacks_after_s.get(states[late.rank].limit, 0.0))
+                for worker in workers:
+                    worker.given_up = worker is not late
+                    if not worker.kill():
+                        error = unkillable(worker.pid, self.again)
+                        self._tell("failure", **self._failure(End(worker, error), hung, states, began).to_event())
+                        raise error
+                follow(workers, asked, on_event, self.say)  # what they said to the very last
+            found = verdict(workers)
+            if isinstance(found, int):
+                return found
+            for worker in workers:
+                worker.kill()  # what it may have left behind
+            if hung and found.error.code == DIED and self._stops(asked):
+                limit_s = hung[found.worker.rank].limit_s
+                what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
+                raise StoppedError("killed", what) from None
+            return self._failure(found, hung, states, began), states[0]
+
+    def _state(self, limits: Limits, rank: int) -> WatchState:
+        run_dir = self.run_dir
+        with suppress(OSError):  # a folder of that name: the worker says so
+            run_dir.stacks(rank).unlink(missing_ok=True)
+        return WatchState(
+            limits,
+            self.clock(),
+            self._learned,
+            updates=self._newest,
+            beat=read_heartbeat(run_dir.heartbeat(rank)),
+            log_bytes=size_of(run_dir.log_of(rank)),
+        )
+
+    def _take(self, states: Sequence[WatchState], rank: int, event: Event) -> None:
+        state = states[rank]
+        state.on_event(event, self.clock())
+        if rank == 0:
+            self.on_event(event)
+        if event["type"] == "change":
+            change = event["id"]  # ranks run out of memory together: what several of them do is done once
+            if all(state.changes[change] > other.changes[change] for other in states if other is not state):
+                if rank:
+                    self.on_event(event)
+                self._change([change], event["seen"])
+
+    def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
+        """Where several are silent, most of them wait for another: it is the one that does something else."""
+        now = self.clock()
+        for rank, state in enumerate(states):
+            state.on_look(now)
+            state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat(rank)), now)
+            state.on_log(size_of(self.run_dir.log_of(rank)), now)
+        late = {rank: found for rank, state in enumerate(states) if isinstance(found := decide(state, now), Hung)}
+        if late:
+            rank = culprit(states)
+            hung[rank] = late.get(rank, next(iter(late.values())))
+        return bool(hung)
+
+    def _keep_stacks(self, worker: Worker, state: WatchState, after_s: float) -> None:
+        """Copy the stacks of a worker that hangs; they may take a moment, and before its first word there are none."""
+        stacks = self.run_dir.stacks(worker.rank)
+        deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
+        while state.left_at is None and not size_of(stacks) and time.monotonic() < deadline:
+            time.sleep(STACKS_POLL_S)
+        if size_of(stacks):
+            with suppress(OSError, StorageError):  # evidence that cannot be kept does not keep the run from going on
+                content = read_plain(stacks, MAX_STACKS_BYTES)
+                write_atomic(self.run_dir.stacks_kept(self._session), content, self.run_dir.path)
+
+    def _failure(self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment) -> Failure:
+        """How a start ended. Where it had a last word, that counts, and not that it hung on its way out."""
+        error, state = end.error, states[end.worker.rank]
+        late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
+        if late is not None and error.code == DIED:
+            whose = f"rank {end.worker.rank}, " if self.size > 1 else ""
+            error = hung_error(late, f"{whose}phase {state.phase}, after step {state.updates}")
+        lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
+        stacks = self.run_dir.stacks_kept(self._session)
+        return Failure(
+            seen=seen_of(error, late, lines, end.worker.pid, first=not self._history.failures),
+            phase=state.phase,
+            activity=state.activity,
+            updates=state.updates,
+            error=error,
+            silent_s=late.silent_s if late else None,
+            limit_s=late.limit_s if late else None,
+            stacks=stacks.name if late and stacks.exists() else None,
+            kernel_log=lines,
+            changed=any(relieved(state.changes, state.phase) for state in states),
+        )
+
+    def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:
+        """Decide what comes after a failure, and make everything ready for it.
+
+        Raises:
+            LoraRocmError: there is no further start.
+        """
+        if failure.seen is None:
+            raise failure.error
+        history = self._history.with_failure(failure, self._has_progressed(state), state.checkpoints)
+        self._tell("failure", **failure.to_event())
+        judgement = Raise(failure.error) if stop else after(failure, history, self.situation)
+        if isinstance(judgement, Raise):
+            raise judgement.error
+        if isinstance(judgement, GiveUp):
+            raise gave_up(history, judgement.reason, self.situation.changes, str(self.run_dir.path), self.again)
+        self._history = history.with_restart(judgement)
+        self._prepare(failure, judgement)
+
+    def _prepare(self, failure: Failure, restart: Restart) -> None:
+        """Put the changes in force, and tell that there is a further start."""
+        for change in restart.changes:
+            self._tell("change", **change_fields(change, str(failure.seen)))
+        self._change(restart.changes, str(failure.seen))
+        planned = plan(self.situation)
+        if planned != self._planned:
+            write_json(self.run_dir.environment, environment_json(planned, self.situation.facts), self.run_dir.path)
+            self._planned = planned
+        history = self._history
+        self._tell(
+            "restart",
+            number=len(history.failures),
+            spent=history.spent,
+            budget=history.budget,
+            progress=history.progress,
+            from_updates=self._newest,
+            attempt=history.attempt,
+            changes=list(self.situation.changes),
+        )
+
+    def _has_progressed(self, state: WatchState) -> bool:
+        """Whether that start came further than the one before: a newer checkpoint, or more in the cache."""
+        newest = newest_checkpoint(self.run_dir)
+        items = {what: done for what, done in state.items.items() if what in ENCODED}
+        further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
+        self._newest, self._items = newest, {**self._items, **items}
+        return further
+
+    def _change(self, changes: Sequence[str], seen: str) -> None:
+        """Put changes in force, and remember all that answer one thing at once: half of an answer may be none."""
+        for change in changes:
+            self.situation = changed(self.situation, change)
+        if changes:
+            self.keep(self.situation, changes, seen)
+
+    def _tell(self, event_type: str, **fields: Any) -> None:
+        self.on_event(record(self.run_dir, self._session, event_type, **fields))
+
+
+def newest_checkpoint(run_dir: RunDir) -> int:
+    """Updates of the newest checkpoint; 0 where there is none."""
+    checkpoints = run_dir.list_checkpoints()
+    return checkpoints[-1][0] if checkpoints else 0
+
+
+def _updates_of(checkpoint: Path) -> int:
+    found = CHECKPOINT_NAME.match(checkpoint.name)
+    return int(found.group(1)) if found else 0

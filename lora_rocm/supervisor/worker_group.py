@@ -1,0 +1,102 @@
+"""The training children of one start, one for each GPU: started together, ended together, and one verdict on all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lora_rocm.errors import LoraRocmError, StoppedError
+from lora_rocm.hardware.ranks import HERE, Rank
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import Event, Worker, follow, stop_signals
+
+DIED, LOST = "worker-died", "rank-lost"
+"""The second: of a rank that ends because another one has. Never the cause."""
+
+OnRankEvent = Callable[[int, Event], None]
+
+
+@dataclass(frozen=True)
+class End:
+    """How one of the children failed."""
+
+    worker: Worker
+    error: LoraRocmError
+
+
+def ranks(count: int) -> list[Rank]:
+    """The processes of one machine."""
+    return [Rank(number, count, number, count) for number in range(count)]
+
+
+def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
+    """The environment of each child: alone as planned, else with its number and a free port to meet at.
+
+    They share the processor: threads that outnumber its cores wait for each other.
+    """
+    if count == 1:
+        return [dict(env)]
+    port, threads = free_port(), max((os.cpu_count() or 1) // count, 1)
+    return [{"OMP_NUM_THREADS": str(threads), **env, **rank.variables(port)} for rank in ranks(count)]
+
+
+def free_port() -> int:
+    """A port that nobody listens on. Somebody may take it at once: then the start fails, and the next has another."""
+    with contextlib.closing(socket.socket()) as found:
+        found.bind((HERE, 0))
+        return int(found.getsockname()[1])
+
+
+def verdict(workers: Sequence[Worker]) -> int | End:
+    """What the end of all of them means: an exit code, or the failure that the others followed from.
+
+    Raises:
+        StoppedError: the user had them ended.
+    """
+    codes: list[int] = []
+    ends: list[End] = []
+    for worker in workers:
+        if worker.given_up:
+            continue
+        try:
+            codes.append(worker.verdict())
+        except StoppedError:
+            raise
+        except LoraRocmError as error:
+            ends.append(End(worker, error if len(workers) == 1 else _of_rank(error, worker.rank)))
+    if ends:
+        return min(ends, key=lambda end: (end.error.code == LOST, end.worker.ended_in, end.error.code != DIED))
+    return max(codes)
+
+
+def _of_rank(error: LoraRocmError, rank: int) -> LoraRocmError:
+    """The same error, which says whose it is."""
+    error.where = f"rank {rank}: {error.where}" if error.where else f"rank {rank}"
+    return error
+
+
+def run_workers(
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    size: int,
+    on_event: OnRankEvent,
+    command: Sequence[str],
+    say: Callable[[str], None],
+) -> int:
+    """``process.run_worker`` for several children: nobody watches them, but where one fails all end.
+
+    Raises:
+        LoraRocmError: see ``process.Worker.verdict``.
+    """
+    run_dir.stop.unlink(missing_ok=True)
+    with stop_signals() as asked, contextlib.ExitStack() as stack:
+        envs = environments(env, size)
+        workers = [stack.enter_context(Worker(run_dir, own, command, rank)) for rank, own in enumerate(envs)]
+        follow(workers, asked, on_event, say)
+        found = verdict(workers)
+    if isinstance(found, End):
+        raise found.error
+    return found

@@ -1,0 +1,127 @@
+"""The loop with all that hangs on it: engine, hooks, and the first pass, by which the memory plan is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.families.base import Tensors
+from lora_rocm.loader.batch import Batch
+from lora_rocm.loader.batches import BatchPlan, loader
+from lora_rocm.memory.controller import Memory
+from lora_rocm.memory.oom_recovery import Relief
+from lora_rocm.train import compilation
+from lora_rocm.train.context import Data, Start, captures, pins
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.graphs import Graphs
+from lora_rocm.train.hooks import CallEvery, Validation
+from lora_rocm.train.loop import Hook, Position, Trainer
+from lora_rocm.train.outputs import Artifacts
+
+
+def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
+    """The loop over all of it, with its hooks."""
+    session, recipe, family, model = start.session, start.recipe, artifacts.family, artifacts.model
+    train, pinned = recipe.train, pins(start)
+
+    def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
+        repair = data.prepared.repair
+        return loader(plan, family, data.workers, first, count, pin_memory=pinned, repair=repair)
+
+    def extras(now: Position) -> dict[str, Any]:
+        epoch = 1 + now.iteration // data.plan.steps_per_epoch
+        return {"max_train_steps": data.max_train_steps, "epoch": epoch, "memory_bytes": memory_bytes(model.device)}
+
+    hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
+    if train.validation_every_n_steps and data.prepared.held_out:
+        held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
+        hooks.append(
+            Validation(
+                train.validation_every_n_steps,
+                lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
+                session.emit,
+            )
+        )
+    hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
+    engine = _engine(start, artifacts)
+    if recipe.sample.prompts:
+        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview_once, engine.release))
+    return Trainer(
+        family=family,
+        model=model,
+        engine=engine,
+        optimizer=artifacts.optimizer,
+        transfer=artifacts.transfer,
+        open_batches=lambda first: open_batches(data.plan, first, None),
+        accumulation=train.gradient_accumulation_steps,
+        seed=train.seed,
+        dropout=recipe.lora.dropout > 0,
+        position=position,
+        relief=Relief(
+            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, session.emit
+        ),
+        emit=session.emit,
+        stop_requested=session.stop_requested,
+        beat=session.beat,
+        world=start.world,
+        hooks=hooks,
+        step_extras=extras,
+    )
+
+
+def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None) -> None:
+    """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
+    memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), trainer.optimizer.weights
+
+    def alone(batch: Tensors, draws: Tensors) -> None:
+        _forget(weights, memory)
+        eager.run(batch, draws)
+
+    if compiler is not None:
+        compilation.require_no_offload(compiler, memory.offload is not None)
+        compiler.put(artifacts.family, artifacts.model)
+    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, pins(start), alone)
+    if compiler is not None:
+        rows = -(-start.recipe.train.batch_size // memory.parts)
+        compilation.require_no_offload(compiler, memory.offload is not None)
+        compiler.warm_up(compilation.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
+    _forget(weights, memory)
+    trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
+    if not memory.captures:
+        trainer.engine.graphs = None
+        artifacts.guard.use_graphs(None)
+
+
+def _forget(weights: FlatWeights, memory: Memory) -> None:
+    """No gradients, and their buffer there or not as the plan in force has it."""
+    weights.keep_gradients(memory.keeps_gradients)
+    weights.drop_gradients()
+
+
+def _engine(start: Start, artifacts: Artifacts) -> Engine:
+    """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
+    model, weights, recipe = artifacts.model, artifacts.optimizer.weights, start.recipe
+    mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
+    graphs = None
+    if captures(start):
+        graphs = Graphs(weights, recipe.runtime.deterministic, start.session.notice)
+    return Engine(
+        artifacts.family,
+        model,
+        weights,
+        artifacts.optimizer.loss_scale,
+        lambda: torch.autocast(model.device.type, model.dtype if mixed else torch.bfloat16, enabled=mixed),
+        graphs,
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)

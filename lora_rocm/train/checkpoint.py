@@ -1,0 +1,237 @@
+"""Checkpoints: all the state there is, in safetensors and JSON, whole or not there.
+
+A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors``
+and ``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to
+disk, read back, then renamed. Nothing is ever pickled.
+
+Somebody else may have written one: the seal is a plain checksum, which keeps out damage and not a lie. So what
+``state.json`` says does not decide which files are read, nor how much of them is held in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lora_rocm.base_models.safetensors_file import read_header
+from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
+from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
+from lora_rocm.train.loop import Position
+
+FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
+"""Of each part; a checkpoint has no others."""
+MAX_STATE_BYTES = 1 << 30  # the tags of captions are in it: 40,000 a folder, each of any length
+MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
+PIECE_BYTES = 1 << 20  # held at once where only a checksum is wanted
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose files were found to be what was written."""
+
+    path: Path
+    position: Position
+    facts: dict[str, Any]
+    checksums: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Of all that it holds; short, to be compared."""
+        return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+
+    def require_ranks(self, ranks: int) -> None:
+        """Refuse another number of GPUs: the same batch size on each makes another effective batch.
+
+        Raises:
+            ResumeError: it was written by so many others.
+        """
+        before = int(self.facts.get("ranks", 1))
+        if before != ranks:
+            raise ResumeError(
+                "resume-gpus-changed",
+                f"The run was made on {before} GPU{'s' * (before > 1)}; on {ranks} its batches would have "
+                f"{'more' if ranks > before else 'fewer'} samples.",
+                where=str(self.path),
+                fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or go on all the same "
+                "with --accept-changes.",
+            )
+
+    def tensors(self, part: str) -> dict[str, Tensor]:
+        """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none.
+
+        Raises:
+            StorageError: the file is no longer what it was when the checkpoint was found whole.
+        """
+        name = FILE_OF[part]
+        if name not in self.checksums:  # a file of that name beside it is not of this checkpoint
+            return {}
+        try:
+            # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
+            content = _content(self.path / name, MAX_PART_BYTES)
+        except OSError as error:
+            raise storage_error(error, self.path / name) from error
+        if hashlib.sha256(content).hexdigest() != self.checksums[name]:
+            raise StorageError(
+                "checkpoint-changed",
+                "A checkpoint changed while it was being read.",
+                where=str(self.path / name),
+                fix="Check the disk, then run the same command again: a damaged checkpoint is passed over.",
+            )
+        return safetensors.torch.load(content)
+
+
+def save(
+    run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
+) -> Path:
+    """Write a checkpoint; one that is there for the same number of updates, and valid, stays as it is.
+
+    Raises:
+        StorageError: disk full, no permission; nothing older is lost.
+    """
+    final = run_dir.checkpoint(position.updates)
+    if read(final) is not None:
+        return final
+    temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        make_folder(temporary, run_dir.path)
+        checksums = {}
+        for part, tensors in parts.items():
+            if tensors:
+                content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+                checksums[FILE_OF[part]] = hashlib.sha256(content).hexdigest()
+                write_through(temporary / FILE_OF[part], content)
+        state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
+        write_through(temporary / STATE_FILE, _sealed(state))
+        if read(temporary) is None:
+            raise OSError(0, "what was written did not read back the same")
+        fsync_folder(temporary)
+        _remove(final)  # a damaged one
+        rename(temporary, final)
+        fsync_folder(run_dir.checkpoints)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        raise storage_error(error, final) from error
+    return final
+
+
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or None where anything about it is damaged, missing, or not as it is written here."""
+    try:
+        state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
+        if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
+            return None
+        if not set(state["sha256"]) <= set(FILE_OF.values()):  # it could name any file of this machine, or a device
+            return None
+        for name, wanted in state["sha256"].items():
+            if _checksum(path / name) != wanted:
+                return None
+            read_header(path / name)  # the right checksum of something else
+        position = Position(**state["position"])
+        named = CHECKPOINT_NAME.match(path.name)
+        if named and int(named.group(1)) != position.updates:  # a folder or a state.json that was put elsewhere
+            return None
+        return Checkpoint(path, position, state["facts"], state["sha256"])
+    except (LoraRocmError, OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return None
+
+
+def _content(path: Path, max_bytes: int) -> bytes:
+    """As ``read_plain``, which makes room for as much as it may read: here no more than the file has.
+
+    Raises:
+        OSError: as there.
+    """
+    return read_plain(path, check_plain(path, max_bytes))
+
+
+def _checksum(path: Path) -> str:
+    """SHA-256 of a plain file, of no more bytes than it has now.
+
+    Raises:
+        OSError: it is missing, not plain or too large, or it cannot be read.
+    """
+    left, found = check_plain(path, MAX_PART_BYTES), hashlib.sha256()
+    with path.open("rb") as file:
+        while left and (piece := file.read(min(left, PIECE_BYTES))):
+            found.update(piece)
+            left -= len(piece)
+    return found.hexdigest()
+
+
+def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
+    """The newest checkpoint that is whole, and the newer ones that were passed over because they are not."""
+    damaged = []
+    for _, path in reversed(run_dir.list_checkpoints()):
+        checkpoint = read(path)
+        if checkpoint is not None:
+            return checkpoint, damaged
+        damaged.append(path)
+    return None, damaged
+
+
+def rotate(run_dir: RunDir, keep_last: int) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints that are whole; the last whole one is never deleted."""
+    kept = 0
+    for _, path in reversed(run_dir.list_checkpoints()):
+        if kept >= keep_last:
+            with contextlib.suppress(OSError):  # Windows: somebody has a file of it open; the next rotation tries again
+                _remove(path)
+        elif read(path) is not None:
+            kept += 1
+
+
+def discard_newer(run_dir: RunDir, updates: int) -> None:
+    """Remove what is of steps past ``updates``, which are made again: whole checkpoints, their LoRA files, previews.
+
+    Damaged checkpoints stay: they are passed over, and what they hold is for the user to throw away.
+    """
+    for found, path in run_dir.list_checkpoints():
+        if found > updates and read(path) is not None:
+            _remove(path)
+            run_dir.checkpoint_lora(found).unlink(missing_ok=True)
+    for found, folder in run_dir.list_samples():
+        if found > updates:
+            with contextlib.suppress(OSError):  # Windows: somebody looks at one; it is drawn over
+                remove(folder)
+
+
+def _sealed(state: Mapping[str, Any]) -> bytes:
+    body = json.dumps(state, indent=1, sort_keys=True)
+    seal = hashlib.sha256(body.encode("utf-8")).hexdigest()
+    return json.dumps({**state, "seal": seal}, indent=1, sort_keys=True).encode("utf-8")
+
+
+def _sealed_bytes(state: Mapping[str, Any]) -> bytes:
+    return json.dumps(state, indent=1, sort_keys=True).encode("utf-8")
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, its ``state.json`` first: a half-deleted checkpoint must not look whole.
+
+    Of a checkpoint that lies elsewhere (the user moved it to another disk) only the link to it.
+    """
+    if is_folder(path):
+        (path / STATE_FILE).unlink(missing_ok=True)
+    remove(path)
+
+
+def restore_threads(checkpoint: Checkpoint) -> bool:
+    """Use the thread count of the checkpoint (sums are split by it); True where it had to be changed."""
+    wanted = int(checkpoint.facts["threads"])
+    changed = torch.get_num_threads() != wanted
+    torch.set_num_threads(wanted)
+    return changed

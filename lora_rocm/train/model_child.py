@@ -1,0 +1,274 @@
+"""The heavy child of ``lora-rocm sample`` and ``export``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
+
+Says what happens as events, one JSON object a line of standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.device.torch_errors import settle, told
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors, family_for
+from lora_rocm.families.detect import evidence
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.foundation.files import followed, write_atomic
+from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint as state
+from lora_rocm.train.preview import png
+
+Job = dict[str, Any]
+
+
+def sample(job: Job, registry: Registry = PRODUCT) -> None:
+    """Draw pictures with a LoRA file, on a run's base model or on another."""
+    source = Path(job["source"])
+    lora = source if source.is_file() else _lora_of(RunDir(source))
+    recipe = recipe_for(job, lora, registry)
+    width, height = sides_of(job, recipe)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
+    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
+    family = family_for(recipe)
+    device, settings = _start(recipe)
+    encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
+    for encoder in family.encoders():
+        if encoder.entry.inputs == (CAPTION,):
+            encode = encoder.load(_door(device, settings))
+            for prompt, tensors in encoded.items():
+                tensors |= encode({CAPTION: prompt})
+            del encode  # it leaves before the next one, or the model, comes
+    model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
+    attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
+    _send(model, device, settings)
+    requests = [
+        PreviewRequest(
+            job["prompt"],
+            job["negative_prompt"],
+            width,
+            height,
+            job["steps"],
+            job["guidance_scale"],
+            job["seed"] + number,
+        )
+        for number in range(job["num"])
+    ]
+    pictures = family.preview(model, requests, encoded.__getitem__)
+    paths, folder = [], Path(job["output"])
+    root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
+    for request, picture in zip(requests, pictures, strict=True):
+        path = _free_name(folder, f"seed{request.seed}")
+        write_atomic(path, png(picture), root)
+        paths.append(str(path))
+    emit("drawn", pictures=paths)
+
+
+def export_run(job: Job, registry: Registry = PRODUCT) -> None:
+    """Write the LoRA of a run's newest checkpoint in another form, load it back and compare."""
+    run_dir = RunDir(Path(job["source"]))
+    if not run_dir.recipe.exists():
+        raise AdapterError(
+            "export-needs-run",
+            "Only the LoRA of a run can be written in another form: its base model is needed to check the result.",
+            where=job["source"],
+            fix="Give the run directory.",
+        )
+    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
+    if job["dtype"]:
+        recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
+    checkpoint = _checkpoint_of(run_dir, job["updates"])
+    family = family_for(recipe)
+    device, settings = _start(recipe)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
+    model = family.load(dtype, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
+    facts = Facts(**checkpoint.facts["metadata"])
+    writers.write(job["format"], path, family, adapter, recipe, facts, None if job["output"] else run_dir.path)
+    found = writers.verify(job["format"], path, family, model, adapter)
+    emit(
+        "export",
+        format=job["format"],
+        path=str(path),
+        max_difference=found.max_difference,
+        cannot_read=list(found.cannot_read),
+    )
+
+
+def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
+    """The newest valid checkpoint, or the one after so many updates.
+
+    Raises:
+        AdapterError: there is none yet.
+        StorageError: that one is gone or damaged.
+    """
+    if updates is not None:
+        found = state.read(run_dir.checkpoint(updates))
+        if found is None:
+            raise StorageError(
+                "result-lost",
+                "A file of this finished run is gone or damaged, and so is its last checkpoint, from which it would be "
+                "made again.",
+                where=str(run_dir.checkpoint(updates)),
+                fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
+            )
+        return found
+    newest, _ = state.latest_valid(run_dir)
+    if newest is None:
+        raise AdapterError(
+            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
+        )
+    return newest
+
+
+def _lora_of(run_dir: RunDir) -> Path:
+    """The finished LoRA, or that of the newest checkpoint."""
+    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
+    for path in [run_dir.lora, *reversed(found)]:
+        if path.exists():
+            return path
+    raise AdapterError(
+        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+    )
+
+
+def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
+    """(width, height) of the pictures in pixels: as asked, else as the recipe has its previews.
+
+    Raises:
+        UserError: the family takes no such size.
+    """
+    spec, (width, height) = recipe.spec, recipe.preview_size
+    for name in ("width", "height"):
+        side = job[name]
+        if side is None:
+            continue
+        where = f"--{name} {side}"
+        if name[0] not in spec.shapes:
+            raise UserError("image-size", f"{spec.title} draws no images.", where=where, fix="Leave it out.")
+        axis = spec.shapes[name[0]]
+        if not axis.fits(side):
+            what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
+            fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
+            raise UserError("image-size", what, where=where, fix=fix)
+    return job["width"] or width, job["height"] or height
+
+
+def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
+    """The recipe of the run that the file lies in; with ``--base`` only its model counts.
+
+    Raises:
+        UserError: neither the run nor ``--base`` says which base, or its family is not known.
+    """
+    recipes = [folder / "recipe.yaml" for folder in (lora.parent, lora.parent.parent)]
+    found = next((path for path in recipes if path.exists()), None)
+    if found is None and job["base"] is None:
+        raise AdapterError(
+            "base-unknown",
+            "This LoRA does not lie in a run directory, so its base model is not known.",
+            where=str(lora),
+            fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
+        )
+    if found is None:
+        return _recipe_of_base(job, lora, registry)
+    recipe = load_recipe(found, registry=registry).recipe
+    if job["family"] not in (None, recipe.spec.name):
+        raise AdapterError(
+            "family-of-run",
+            f"This LoRA was trained on {recipe.spec.title}, which its run says.",
+            where=f"--family {job['family']}",
+            fix="Leave --family out.",
+        )
+    if job["base"] is None:
+        return recipe
+    update = {"name_or_path": job["base"], **_config(job, recipe.spec)}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _recipe_of_base(job: Job, lora: Path, registry: Registry) -> Recipe:
+    """A recipe for a LoRA outside of a run: its family is that of ``--family``, or is recognised."""
+    spec = registry[job["family"]] if job["family"] else registry.detect(evidence(job["base"], lora), job["base"])
+    model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec)}
+    return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
+
+
+def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
+    """The key ``config`` of the model section as the job has it; empty if the family has no such key."""
+    if "config" in spec.model_section.model_fields:
+        return {"config": job["config"]}
+    if job["config"] is not None:
+        what = f"A base of {spec.title} takes no folder of configs."
+        raise UserError("config-unused", what, where=f"--config {job['config']}", fix="Leave it out.")
+    return {}
+
+
+def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
+    """The device that the recipe asks for, with the planned settings in force."""
+    settings = settings_from(os.environ)
+    device = choose_device(recipe.runtime.device, settings)
+    apply(settings, device)
+    return device, settings
+
+
+def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
+    door = _door(device, settings)
+    for name, component in model.components.items():
+        door.send_parameters(component, name)
+    model.device = device
+
+
+def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
+    pin = device.type == "cuda" and settings.pin_memory
+    return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
+
+
+def _free_name(folder: Path, stem: str) -> Path:
+    """A name that is not taken."""
+    path, number = folder / f"{stem}.png", 2
+    while os.path.lexists(path):
+        path, number = folder / f"{stem}-{number}.png", number + 1
+    return path
+
+
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run}
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Do one job; every error becomes an event."""
+    try:
+        TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), registry)
+        settle()
+        return 0
+    except Exception as error:  # the edge of the process: the traceback goes to standard error
+        traceback.print_exc()
+        what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
+        explained = told(error, sys.argv[2], MachineError("internal", what, fix="Please report it with the command."))
+    emit("error", **explained.to_event())
+    settle()
+    return explained.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

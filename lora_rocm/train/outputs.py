@@ -1,0 +1,289 @@
+"""What a run leaves behind: checkpoints with a LoRA file beside each, previews, the exported result."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.dataset.scan import load_image
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.process_group import World
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import DataError, ExportError, MachineError, StateError
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.foundation.files import write_json
+from lora_rocm.loader.batches import Prepared
+from lora_rocm.memory.controller import Memory
+from lora_rocm.memory.oom_recovery import tell
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import FileDigest
+from lora_rocm.train import checkpoint as state
+from lora_rocm.train import concept_score, preview
+from lora_rocm.train.base_seal import Seals
+from lora_rocm.train.disk_forecast import Room
+from lora_rocm.train.guard import Guard
+from lora_rocm.train.loop import Position
+from lora_rocm.train.session import Session
+
+MAX_CONCEPT_PICTURES = 200
+
+
+@dataclass
+class Artifacts:
+    """Writes files from the state of a run; each is whole or not there, and written again after a kill.
+
+    Of several ranks the first writes, once all have found their kernels and weights to be what they should be; the
+    others wait for it.
+    """
+
+    session: Session
+    recipe: Recipe
+    family: ModelFamily
+    model: LoadedModel
+    adapter: Adapter
+    optimizer: GatedOptimizer
+    transfer: DeviceTransfer
+    guard: Guard
+    prepared: Prepared
+    data_identity: str
+    base_seals: Seals
+    steps_per_epoch: int
+    room: Room
+    memory: Memory
+    drawn_at: int | None = None  # updates of the newest previews that this start has drawn
+    tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
+    world: World = field(default_factory=World)
+    _written: list[FileDigest] = field(default_factory=list, init=False)  # LoRA files of this start, newest last
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self.session.run_dir
+
+    def checkpoint(self, position: Position) -> None:
+        """A LoRA file that can be used, then the state to go on from; older states are rotated away.
+
+        Raises:
+            CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
+            StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
+        """
+        updates = position.updates
+        if state.read(self.run_dir.checkpoint(updates)) is not None:
+            state.rotate(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
+            return
+        with self.session.phase("checkpoint"):
+            self.guard.check_all(updates)
+            self._require_in_step(updates)
+            self.world.first("checkpoint", lambda: self._save(position))
+
+    def _save(self, position: Position) -> None:
+        updates = position.updates
+        self.run_dir.require()
+        self.room.look_ahead(updates - 1)
+        self.room.require_checkpoint(updates)
+        lora = self.run_dir.checkpoint_lora(updates)
+        with self._shown_weights():
+            self._written += self._write("kohya", lora, position)
+        parts = {
+            "adapter": self.adapter.state(),
+            "ema": self.transfer.receive(self.optimizer.ema) if self.optimizer.ema else {},
+            "optimizer": self.transfer.receive(self.optimizer.state()),
+        }
+        try:
+            self.guard.check_state(updates)  # again: nothing has changed while it was read
+        except StateError:
+            lora.unlink(missing_ok=True)
+            raise
+        facts = {
+            "recipe": fingerprint(self.recipe),
+            "data": self.data_identity,
+            "base": self.family.base_facts()["identity"],
+            "base_seals": self.base_seals,
+            "threads": torch.get_num_threads(),
+            "ranks": self.world.size,
+            "metadata": asdict(self._facts(position)),
+        }
+        path = state.save(self.run_dir, position, parts, facts)
+        state.rotate(self.run_dir, self.recipe.output.keep_last)
+        self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
+
+    def _require_in_step(self, updates: int) -> None:
+        if self.world.size > 1:
+            self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
+
+    def before_training(self, updates: int) -> None:
+        """What is due at the start of the loop: a look at the disk, and pictures that are missing."""
+        self.room.look_ahead(updates)
+        self.preview_before()
+        self.preview_again(updates)
+
+    def preview_before(self) -> None:
+        """The pictures without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
+        if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
+            return
+        with self.session.phase("preview"), self.adapter.disabled():
+            self._draw(0)
+
+    def preview_again(self, updates: int) -> None:
+        """The pictures of the checkpoint that a run goes on from, where it was cut between the two."""
+        sample = self.recipe.sample
+        due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
+        if due and not preview.existing(self.run_dir, updates, self.recipe):
+            self.preview(updates)
+
+    def preview_once(self, updates: int) -> None:
+        """``preview`` by the first of all ranks, for which the others wait."""
+        self.world.first("previews", lambda: self.preview(updates))
+
+    def preview(self, updates: int) -> None:
+        """The pictures with the LoRA as it is (its average, where one is kept)."""
+        with self.session.phase("preview"), self._shown_weights():
+            self._draw(updates)
+
+    def finish(self, position: Position) -> None:
+        """Last pictures, all formats loaded back and compared, the concept score, and the word that it is done."""
+        self.guard.check_all(position.updates)
+        self.run_dir.require()
+        with self._shown_weights():
+            exports = [self._export(form, position) for form in self.recipe.output.formats]
+        self.guard.check_state(position.updates)  # again: nothing has changed while it was read
+        loras = self._checkpoint_loras()
+        result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
+        if self.recipe.sample.prompts:
+            if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights
+                self.preview(position.updates)
+            self.preview_before()  # where there was no memory for them at the start
+            before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
+            if before is not None and after is not None:  # else memory ran out, and it was said
+                preview.before_after(self.run_dir, before, after, self.recipe)
+                result |= self._concept(before, after)
+        write_json(self.run_dir.result, result, self.run_dir.path)
+
+    def _shown_weights(self) -> AbstractContextManager[None]:
+        """The weights that users get: the average, where one is kept."""
+        return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
+
+    def _draw(self, updates: int) -> None:
+        """Draw one round; in tiles from then on where memory runs out. No pictures are no reason to end a run."""
+        self.run_dir.require()
+        empty_pools()
+        drawn = self._drawn(updates)
+        if isinstance(drawn, MachineError) and not self.tiles:
+            self.tiles = True
+            tell("preview-tiling", self.session.emit)
+            empty_pools()
+            drawn = self._drawn(updates)
+        empty_pools()
+        if isinstance(drawn, MachineError):
+            self.session.notice(
+                f"No pictures after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; smaller "
+                "sample.width and sample.height would help."
+            )
+            return
+        self.drawn_at = updates
+        self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in drawn])
+
+    def _drawn(self, updates: int) -> list[Path] | MachineError:
+        """The pictures of a round, or that memory ran out."""
+        how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
+        try:
+            with self.adapter.casting_inputs():
+                return preview.draw(self.run_dir, updates, *how)
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None:
+                raise
+            return full
+
+    def _export(self, form: str, position: Position) -> dict[str, Any]:
+        path = self.run_dir.export_of(form)
+        written = self._write(form, path, position)
+        found = writers.verify(form, path, self.family, self.model, self.adapter)
+        told = {
+            "format": form,
+            "path": self._name(path),
+            "max_difference": found.max_difference,
+            "cannot_read": list(found.cannot_read),
+        }
+        changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
+        if changed:
+            raise ExportError(
+                "export-changed",
+                "An exported file does not hold any more what was written a moment ago.",
+                where=str(self.run_dir.path / changed[0]),
+                fix="Check the disk, then run the same command again: the file is made again from the last checkpoint.",
+            )
+        self.session.emit("export", **told)
+        return {**told, "files": [digest.to_json() for digest in written]}
+
+    def _checkpoint_loras(self) -> list[dict[str, Any]]:
+        """Digests of the LoRA files beside the checkpoints: what was meant, for those that this start has written."""
+        found = []
+        for path in sorted(self.run_dir.checkpoints.glob("lora-step*.safetensors")):
+            self.session.beat("export")
+            name = self._name(path)
+            there = FileDigest.of_file(self.run_dir, name)
+            meant = next((digest for digest in reversed(self._written) if digest.path == name), there)
+            if there != meant:
+                self.session.notice(f"{name} is not what was written: it was damaged or changed. Do not use it.")
+            found += [meant.to_json()] if meant is not None else []
+        return found
+
+    def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
+        """How near the images are to the training images, before and after (``concept_score``); may be empty."""
+        training = []
+        for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]:
+            with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
+                training.append(load_image(sample))
+        if not training:
+            self.session.notice("No concept score: none of the training pictures can be read any more.")
+            return {}
+        found = concept_score.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
+        self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
+        return {"concept": asdict(found)}
+
+    def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
+        facts = self._facts(position)
+        return writers.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
+
+    def _facts(self, position: Position) -> Facts:
+        """What the metadata of a file says of the run so far."""
+        found = self.prepared.facts
+        epochs = position.iteration // self.steps_per_epoch
+        return Facts(
+            steps=position.updates,
+            epochs=epochs,
+            num_epochs=self.recipe.train.epochs or epochs + 1,
+            num_images=sum(found.bucket_counts.values()),
+            tag_frequency=found.tag_frequency,
+            buckets={str(shape): count for shape, count in found.bucket_counts.items()},
+            dataset_dirs=found.folders,
+            base_name=Path(self.recipe.model.name_or_path).name,
+            vae_name=self.recipe.model.vae_name,
+            finished_at_s=source_date_epoch(),
+        )
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.run_dir.path).as_posix()
+
+
+def source_date_epoch() -> int | None:
+    """SOURCE_DATE_EPOCH: the only time that a result file may carry (reproducible-builds.org)."""
+    value = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(value) if value.isdigit() else None
+
+
+def _open(paths: list[Path]) -> list[Image.Image]:
+    return [Image.open(path).convert("RGB") for path in paths]

@@ -1,0 +1,325 @@
+"""One run from samples to exported files, phase by phase. Each phase can be killed and done again."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
+from lora_rocm.checks import kernel_check
+from lora_rocm.checks.canary import Canary
+from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import DataError, ResumeError
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
+from lora_rocm.memory.controller import Memory, decide
+from lora_rocm.memory.oom_recovery import tell
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.supervisor.resume import accept
+from lora_rocm.train import checkpoint as state
+from lora_rocm.train import compilation
+from lora_rocm.train.base_seal import Seals, broken, seals_of
+from lora_rocm.train.build_trainer import first_pass, new_trainer
+from lora_rocm.train.context import Data, Start, captures, pins, transfer_of
+from lora_rocm.train.disk_forecast import CacheRoom, Room
+from lora_rocm.train.guard import CacheGuard, Guard
+from lora_rocm.train.hooks import TensorBoard
+from lora_rocm.train.loop import Position
+from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
+from lora_rocm.train.outputs import Artifacts
+from lora_rocm.train.session import Session
+
+RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
+DATA_DIFFER = "The training pictures are not those of the checkpoint."
+BASE_DIFFERS = "The base model is not that of the checkpoint."
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
+    """The checkpoint to go on from; damaged ones are named and passed over.
+
+    Raises:
+        ResumeError: the chosen checkpoint is damaged.
+    """
+    run_dir = session.run_dir
+    if session.rank == 0:
+        run_dir.discard_unfinished(of_parent=False)
+    if chosen is not None:
+        checkpoint = state.read(chosen)
+        if checkpoint is None:
+            raise ResumeError(
+                "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
+            )
+        return checkpoint
+    found, damaged = state.latest_valid(run_dir)
+    for path in damaged:
+        session.notice(f"The checkpoint {path.name} is damaged and was passed over.")
+    return found
+
+
+def train(start: Start) -> tuple[bool, int]:
+    """Run all phases; (finished, updates made)."""
+    session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
+    if start.world.is_first:
+        session.readers.append(TensorBoard(session.run_dir.tensorboard, session.notice))
+    if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
+        session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
+    family = family_for(recipe)
+    compilation.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
+    if checkpoint is not None and not start.accept_changes:
+        checkpoint.require_ranks(start.world.size)
+    with session.phase("cache"):
+        data = start.world.in_turn("caches", lambda: prepare_data(start, family))
+        start.world.require_same("the training data", {"pictures and captions": data.identity()})
+    with session.phase("load"):
+        artifacts, position = load(start, family, data)
+    finished = position.updates >= data.max_train_steps  # only the result is missing
+    if finished:
+        data.workers.close()
+        artifacts.checkpoint(position)  # a kill may have come before older ones were rotated away
+    else:
+        finished = _fit(start, data, position, artifacts)
+    if finished:
+        with session.phase("export"):
+            start.world.first("export", lambda: artifacts.finish(position))
+    return finished, position.updates
+
+
+def _fit(start: Start, data: Data, position: Position, artifacts: Artifacts) -> bool:
+    """Train until the last update (True) or a stop, and keep the state."""
+    session, recipe = start.session, start.recipe
+    trainer = new_trainer(start, data, position, artifacts)
+    start.world.first("previews", lambda: artifacts.before_training(position.updates))
+    watching = first_time(start.device, "The first step", session.notice)
+    to_session = (session.notice, session.emit, session.beat)
+    compiler = compilation.for_run(recipe, start.device, data.prepared.facts.bucket_counts, *to_session)
+    with closing(data.workers), compilation.explained(compiler):
+        if compiler is not None:
+            with session.phase("compile"):  # minutes, and no limit of a step is for these
+                first_pass(start, artifacts, trainer, compiler)
+        start.world.exchange("compiled", limit_s=None)  # one may have to compile what another has in its cache
+        with session.phase("step"), watching as seen:
+            session.readers.append(lambda event: seen() if event["type"] == "step" else None)
+            if compiler is None:
+                first_pass(start, artifacts, trainer, compiler)
+            finished = trainer.fit(data.max_train_steps)
+    artifacts.checkpoint(position)
+    trainer.engine.release()  # the last previews want the memory
+    return finished
+
+
+def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
+    """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
+    session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
+    transfer = transfer_of(start)
+    memory = _decide(start, family, data)
+    model, adapter, triton = _load_model(start, family, transfer, memory)
+    optimizer = make_optimizer(
+        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
+        adapter.groups(recipe.optim),
+        recipe.optim,
+        max_train_steps=data.max_train_steps,
+        ema_decay=recipe.train.ema_decay,
+        use_loss_scale=start.dtype is torch.float16,
+        triton=triton,
+    )
+    position, seals = Position(), seals_of(transfer.base)
+    if checkpoint is not None:
+        seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
+        position = _restore(checkpoint, transfer, adapter, optimizer)
+    start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
+    if start.world.is_first:  # only now that nothing can be refused any more
+        accept(session.run_dir)
+        if checkpoint is not None:
+            state.discard_newer(session.run_dir, position.updates)
+    position.attempt = max(position.attempt, start.attempt)
+    capture = capture_on_gpu if captures(start) else None
+    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
+    guard = Guard(canary, optimizer, session.emit)
+    guard.check_kernels(position.updates)
+    guard.use_graphs(capture)
+    artifacts = Artifacts(
+        session=session,
+        recipe=recipe,
+        family=family,
+        model=model,
+        adapter=adapter,
+        optimizer=optimizer,
+        transfer=transfer,
+        guard=guard,
+        prepared=data.prepared,
+        data_identity=data.identity(),
+        base_seals=seals,
+        steps_per_epoch=data.steps_per_epoch,
+        room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
+        tiles=start.settings.preview_tiling,
+        memory=memory,
+        world=start.world,
+    )
+    return artifacts, position
+
+
+def prepare_data(start: Start, family: ModelFamily) -> Data:
+    """Find the pictures and fill the caches."""
+    session, recipe = start.session, start.recipe
+    for notice in family.notices:  # the base is refused here, if it is, before pictures are looked at
+        session.notice(notice)
+    cache = LatentCache(Path(recipe.cache.dir))
+    updates = start.checkpoint.position.updates if start.checkpoint else 0
+    encoding = Encoding(
+        cache,
+        start.device,
+        report=CacheRoom(cache, session.cache_progress, session.notice),
+        notice=session.notice,
+        repaired=session.repaired,
+        tiles=start.settings.vae_tiling,
+        tiles_needed=lambda: tell("vae-tiling", session.emit),
+        open_door=lambda device: transfer_of(replace(start, device=device)),
+        look=CacheGuard(recipe.lora.rank, updates, session.emit),
+    )
+    kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
+    if kept is None or start.accept_changes:
+        return data_of(start, family, cache, prepare(recipe, family, encoding))
+    try:
+        prepared = prepare(recipe, family, encoding)
+        if prepared.identity() == kept.identity:
+            return data_of(start, family, cache, prepared)
+        session.notice("The training pictures are not those of the checkpoint, but training is complete.")
+        prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
+    except DataError as error:
+        session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
+        prepared = prepare(recipe, family, encoding, kept.facts)
+    return _without_items(start, family, cache, prepared, kept)
+
+
+def _without_items(
+    start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
+) -> Data:
+    """Return the data of a start that only writes the result: there are no items to train on."""
+    train = start.recipe.train
+    plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
+    workers = open_workers(cache, family, _runtime(start), start.session.notice, lambda: None)
+    return Data(prepared, plan, kept.max_train_steps, workers, kept)
+
+
+def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
+    """The plan over what is prepared, the readers of the cache, and the event that tells of both."""
+    session, train = start.session, start.recipe.train
+    ranks = (start.world.size, start.world.me.rank)
+    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
+    steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
+    session.emit(
+        "data",
+        samples=len(prepared.items),
+        set_aside=[problem.to_json() for problem in prepared.set_aside],
+        notices=list(prepared.notices),
+        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
+        steps_per_epoch=plan.steps_per_epoch,
+        max_train_steps=steps,
+    )
+    given_up = partial(tell, "workers-0", session.emit)
+    workers = open_workers(cache, family, _runtime(start), session.notice, given_up)
+    return Data(prepared, plan, steps, workers)
+
+
+def _runtime(start: Start) -> RuntimeSection:
+    """The recipe's, with no more workers than the plan allows."""
+    runtime, most = start.recipe.runtime, start.settings.loader_workers
+    return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
+
+
+def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
+    """What of a step is kept in memory, for the largest pictures that there are."""
+    sizes = data.prepared.facts.bucket_counts
+    largest = max(sizes, key=lambda shape: shape.order)
+    return decide(
+        start.recipe,
+        family,
+        start.device,
+        start.dtype,
+        start.settings,
+        largest,
+        start.session.notice,
+        len(sizes),
+    )
+
+
+def _load_model(
+    start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
+) -> tuple[LoadedModel, Adapter, bool]:
+    """Load and adapt on the CPU, then send every parameter by the checked transfer; the flag: Triton is used."""
+    recipe = start.recipe
+    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
+    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.session.notice)
+    model = family.load(start.dtype, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, start.session.notice)
+    adapter.cast_inputs(False)
+    adapter.read = transfer.receive
+    staying = memory.staying(family, model)
+    for name, component in model.components.items():
+        transfer.send_parameters(component, name, staying)
+        component.train()  # the base has no dropout; the adapter's may be asked for
+    model.device = start.device
+    family.fuse(model, triton=triton and not compiled)
+    memory.put(family, model, transfer, pins(start))
+    empty_pools()
+    return model, adapter, triton
+
+
+def _require_same_base_and_data(
+    start: Start, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
+) -> Seals:
+    """Refuse a checkpoint that was made from something else; the seals of the base that the next one carries.
+
+    Raises:
+        ResumeError: recipe, data or base are not those of the checkpoint.
+    """
+    facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
+    compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
+    if before is None:
+        start.session.notice(
+            "The checkpoint is of an earlier version, which named base and pictures in another way: whether they are "
+            "the same was not looked at."
+        )
+    else:
+        compared += [("data", data.identity(), DATA_DIFFER), ("base", family.base_facts()["identity"], BASE_DIFFERS)]
+    found = [(key, what, "") for key, now, what in compared if facts[key] != now]
+    found += [("base", BASE_DIFFERS, f", {name}") for name in broken(before or {}, seals)]
+    for key, what, more in found:
+        if not start.accept_changes:
+            raise ResumeError(
+                f"resume-{key}-changed",
+                what,
+                where=f"{checkpoint.path}{more}",
+                fix="Undo the change, start a new run, or go on all the same with --accept-changes.",
+            )
+    return seals if found else {**(before or {}), **seals}
+
+
+def _restore(
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
+) -> Position:
+    """Take over a checkpoint; everything restored crosses the checked door."""
+
+    def sent(part: str) -> dict[str, Tensor]:
+        return {
+            name: transfer.send_checked(tensor, f"{part} {name}") for name, tensor in checkpoint.tensors(part).items()
+        }
+
+    adapter.load(sent("adapter"))
+    optimizer.load(sent("optimizer"), sent("ema") if optimizer.ema else None)
+    return checkpoint.position

@@ -1,0 +1,171 @@
+"""The proof at load sees kernels that lie, cannot be compiled or end the device, and leaves sound ones alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_rocm.checks import kernel_check
+from lora_rocm.checks.kernel_check import FINGERPRINTS, SMALL, TOLERANCE, Case, ExactCase, first_wrong, trusted
+from lora_rocm.kernels import backend
+
+pytest.importorskip("triton")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def with_kernel(case: Case, kernel: Callable[..., Any]) -> Case:
+    """The case, where ``kernel(plain outputs)`` stands for what the Triton form gives."""
+
+    def run(form: str, norm: Any, *inputs: Tensor) -> Any:
+        outputs = case.run("eager", norm, *inputs)
+        return kernel(outputs) if form == "triton" else outputs
+
+    return replace(case, run=run)
+
+
+def sound(outputs: Any) -> Any:
+    return outputs
+
+
+class LastLine(torch.autograd.Function):
+    """Multiplies the last line of the output, or of the gradient, by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor, y = backward, x.clone()
+        y[-1] *= forward
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = dy[0].clone()
+        dx[-1] *= ctx.factor
+        return dx, None, None
+
+
+def spoiling(forward: float, backward: float) -> Callable[[Any], Any]:
+    def kernel(outputs: Any) -> Any:
+        first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        return (LastLine.apply(first, forward, backward), *others)
+
+    return kernel
+
+
+def raising(error: Exception) -> Callable[[Any], Any]:
+    def kernel(outputs: Any) -> Any:
+        raise error
+
+    return kernel
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("number", range(len(SMALL)), ids=lambda number: SMALL[number].name)
+def test_a_kernel_that_lies_is_named(number: int, dtype: torch.dtype) -> None:
+    case = SMALL[number]
+    assert first_wrong(CPU, dtype, [with_kernel(case, sound)]) is None, "the control"
+    for kernel, what in ((spoiling(0, 1), "output 1"), (spoiling(1, 0), "gradient 1"), (spoiling(1, 1.3), "gradient")):
+        said = first_wrong(CPU, dtype, [with_kernel(SMALL[0], sound), with_kernel(case, kernel)])
+        assert said is not None and said.startswith(str(case)) and what in said
+
+
+@pytest.mark.parametrize("output", FINGERPRINTS.run("eager", CPU))
+def test_a_fingerprint_that_is_off_by_one_is_named(output: str) -> None:
+    def lying(form: str, device: torch.device, by: int) -> dict[str, Tensor]:
+        found = FINGERPRINTS.run("eager", device)
+        if form == "triton":
+            found[output].view(-1)[-1] += by
+        return found
+
+    sound, wrong = (ExactCase("sums", lambda form, device, by=by: lying(form, device, by)) for by in (0, 1))  # type: ignore[misc]
+    assert first_wrong(CPU, torch.bfloat16, [sound]) is None, "the control"
+    assert first_wrong(CPU, torch.bfloat16, [sound, wrong]) == f"sums has wrong numbers ({output})"
+
+
+def test_fingerprints_that_cannot_be_compiled_are_no_end() -> None:
+    def run(form: str, device: torch.device) -> dict[str, Tensor]:
+        if form == "triton":
+            raise KeyError("gfx1100")
+        return {}
+
+    said = first_wrong(CPU, torch.bfloat16, [ExactCase("sums", run)])
+    assert said is not None and said.startswith("sums cannot be computed (KeyError")
+
+
+def test_numbers_that_are_none_are_wrong() -> None:
+    said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[-1], spoiling(float("nan"), 1))])
+    assert said is not None and "off by nan" in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        OSError(28, "No space left on device"),
+        ImportError("cannot import name 'driver'"),
+        AssertionError("libamdhip64.so cannot found!"),
+        KeyError("gfx1100"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_be_compiled_is_no_end(error: Exception) -> None:
+    said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
+    assert said is not None and said.startswith("LayerNorm of 3x5x70 in bfloat16 cannot be computed")
+    assert type(error).__name__ in said
+
+
+def test_triton_s_own_errors_are_no_end() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    said = first_wrong(CPU, torch.float16, [with_kernel(SMALL[1], raising(OutOfResources(9, 8, "shared memory")))])
+    assert said is not None and "shared memory" in said
+
+
+def test_a_target_that_triton_refuses_is_said_in_words() -> None:
+    """Its reason stands in 70 lines on standard error; the error itself says nothing."""
+    error = RuntimeError("PassManager::run failed")
+    said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
+    assert said is not None and f"Triton {backend.triton_version()}" in said and "does not know this GPU" in said
+    assert "PassManager" not in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "HIP error: an illegal memory access was encountered",
+        "Triton Error [HIP]:  Code: 719, Messages: unspecified launch failure",
+        "HIP out of memory. Tried to allocate 2.00 GiB",
+    ],
+)
+def test_a_fault_of_the_device_is_not_swallowed(said: str) -> None:
+    with pytest.raises(RuntimeError, match="HIP"):
+        first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[0], raising(RuntimeError(said)))])
+
+
+def test_the_generator_of_the_run_is_not_moved() -> None:
+    before = torch.random.get_rng_state()
+    first_wrong(CPU, torch.float32, [with_kernel(case, sound) for case in SMALL])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: None)
+    assert not trusted(CPU, torch.bfloat16, said.append) and said == [], "no GPU: nothing to say"
+    assert trusted(GPU, torch.bfloat16, said.append) and said == []
+    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: "GEGLU of 3x5x140 in bfloat16 has wrong numbers")
+    assert not trusted(GPU, torch.bfloat16, said.append) and "GEGLU" in said.pop() and said == []
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert not trusted(GPU, torch.bfloat16, said.append) and "no Triton" in said.pop() and said == []
+    assert not trusted(CPU, torch.bfloat16, said.append) and said == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_sound_gpu_passes(dtype: torch.dtype) -> None:
+    said: list[str] = []
+    assert trusted(GPU, dtype, said.append), said

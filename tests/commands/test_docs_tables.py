@@ -1,0 +1,82 @@
+"""The tables in docs/amd.md and docs/reliability.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.commands.docs_tables import TABLES, filled, hardware, harms, rules, where
+from lora_rocm.hardware.archs import ARCHS
+from lora_rocm.rules.environment import RULES
+from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.rule import When
+
+ROOT = Path(__file__).parents[2]
+AMD, RELIABILITY = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md"
+
+
+@pytest.mark.parametrize("page", [AMD, RELIABILITY], ids=lambda page: page.name)
+def test_the_pages_are_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == filled(text), "run python -m lora_rocm.commands.docs_tables docs/amd.md docs/reliability.md"
+
+
+def test_the_pages_hold_the_tables() -> None:
+    pages = AMD.read_text(encoding="utf-8") + RELIABILITY.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in pages
+
+
+def test_what_is_out_of_date_is_made_anew_and_the_rest_is_kept() -> None:
+    old = "before\n<!-- rules -->\nan old table\n<!-- /rules -->\nafter <!-- unknown -->"
+    assert filled(old) == f"before\n<!-- rules -->\n{rules()}\n<!-- /rules -->\nafter <!-- unknown -->"
+    assert filled("no marks") == "no marks"
+
+
+def test_every_row_is_there_with_reason_and_source() -> None:
+    for rule in RULES:
+        (line,) = [line for line in rules().splitlines() if line.startswith(f"| `{rule.id}` |")]
+        assert rule.why in line and rule.source in line.replace("&lt;", "<")
+    assert len(harms().splitlines()) == len(HARMS) + 2
+    assert all(harm.what in harms() and harm.source in harms() for harm in HARMS)
+
+
+def test_the_hardware_table_is_honest() -> None:
+    lines = {arch.gfx: line for arch in ARCHS for line in hardware().splitlines() if f"| {arch.gfx} |" in line}
+    assert set(lines) == {arch.gfx for arch in ARCHS}
+    assert all(line.endswith("| not yet |") for line in lines.values())
+    assert all(arch.reported in lines[arch.gfx] for arch in ARCHS)
+    assert "| pytorch 7.2 | amd 7.14? |" in lines["gfx1201"]
+    assert "| no | no |" in lines["gfx906"] and "| CPU instead | CPU instead |" in lines["gfx1036"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_tables(name: str) -> None:
+    lines = TABLES[name]().splitlines()
+    bars = {line.replace(r"\|", "").count("|") for line in lines}
+    assert len(bars) == 1 and set(lines[1]) == {"|", "-", " "}
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        (When(), "every AMD GPU"),
+        (When(amd=False), "everywhere"),
+        (When(systems=("linux",), wsl=False, generations=("rdna3",), kernel_from="6.18", kernel_below="7.1"),
+         "Linux; not WSL; RDNA 3; kernel from 6.18 below 7.1"),
+        (When(generations=("rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4"), unknown_too=True, safe_profile=True),
+         "RDNA and unknown GPUs; profile safe"),
+        (When(gfx=("gfx1031",), torch_below="2.12", lacks_kernels=True, wheel_has="gfx1030"),
+         "gfx1031; torch below 2.12; torch has no kernels for the GPU; torch has kernels for gfx1030"),
+        (When(several_gpus=True, several_ranks=False, hip_from="7.0", aotriton_from="0.11"),
+         "ROCm from 7.0; AOTriton from 0.11; several AMD GPUs; one process"),
+    ],
+)  # fmt: skip
+def test_conditions_in_words(when: When, words: str) -> None:
+    assert where(when) == words
+
+
+def test_angle_brackets_cannot_become_tags() -> None:
+    page = AMD.read_text(encoding="utf-8")
+    assert "miopen/&lt;gfx>" in page and "`HSA_OVERRIDE_GFX_VERSION_<node of the APU>`" in page

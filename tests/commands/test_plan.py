@@ -1,0 +1,411 @@
+"""``lora-rocm plan``: the table, the choice, the errors; the model counted by the real child once."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.commands import plan as command
+from lora_rocm.commands.plan import Room, card_bytes
+from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.fit import does_not_fit, job_of
+from lora_rocm.planning.step_cost import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from tests.families.toy_families import TOYS
+
+GIB = 2**30
+
+
+WORK = Work(3e13, 3e10, 300)
+
+
+def net() -> Footprint:
+    """Something of SDXL's size: 5 GiB of weights, 5 GiB of activations a sample in ten blocks."""
+    blocks = tuple(
+        Block(
+            f"{n}",
+            GIB // 2 - 2**20,
+            GIB // 2,
+            n * GIB // 2,
+            GIB // 2 + 2**27,
+            2**27,
+            (n + 1) * GIB // 2,
+            Work(1e12, 1e9, 9),
+        )
+        for n in range(10)
+    )
+    moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
+    work = Work(3e13, 3e10, 300)
+    return ranked(Footprint("1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, work))
+
+
+def ranked(footprint: Footprint, rank: int = 16) -> Footprint:
+    """With what lower ranks would take: as a LoRA's, proportional to the rank."""
+    figures = (footprint.adapter_bytes, footprint.gradient_bytes, footprint.landing_bytes)
+    lower = [2**power for power in reversed(range(13)) if 2**power < rank]
+    smaller = (SmallerAdapter(f"lora.rank to {less}", *(value * less // rank for value in figures)) for less in lower)
+    return replace(footprint, smaller=tuple(smaller))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def written(**sections: dict[str, Any]) -> str:
+        (tmp_path / "Bilder").mkdir(exist_ok=True)
+        base: dict[str, dict[str, Any]] = {
+            "model": {"name_or_path": "builtin:tiny-sdxl"},
+            "data": {"path": str(tmp_path / "Bilder"), "resolution": 1024},
+            "train": {"max_train_steps": 100, "batch_size": 4},
+            "cache": {"dir": str(tmp_path / "cache")},
+        }
+        whole = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
+        path = tmp_path / "mein Rezept.yaml"
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        return str(path)
+
+    return written
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The heavy child's answer, to be changed; "asked" gets the job."""
+    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True, "gpu": None}
+
+    def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+        asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+        answer["asked"] = asked
+        return {key: value for key, value in answer.items() if key != "asked"}
+
+    monkeypatch.setattr(command, "run_for_json", run_for_json)
+    return answer
+
+
+def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsys: Any) -> None:
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "fewer inputs or outputs" not in capsys.readouterr().out
+    child["footprint"]["narrow_layers"] = 7
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "7 adapted layers have fewer inputs or outputs than lora.rank" in capsys.readouterr().out
+
+
+def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
+    rates = {"flops": 1e14, "moved_bytes": 1e12, "bus_bytes": 1e10, "launch_s": 4e-6, "known": True}
+    return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes
+
+
+def rows_of(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(MODES)]
+
+
+def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.plan(write(), (), card="24GB", as_json=False) == 0
+    assert child["asked"]["for_card"] is True
+    output = capsys.readouterr().out
+    rows = rows_of(output)
+    assert [row.split()[0] for row in rows] == [*MODES] * 3  # 4, 2 and 1 samples at once
+    assert sum("<- chosen" in row for row in rows) == 1
+    assert rows[0].split()[-1] == "no" and "24.0 GiB" in output
+    assert "would choose" in output and "relative" in output
+
+
+def test_on_a_gpu_that_was_measured_times_are_seconds(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child["gpu"] = gpu(64)
+    command.plan(write(), (), card=None, as_json=False)
+    output = capsys.readouterr().out
+    assert " s  yes  <- chosen" in rows_of(output)[0]
+    assert "100 steps: about" in output and "Card, as training sees it" in output and "relative" not in output
+
+
+def test_memory_that_the_gpu_shares_is_not_offloaded_to(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child["gpu"] = gpu(64, integrated=True)
+    command.plan(write(), (), card=None, as_json=False)
+    assert not any(row.startswith("offload") for row in rows_of(capsys.readouterr().out))
+
+
+def test_without_a_gpu_nothing_is_said_to_fit(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.plan(write(), (), card=None, as_json=False)
+    output = capsys.readouterr().out
+    assert "--card" in output and not any(row.endswith(("yes", "no", "chosen")) for row in rows_of(output)[1:])
+
+
+def test_json_says_the_same(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    command.plan(write(), ["train.batch_size=2"], card="12", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] in found["plans"]
+    assert found["chosen"]["needed_bytes"] <= found["room"]["num_bytes"] < 12 * GIB
+    assert found["seconds_are_known"] is False
+    assert found["footprint"]["blocks"] == 10
+
+
+def test_what_cannot_fit_is_an_error_behind_the_table(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        command.plan(write(), (), card="2GB", as_json=False)
+    assert caught.value.code == "does-not-fit" and caught.value.exit_code == 2
+    assert rows_of(capsys.readouterr().out)
+
+
+def test_the_real_child_counts_the_tiny_model(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(data={"resolution": 128}, lora={"rank": 4, "targets": r".*mid_block.*attn1\.to_q"})
+    assert command.plan(path, (), card="8GB", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["precision"] == "bf16"
+    assert found["chosen"]["mode"] == "keep" and found["chosen"]["parts"] == 1
+    assert found["footprint"]["work"]["flops"] > 1e8
+
+
+def test_a_model_that_is_not_here_is_counted_all_the_same(
+    write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(model={"name_or_path": "somebody/a-fine-tune"})
+    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert "is not on this machine" not in capsys.readouterr().out
+    child["model_is_here"] = False
+    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert "somebody/a-fine-tune is not on this machine: counted by" in capsys.readouterr().out
+
+
+def test_a_wrong_recipe_is_said(write: Any) -> None:
+    with pytest.raises(RecipeError):
+        command.plan(write(), ["runtime.memory=much"], card=None, as_json=False)
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24GB", 24), ("24", 24), ("7.5 gib", 7.5), (" 16G ", 16), ("0.5GB", 0.5)])
+def test_memory_of_a_card(text: str, gib: float) -> None:
+    assert card_bytes(text) == gib * GIB
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-8GB", "0", "24TB", "nan", "1e3", "99999", "RTX 4090", "\udcff"])
+def test_what_is_no_memory_of_a_card(text: str) -> None:
+    with pytest.raises(UserError, match="memory of a card"):
+        card_bytes(text)
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    base = {"model": {"name_or_path": "x"}, "data": {"path": "x"}, "train": {"max_train_steps": 1, "batch_size": 4}}
+    return recipe_from({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+
+
+@pytest.mark.parametrize(
+    ("memory", "checkpointing", "can_offload", "modes"),
+    [
+        ("auto", False, True, MODES),
+        ("auto", False, False, MODES[:-1]),
+        ("auto", True, True, ("recompute", "offload")),
+        ("auto", True, False, ("recompute",)),
+        ("keep", False, True, ("keep",)),
+        ("keep", True, True, ("recompute",)),
+        ("selective", True, True, ("recompute",)),
+        ("offload", True, False, ("offload",)),
+    ],
+)
+def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: bool, modes: tuple[str, ...]) -> None:
+    asked = recipe(runtime={"memory": memory}, train={"gradient_checkpointing": checkpointing})
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)
+    assert job.modes == modes
+    assert job.all_offloaded == (memory == "offload")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "memory", "modes"),
+    [
+        ("off", "auto", MODES),  # the control
+        ("auto", "auto", MODES),  # which is off
+        ("regional", "auto", MODES[:-1]),
+        ("full", "auto", MODES[:-1]),
+        ("full", "offload", ("offload",)),  # asked for both: that is refused in words, not undone
+    ],
+)
+def test_what_is_compiled_is_not_offloaded_by_auto(compiled: str, memory: str, modes: tuple[str, ...]) -> None:
+    asked = recipe(runtime={"compile": compiled, "memory": memory})
+    assert job_of(asked, Settings(), on_gpu=True, can_offload=True).modes == modes
+    needs_little = int(4.3 * GIB)  # of the weights alone there are 5
+    found = choose(
+        needs_little, net().scaled((256 / 1024) ** 2), job_of(asked, Settings(), on_gpu=True, can_offload=True), Rates()
+    )
+    assert (found is not None and found.mode == "offload") is ("offload" in modes)
+
+
+def test_what_past_failures_made_necessary_holds() -> None:
+    job = job_of(recipe(), Settings(micro_batch_parts=8, checkpointing=True), on_gpu=True, can_offload=True)
+    assert job.modes == ("recompute", "offload") and job.min_parts == 4
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "sections", "graphs"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"runtime": {"graphs": "off"}}, False),
+        (True, {"lora": {"dropout": 0.1}}, False),
+    ],
+)
+def test_graphs_are_counted_where_there_are_some(on_gpu: bool, sections: dict[str, Any], graphs: bool) -> None:
+    assert job_of(recipe(**sections), Settings(), on_gpu=on_gpu, can_offload=True).graphs is graphs
+    assert not job_of(recipe(**sections), Settings(graphs=False), on_gpu=on_gpu, can_offload=True).graphs
+
+
+@pytest.mark.parametrize(
+    ("sections", "limit_gib", "fix"),
+    [
+        ({"runtime": {"memory": "keep"}}, 8, "runtime.memory to auto"),
+        ({}, 2.2, "data.resolution to"),
+        ({"runtime": {"memory": "keep"}}, 2.2, "and runtime.memory to auto"),
+        ({}, 0.5, "no rank would fit, at any resolution"),
+    ],
+)
+def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, fix: str) -> None:
+    asked = recipe(**sections)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    error = does_not_fit(asked, net(), job, Rates(), int(limit_gib * GIB))
+    assert fix in error.fix
+    if "data.resolution to" in error.fix:  # it is true, and the next larger one would not do
+        side = int(error.fix.split("data.resolution to ")[1].split()[0].rstrip(":"))
+        free = Job(4, graphs=True)
+        fits = [
+            choose(int(limit_gib * GIB), net().scaled((s / 1024) ** 2), free, Rates()) is not None
+            for s in (side, side + 64)
+        ]
+        assert fits == [True, False]
+
+
+def slim() -> Footprint:
+    """Little but an adapter and activations: there is a budget for which less of one of them is not enough."""
+    blocks = tuple(replace(block, weight_bytes=2**20) for block in net().blocks)
+    return ranked(replace(net(), weight_bytes=2**26, adapter_bytes=2 * GIB, blocks=blocks))
+
+
+def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Footprint]:
+    """The recipe with what the sentence says, and its footprint. The settings are read from the words alone."""
+    changes = dict(re.findall(r"(\w+\.\w+) to (\w+)", fix))
+    sections = asked.model_dump(mode="json")
+    for name, value in changes.items():
+        section, key = name.split(".")
+        sections[section][key] = value
+    now = recipe_from(sections)
+    side, rank = now.data.resolution, now.lora.rank
+    adapter = {name: getattr(footprint, name) * rank // asked.lora.rank for name in command.ADAPTER}
+    return now, replace(footprint.scaled((side / asked.data.resolution) ** 2), **adapter)
+
+
+NEAREST: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "kept": {"runtime": {"memory": "keep"}},
+    "all offloaded": {"runtime": {"memory": "offload"}},
+    "recomputed": {"train": {"gradient_checkpointing": True}},
+    "compiled": {"runtime": {"compile": "regional"}},
+    "kept and compiled": {"runtime": {"compile": "full", "memory": "keep"}},
+}
+
+
+BUDGETS_GIB = (0.4, 0.6, 0.75, 1, 1.5, 2, 2.6, 3, 4, 5, 5.5, 5.8, 6.2, 7, 8, 9)
+
+
+def untrue(
+    asked: Recipe,
+    footprint: Footprint,
+    can_offload: bool,
+    auto_modes: tuple[Mode, ...] | None,
+    budgets_gib: tuple[float, ...] = BUDGETS_GIB,
+) -> list[str]:
+    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search; None: the right ones."""
+    found = []
+    for budget_bytes in (int(gib * GIB) for gib in budgets_gib):
+        job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)
+        if choose(budget_bytes, footprint, job, Rates()) is not None:
+            continue
+        told = job if auto_modes is None else replace(job, auto_modes=auto_modes, eager_modes=auto_modes)
+        fix = does_not_fit(asked, footprint, told, Rates(), budget_bytes).fix
+        words = fix
+        if fix.startswith("Free memory"):
+            words = "data.resolution to 256, lora.rank to 1, runtime.memory to auto, runtime.compile to off"
+        now, smaller = followed(words, asked, footprint)
+        then = job_of(now, Settings(), on_gpu=True, can_offload=can_offload)
+        fits = choose(budget_bytes, smaller, then, Rates()) is not None
+        if fits is fix.startswith("Free memory"):
+            found.append(f"{budget_bytes / GIB} GiB: {fix}")
+    return found
+
+
+@pytest.mark.parametrize("can_offload", [True, False])
+@pytest.mark.parametrize("footprint", [net(), slim()], ids=["net", "slim"])
+@pytest.mark.parametrize("sections", NEAREST.values(), ids=NEAREST)
+def test_what_is_said_would_fit_does_and_what_is_said_would_not_does_not(
+    sections: dict[str, Any], footprint: Footprint, can_offload: bool
+) -> None:
+    budgets_gib = BUDGETS_GIB[::2] if can_offload else BUDGETS_GIB[1::2]
+    assert not untrue(recipe(**sections), footprint, can_offload, None, budgets_gib)
+
+
+def test_a_search_with_more_than_auto_has_here_would_be_seen() -> None:
+    """The control: memory that the GPU shares, and a search that offloads all the same."""
+    told = untrue(recipe(runtime={"memory": "keep"}), net(), False, MODES)
+    assert any("Set runtime.memory to auto: " in fix for fix in told)
+
+
+def test_both_are_named_where_neither_is_enough() -> None:
+    def said(gib: float) -> str:
+        job = job_of(recipe(), Settings(), on_gpu=True, can_offload=True)
+        return does_not_fit(recipe(), slim(), job, Rates(), int(gib * GIB)).fix or ""
+
+    assert re.fullmatch(r"Set data.resolution to \d+ and lora.rank to [1-8]: that would fit\.", said(1.0))
+    assert said(0.3).startswith("Free memory of the GPU")  # the control
+
+
+def test_a_family_without_a_resolution_is_not_told_to_lower_it() -> None:
+    sections = {"model": {"family": "toy-text", "name_or_path": "x"}, "data": {"path": "x"}, "train": {"epochs": 1}}
+    asked = recipe_from(sections, TOYS)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    errors = [does_not_fit(asked, slim(), job, Rates(), int(gib * GIB)) for gib in (1.0, 0.3)]
+    assert all("resolution" not in str(error) for error in errors)
+    assert "lora.rank: 16" in errors[0].where and errors[1].fix.endswith("no rank would fit.")
+
+
+def test_what_compiling_forbids_is_named_before_smaller_pictures() -> None:
+    def said(**runtime: str) -> str:
+        asked = recipe(runtime=runtime)
+        job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+        return does_not_fit(asked, net(), job, Rates(), int(5.5 * GIB)).fix or ""
+
+    assert said(compile="full") == "Set runtime.compile to off: that would fit."
+    assert (
+        said(compile="full", memory="keep") == "Set runtime.memory to auto and runtime.compile to off: that would fit."
+    )
+    assert said(memory="keep") == "Set runtime.memory to auto: that would fit."  # the control
+
+
+@pytest.mark.parametrize("own", [512, None])  # None: the control
+def test_the_nearest_resolution_is_that_of_the_sources(own: int | None) -> None:
+    asked = recipe(data={"path": None, "sources": [{"path": "x", "resolution": own}], "resolution": 1024})
+    large = replace(net(), cost=(own or 1024) ** 2)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    error = does_not_fit(asked, large, job, Rates(), int(2.2 * GIB))
+    side = int(error.fix.split(" to ")[1].split(":")[0])
+    assert side < (own or 1024) and (error.where or "").startswith(error.fix.split(" to ")[0].removeprefix("Set "))
+    assert ("data.sources" in error.fix) is (own is not None)
+
+
+def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
+    asked = recipe(lora={"rank": 64})
+    large = ranked(replace(net(), adapter_bytes=8 * GIB, gradient_bytes=0, landing_bytes=0), 64)
+    job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
+    error = does_not_fit(asked, large, job, Rates(), int(4.5 * GIB))
+    assert error.fix.startswith("Set lora.rank to 16")
+
+
+def test_a_room_says_what_it_is_made_of() -> None:
+    room = command._room_of_card(24 * GIB)
+    assert isinstance(room, Room) and room.num_bytes is not None and 22 * GIB < room.num_bytes < 24 * GIB

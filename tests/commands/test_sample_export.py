@@ -1,0 +1,111 @@
+"""Commands that start another heavy child."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.commands import sample_export
+from lora_rocm.errors import MachineError, UserError
+from lora_rocm.rundir.layout import RunDir
+from tests.supervisor.fake_run import heard, write_whole_run
+
+EVENTS = [
+    {"type": "notice", "text": "a note"},
+    {"type": "phase", "phase": "load", "state": "begin", "seconds": 0},
+    {"type": "drawn", "pictures": ["/x/00.png", "/x/01.png"]},
+    {"type": "export", "format": "kohya", "path": "/x.safetensors", "max_difference": 1e-6, "cannot_read": ["A", "B"]},
+]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.chdir(tmp_path)
+    found: list[dict[str, Any]] = []
+
+    def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
+        assert module == "lora_rocm.train.model_child" and env["PYTHONUTF8"] == "1"
+        found.append({"tool": arguments[0], **json.loads(Path(arguments[1]).read_bytes())})
+        for event in EVENTS:
+            on_event(heard(event))
+        return 0
+
+    monkeypatch.setattr(sample_export, "run_tool", run_tool)
+    return found
+
+
+def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert sample_export.sample(Path("run"), output=None, base=None, config=None, prompt="ü", seed=3) == 0
+    assert jobs == [
+        {
+            "tool": "sample",
+            "source": str(run_dir.path),
+            "output": str(run_dir.samples / "asked"),
+            "base": None,
+            "config": None,
+            "family": None,
+            "prompt": "ü",
+            "seed": 3,
+        }
+    ]
+    output = capsys.readouterr().out
+    assert "Drew /x/00.png\nDrew /x/01.png" in output and "a note" in output
+    assert "largest difference 1e-06\nCannot be read by A, B" in output
+
+
+def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    Path("lora.safetensors").touch()
+    Path("base").mkdir()
+    sample_export.sample(Path("lora.safetensors"), output=Path("out"), base="base", config=Path("c"), prompt="x")
+    assert jobs[0]["source"] == str(tmp_path / "lora.safetensors") and jobs[0]["output"] == str(tmp_path / "out")
+    assert jobs[0]["base"] == str(tmp_path / "base") and jobs[0]["config"] == str(tmp_path / "c")
+    sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", config=None, prompt="x")
+    assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"family": "sdlx"}, "Did you mean sdxl?"),
+        ({"family": "flux"}, "Flux is not supported yet"),
+        ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
+        ({"negative_prompt": "\udcff"}, "--negative-prompt"),
+        ({"config": Path("c")}, "--config c"),
+    ],
+)
+def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, Any], words: str) -> None:
+    Path("lora.safetensors").touch()
+    with pytest.raises(UserError) as caught:
+        sample_export.sample(Path("lora.safetensors"), **{"output": None, "base": None, "config": None, **options})
+    assert words in str(caught.value) and caught.value.fix and jobs == []
+
+
+def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("lora.safetensors").touch()
+    monkeypatch.setitem(globals(), "EVENTS", [event for event in EVENTS if event["type"] != "drawn"])
+    with pytest.raises(MachineError, match="without naming a file") as caught:
+        sample_export.sample(Path("lora.safetensors"), output=Path("out"), base=None, config=None, prompt="x")
+    assert caught.value.where.endswith("out")
+
+
+def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
+    source = str(tmp_path / "run")
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None}
+    assert jobs == [{"tool": "export", **asked}]
+
+
+@pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
+def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
+    with pytest.raises(UserError, match="no run and no LoRA"):
+        sample_export.sample(Path(source), output=None, base=None, config=None)
+    with pytest.raises(UserError, match="no run here"):
+        sample_export.export(Path(source), "peft", output=None, dtype=None)
+    assert jobs == []

@@ -1,0 +1,149 @@
+"""Where a run stands."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.commands.status import status, status_text
+from lora_rocm.errors import UserError
+from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.lock import locked
+from lora_rocm.supervisor.resume import open_run
+from tests.supervisor.fake_run import (
+    change_fields,
+    data_fields,
+    failure_fields,
+    restart_fields,
+    save_recipe,
+    start_fields,
+    step_fields,
+    write_whole_run,
+)
+
+ERROR = {"code": "disk-full", "what": "The disk is full.", "where": "/x", "fix": "Free it.", "exit_code": 3}
+STOP = {**ERROR, "code": "stopped", "exit_code": 130}
+END = {"reason": "stopped", "updates": 3, "exit_code": 130}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run").create()
+    save_recipe(made)
+    return made
+
+
+def write(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
+    time.sleep(0.005)  # events have milliseconds
+    writer = EventWriter(run_dir.events(), session=1)
+    for event_type, fields in events:
+        writer.write(event_type, **fields)
+    writer.close()
+
+
+STEPS = [("start", start_fields()), ("data", data_fields()), *(("step", step_fields(n)) for n in (1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "prepared"),
+        (STEPS, "died"),
+        ([*STEPS, ("end", END)], "stopped"),
+        ([*STEPS, ("error", ERROR)], "failed"),
+        ([*STEPS, ("error", STOP)], "stopped"),
+        ([*STEPS, ("error", ERROR), ("start", start_fields(resumed_from=2))], "died"),
+    ],
+)
+def test_states(run_dir: RunDir, events: list[tuple[str, dict[str, object]]], state: str) -> None:
+    write(run_dir, *events)
+    found = status(run_dir)
+    assert found["state"] == state
+    assert (found["error"] is not None) == (state == "failed")
+    assert state in status_text(found)
+    json.dumps(found, allow_nan=False)
+
+
+def test_running(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS, ("end", END), ("start", start_fields(resumed_from=3)), ("step", step_fields(4)))
+    with locked(run_dir):
+        found = status(run_dir)
+    assert found["state"] == "running" and found["updates"] == 4 and found["max_train_steps"] == 40
+    assert found["rate_per_s"] == pytest.approx(5.0) and found["eta_s"] == pytest.approx(7.2)
+    assert "5.00 it/s, 0:07 left" in status_text(found)
+
+
+def test_a_resumed_run_counts_from_its_checkpoint(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS, ("start", start_fields(resumed_from=2)))
+    assert status(run_dir)["updates"] == 2
+
+
+def test_finished(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    found = status(run_dir)
+    assert found["state"] == "finished" and found["updates"] == 40 and found["incidents"] == 1
+    assert found["last_checkpoint"] == str(run_dir.checkpoint(40))
+    assert [Path(name).name for name in found["files"]] == ["lora-step00000040.safetensors", "lora.safetensors"]
+    assert 0.05 < found["loss"] < 0.3
+
+
+def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
+    time.sleep(0.005)  # events have milliseconds
+    writer = EventWriter(run_dir.events("supervisor"))
+    for event_type, fields in events:
+        writer.write(event_type, **fields)
+    writer.close()
+
+
+def test_restarts_and_changes_are_counted(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS)
+    assert status(run_dir)["restarts"] == 0 and status(run_dir)["changes"] == []
+    assert "started again" not in status_text(status(run_dir)) and "changed" not in status_text(status(run_dir))
+    supervise(run_dir, ("failure", failure_fields()), ("change", change_fields()), ("restart", restart_fields()))
+    halved = ("change", change_fields(id="micro-batch-halved", effect="rounding"))
+    write(run_dir, ("start", start_fields(resumed_from=2)), halved, halved)
+    found = status(run_dir)
+    assert found["restarts"] == 1 and found["changes"] == ["sdma-off", "micro-batch-halved", "micro-batch-halved"]
+    assert "started again once" in status_text(found)
+    assert "changed because of failures: sdma-off, 2 x micro-batch-halved" in status_text(found)
+    supervise(run_dir, ("restart", restart_fields(number=2)))
+    assert "started again 2 times" in status_text(status(run_dir))
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_worker_that_hung_has_failed_until_it_is_started_again(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS)
+    assert status(run_dir)["state"] == "died", "the control: without the supervisor's word"
+    supervise(run_dir, ("failure", failure_fields(code="worker-hung", what="Silent for 312 s.", silent_s=312.0)))
+    found = status(run_dir)
+    assert found["state"] == "failed" and found["error"] == {
+        "code": "worker-hung", "what": "Silent for 312 s.", "where": "", "fix": "",
+    }  # fmt: skip
+    assert "error: Silent for 312 s." in status_text(found)
+    write(run_dir, ("start", start_fields(resumed_from=2)))
+    assert status(run_dir)["state"] == "died"
+
+
+def test_what_the_worker_said_itself_comes_before_the_supervisor_s_word(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS, ("error", ERROR))
+    supervise(run_dir, ("failure", failure_fields(what="Exit code 3.")))
+    assert status(run_dir)["error"]["fix"] == "Free it."
+
+
+def test_the_last_word_may_be_the_supervisor_s(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(run_dir, *STEPS)
+    late = time.time() + 500
+    monkeypatch.setattr(time, "time", lambda: late)
+    assert status(run_dir)["last_event_s_ago"] >= 499
+    supervise(run_dir, ("restart", restart_fields()))
+    assert status(run_dir)["last_event_s_ago"] == 0
+
+
+def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
+    assert open_run(run_dir.path) == run_dir
+    for path in (tmp_path, tmp_path / "nothing", run_dir.recipe):
+        with pytest.raises(UserError, match="no run here"):
+            open_run(path)

@@ -1,0 +1,154 @@
+"""What the training process really finds in its environment, on recorded machines; the child is a real process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.commands import train
+from lora_rocm.errors import MachineError
+from lora_rocm.hardware.facts import load_facts
+from lora_rocm.hardware.selftest_result import Verdict
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rundir.layout import RunDir
+from tests.golden import HOSTS, machines
+from tests.supervisor.fake_run import RECIPE
+
+IPC, OVERRIDE = "HIP_DISABLE_IPC", "HSA_OVERRIDE_GFX_VERSION"
+SAY_ENVIRONMENT = """
+import json, os, sys
+from pathlib import Path
+from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.layout import RunDir
+run_dir = RunDir(Path(sys.argv[1]))
+(run_dir.path / "seen.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
+EventWriter(run_dir.events(), session=1).write("end", reason="done", updates=3, exit_code=0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(HOSTS.parents[1]))
+    Path("recipe.yaml").write_text(RECIPE, encoding="utf-8")
+
+    def command(run_dir: RunDir, *options: object) -> list[str]:
+        return [sys.executable, "-c", SAY_ENVIRONMENT, str(run_dir.path)]
+
+    monkeypatch.setattr(train.process, "worker_command", command)
+
+
+def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **exported: str) -> dict[str, str]:
+    """Train on a recorded machine, its variables (and some more) exported in this process; the child's environment."""
+    facts = load_facts(HOSTS / f"{machine}.json")
+    for name, value in {**facts.variables, **exported}.items():
+        monkeypatch.setenv(name, value)
+
+    def situation(recipe: Recipe | None = None) -> Situation:
+        return situation_here(recipe, facts, {**facts.variables, **exported})
+
+    monkeypatch.setattr(train, "situation_here", situation)
+    assert train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / "run") == 0
+    seen: dict[str, str] = json.loads((tmp_path / "run" / "seen.json").read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    assert {row["variable"]: row["value"] for row in saved["variables"]}.items() <= seen.items()
+    return seen
+
+
+@pytest.mark.parametrize("machine", machines())
+def test_ipc_is_off_on_amd_and_only_there(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(IPC, raising=False)
+    seen = seen_by_child(machine, monkeypatch, tmp_path)
+    facts = load_facts(HOSTS / f"{machine}.json")
+    assert seen.get(IPC) == ("1" if facts.amd_gpus else None)
+
+
+@pytest.mark.parametrize("machine", ["linux-strix-halo", "linux-strix-halo-tuned", "windows-strix-halo"])
+@pytest.mark.parametrize("left_behind", [None, "11.0.0", "11.5.1"])
+def test_gfx1151_gets_its_own_version(
+    machine: str, left_behind: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exported = {OVERRIDE: left_behind} if left_behind else {}
+    seen = seen_by_child(machine, monkeypatch, tmp_path, **exported)
+    assert seen[OVERRIDE] == "11.5.1"
+    assert not [name for name in seen if name.startswith(f"{OVERRIDE}_")]
+
+
+def test_a_poisoned_value_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen_by_child("linux-strix-halo", monkeypatch, tmp_path, **{OVERRIDE: "11.0.0"})
+    saved = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    (row,) = [row for row in saved["variables"] if row["variable"] == OVERRIDE]
+    assert row["replaced"] == "11.0.0" and row["value"] == "11.5.1"
+
+
+def test_a_card_beside_strix_halo_keeps_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = seen_by_child("linux-strix-halo-rx7900xtx", monkeypatch, tmp_path)
+    facts = load_facts(HOSTS / "linux-strix-halo-rx7900xtx.json")
+    (apu,) = [gpu for gpu in facts.amd_gpus if gpu.gfx == "gfx1151"]
+    (card,) = [gpu for gpu in facts.amd_gpus if gpu.gfx == "gfx1100"]
+    assert OVERRIDE not in seen
+    assert seen[f"{OVERRIDE}_{apu.node}"] == "11.5.1" and f"{OVERRIDE}_{card.node}" not in seen
+    assert seen["ROCR_VISIBLE_DEVICES"] == str(card.index)
+
+
+def test_the_apu_chosen_by_the_user_gets_the_global_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = load_facts(HOSTS / "linux-strix-halo-rx7900xtx.json")
+    (apu,) = [gpu for gpu in facts.amd_gpus if gpu.gfx == "gfx1151"]
+    seen = seen_by_child("linux-strix-halo-rx7900xtx", monkeypatch, tmp_path, ROCR_VISIBLE_DEVICES=str(apu.index))
+    assert seen[OVERRIDE] == "11.5.1" and seen["ROCR_VISIBLE_DEVICES"] == str(apu.index)
+
+
+@pytest.mark.parametrize("machine", ["nvidia-rtx4090", "cpu-only", "linux-rx7900xtx", "linux-rx9070xt"])
+def test_no_other_machine_gets_an_override(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = seen_by_child(machine, monkeypatch, tmp_path)
+    assert not [name for name in seen if name.startswith(OVERRIDE)]
+
+
+def test_what_harms_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("linux-strix-halo", monkeypatch, tmp_path, **{OVERRIDE: "11.0.0", "HIP_LAUNCH_BLOCKING": "1"})
+    output = capsys.readouterr().out
+    assert "HSA_OVERRIDE_GFX_VERSION=11.0.0 was set here; training gets 11.5.1 instead" in output
+    assert "Warning: HIP_LAUNCH_BLOCKING=1 is set here and is kept" in output
+
+
+def test_a_torch_for_the_cpu_beside_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("broken-no-permission", monkeypatch, tmp_path)
+    assert "cannot use the Radeon RX 7900 XT" in capsys.readouterr().out
+
+
+def test_a_healthy_machine_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by_child("linux-rx7900xtx", monkeypatch, tmp_path)
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def no_test(situation: Situation, say: object) -> Verdict:
+        asked.append(situation.facts.gpus[0].name)
+        raise MachineError("gpu-unusable", "All copies arrive as zeros.")
+
+    monkeypatch.setattr(train.selftest, "self_test", no_test)
+    facts = load_facts(HOSTS / "linux-rx7900xtx.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    with pytest.raises(MachineError, match="zeros"):
+        train.train("recipe.yaml", run_dir=tmp_path / "run")
+    assert asked == ["Radeon RX 7900 XTX"] and not (tmp_path / "run" / "seen.json").exists()
+
+
+@pytest.mark.parametrize("machine", ["cpu-only", "nvidia-rtx4090", "broken-no-permission"])
+def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    assert train.train("recipe.yaml", run_dir=tmp_path / "run") == 0

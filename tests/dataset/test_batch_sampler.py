@@ -1,0 +1,241 @@
+import math
+import tracemalloc
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
+from lora_rocm.dataset.buckets import fit, image_shape
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.foundation.seeds import draw
+
+
+def item(
+    index: int, wide: bool = False, repeats: int = 1, flip: bool = False, texts: int = 1, dropout: float = 0.0
+) -> Item:
+    shape = fit(200 if wide else 100, 100, 64, 16, 2.0, True, False).shape
+    images = (f"image{index}", f"mirrored{index}") if flip else (f"image{index}",)
+    captions = (*(f"text{index}.{n}" for n in range(texts)), "empty")
+    keys = {"image": tuple((key,) for key in images), "text": (captions,)}
+    return Item(f"{index}.png", shape, keys, len(images), texts, dropout, repeats)
+
+
+items = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=12).map(
+    lambda drawn: [item(index, wide, repeats, True, 3, 0.3) for index, (wide, repeats) in enumerate(drawn)]
+)
+SIZES = [(64, 64), (64, 128), (128, 64), (32, 256), (4096, 1)]  # some have the same area
+GOLDEN = [[(3, 1), (0, 0)], [(5, 1), (1, 0)], [(3, 0)], [(5, 0), (1, 1)], [(4, 0), (2, 0)]]
+splits = st.sampled_from([(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)])
+
+
+def epoch_of(plan: BatchPlan, epoch: int = 0) -> list[list[Row]]:
+    first = epoch * plan.steps_per_epoch
+    return [plan.rows(iteration) for iteration in range(first, first + plan.steps_per_epoch)]
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2))
+def test_every_picture_is_seen_as_often_as_asked(
+    found: list[Item], batch: int, acc: int, seed: int, epoch: int
+) -> None:
+    batches = epoch_of(BatchPlan(found, batch, acc, seed), epoch)
+    seen = Counter(row.item.key for rows in batches for row in rows if row.weight > 0)
+    assert seen == {one.key: one.repeats for one in found}
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3))
+def test_a_batch_has_one_bucket_and_its_weights_are_a_mean(found: list[Item], batch: int, acc: int) -> None:
+    for rows in epoch_of(BatchPlan(found, batch, acc, 0)):
+        assert len(rows) == batch * acc and [row.position for row in rows] == list(range(batch * acc))
+        assert len({row.item.shape for row in rows}) == 1
+        weights = {row.weight for row in rows if row.weight > 0}
+        assert len(weights) == 1 and abs(sum(row.weight for row in rows) - 1.0) < 1e-12
+
+
+@given(items, splits, splits, st.integers(0, 3))
+def test_the_split_does_not_change_the_order(
+    found: list[Item], one: tuple[int, int, int], other: tuple[int, int, int], seed: int
+) -> None:
+    plans = [BatchPlan(found, batch, acc, seed, world) for batch, acc, world in (one, other)]
+    assert epoch_of(plans[0]) == epoch_of(plans[1])
+
+
+@given(items, splits)
+def test_ranks_and_micro_batches_partition_the_batch(found: list[Item], split: tuple[int, int, int]) -> None:
+    batch, acc, world = split
+    ranks = [BatchPlan(found, batch, acc, 0, world, rank) for rank in range(world)]
+    slices = [plan.micro(1, index) for plan in ranks for index in range(acc)]
+    assert all(len(rows) == batch for rows in slices)
+    together = sorted((row for rows in slices for row in rows), key=lambda row: row.position)
+    assert together == ranks[0].rows(1)
+
+
+def test_a_micro_batch_draws_for_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cost of an update grew with the square of its micro-batches and ranks."""
+    plan, drawn = BatchPlan([item(index) for index in range(64)], 2, 8, 0, 4, 1), list[int]()
+    row = plan._row
+    monkeypatch.setattr(plan, "_row", lambda *where: drawn.append(where[3]) or row(*where))
+    for index in range(8):
+        plan.micro(0, index)
+    assert drawn == [position for position in range(64) if position // 2 % 4 == 1]
+
+
+def test_order_follows_seed_and_epoch() -> None:
+    found = [item(index, wide=index % 2 == 0) for index in range(20)]
+    assert epoch_of(BatchPlan(found, 2, 1, 0)) == epoch_of(BatchPlan(found, 2, 1, 0))
+    assert epoch_of(BatchPlan(found, 2, 1, 0)) != epoch_of(BatchPlan(found, 2, 1, 1))
+    orders = [[row.item.key for rows in epoch_of(BatchPlan(found, 2, 1, 0), epoch) for row in rows] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def area(rows: list[Row]) -> int:
+    return rows[0].item.shape.cost
+
+
+@given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
+def test_the_first_batch_is_of_the_largest_pictures(found: list[Item], batch: int, acc: int, seed: int) -> None:
+    batches = epoch_of(BatchPlan(found, batch, acc, seed))
+    assert area(batches[0]) == max(map(area, batches))
+
+
+Place = tuple[int, int]  # an item's index, and which of its repeats
+
+
+def plain_order(found: list[Item], size: int, seed: int, epoch: int) -> list[list[Place]]:
+    """What an epoch is, said in the plainest way: sorted as drawn; only one batch of the first epoch is moved."""
+    buckets: dict[tuple[int, int], list[Place]] = {}
+    for index, one in enumerate(found):
+        buckets.setdefault((one.shape["h"], one.shape["w"]), []).extend(
+            (index, repeat) for repeat in range(one.repeats)
+        )
+    batches = []
+    for target_hw, places in buckets.items():
+        places.sort(key=lambda place: draw("order", seed, epoch, found[place[0]].key, place[1]))
+        starts = range(0, len(places), size)
+        batches += [(draw("batch", seed, epoch, *target_hw, at), places[at : at + size], target_hw) for at in starts]
+    batches.sort()
+    if epoch == 0:
+        largest = max(target_hw for *_, target_hw in batches if math.prod(target_hw) == max(map(pixels, batches)))
+        batches.insert(0, batches.pop([target_hw for *_, target_hw in batches].index(largest)))
+    return [places for _, places, _ in batches]
+
+
+def pixels(batch: tuple[int, list[Place], tuple[int, int]]) -> int:
+    return math.prod(batch[2])
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(st.characters(codec=None)), st.sampled_from(SIZES), st.integers(1, 3)),
+        min_size=1,
+        max_size=20,
+        unique_by=lambda drawn: drawn[0],
+    ),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(0, 2**64),
+    st.integers(0, 1),
+)
+def test_the_order_is_the_plain_one(
+    drawn: list[tuple[str, tuple[int, int], int]], batch: int, acc: int, seed: int, epoch: int
+) -> None:
+    found = [Item(key, image_shape(size), {}, repeats=n) for key, size, n in drawn]
+    plan = BatchPlan(found, batch, acc, seed)
+    order = [plan._samples(epoch, step) for step in range(plan.steps_per_epoch)]
+    assert order == plain_order(found, batch * acc, seed, epoch)
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    plan = BatchPlan([item(index, wide=index % 3 == 0, repeats=1 + index % 2) for index in range(6)], 2, 1, 7)
+    assert [plan._samples(1, step) for step in range(plan.steps_per_epoch)] == GOLDEN
+
+
+def test_without_items_there_are_no_steps() -> None:
+    assert BatchPlan([], 2, 1, 0).steps_per_epoch == 0
+
+
+def test_an_order_takes_little_memory() -> None:
+    """A tuple of two numbers for each sample would take a hundred bytes."""
+    shape, count = item(0).shape, 20_000
+    found = [Item(f"{index}.png", shape, {}) for index in range(count)]
+    tracemalloc.start()
+    try:
+        plan = BatchPlan(found, 4, 1, 0)
+        plan.rows(0)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept / count < 48 and most / count < 120, (kept / count, most / count)
+
+
+def test_without_the_move_a_small_batch_comes_first_in_some_epoch() -> None:
+    """Negative control: later epochs are not changed."""
+    plan = BatchPlan([item(index, wide=index % 2 == 0) for index in range(20)], 2, 1, 0)
+    starts = [area(epoch_of(plan, epoch)[0]) for epoch in range(8)]
+    assert starts[0] == max(starts) and len(set(starts)) == 2
+
+
+def test_going_back_gives_the_same_rows() -> None:
+    plan = BatchPlan([item(index) for index in range(5)], 2, 1, 0)
+    forward = [plan.rows(iteration) for iteration in range(12)]
+    assert [plan.rows(iteration) for iteration in reversed(range(12))] == forward[::-1]
+    assert BatchPlan(plan.items, 2, 1, 0).rows(11) == forward[11]
+
+
+def test_buckets_come_mixed() -> None:
+    plan = BatchPlan([item(index, wide=index < 20) for index in range(40)], 2, 1, 0)
+    sizes = [rows[0].item.shape for rows in epoch_of(plan)]
+    changes = sum(a != b for a, b in zip(sizes, sizes[1:], strict=False))
+    assert changes > 4
+
+
+def test_a_tail_is_filled_with_real_samples_of_no_weight() -> None:
+    rows = BatchPlan([item(0), item(1)], 5, 1, 0).rows(0)
+    assert [row.weight for row in rows] == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert [row.item for row in rows[2:]] == [rows[0].item, rows[1].item, rows[0].item]
+
+
+def test_choices_are_drawn_in_their_shares() -> None:
+    plan = BatchPlan([item(index, flip=True, texts=4, dropout=0.25) for index in range(200)], 1, 1, 0)
+    rows = [rows[0] for epoch in range(5) for rows in epoch_of(plan, epoch)]
+    assert 0.45 < sum(row.flip for row in rows) / len(rows) < 0.55
+    assert 0.20 < sum(row.dropout for row in rows) / len(rows) < 0.30
+    assert all(200 < count < 300 for count in Counter(row.variant for row in rows).values())
+    first = {row.item.key: row.variant for row in rows[:200]}
+    assert any(first[row.item.key] != row.variant for row in rows[200:400])
+
+
+def test_what_is_not_asked_for_is_not_drawn() -> None:
+    rows = [rows[0] for rows in epoch_of(BatchPlan([item(index) for index in range(50)], 1, 1, 0))]
+    assert not any(row.flip or row.dropout or row.variant for row in rows)
+    assert {row.key("text") for row in rows} == {f"text{index}.0" for index in range(50)}
+
+
+def test_rows_name_their_cache_entries() -> None:
+    one = item(0, flip=True, texts=2)
+    assert Row(one, 0, 1.0, True, 1, False).key("image") == "mirrored0"
+    assert Row(one, 0, 1.0, False, 1, False).key("text") == "text0.1"
+    assert Row(one, 0, 1.0, False, 1, True).key("text") == "empty"
+
+
+def test_two_clips_of_one_size_and_different_lengths_are_in_different_buckets() -> None:
+    shapes = [Shape.of(frames=frames, h=64, w=64) for frames in (17, 81) for _ in range(4)]
+    plan = BatchPlan([Item(str(number), shape, {}) for number, shape in enumerate(shapes)], 4, 1, 0)
+    batches = epoch_of(plan)
+    assert [{row.item.shape for row in rows} for rows in batches] == [{shapes[7]}, {shapes[0]}]
+    alike = [Item(str(number), Shape.of(h=64, w=64), {}) for number in range(8)]  # the control: stills are one bucket
+    assert len({row.item.shape for rows in epoch_of(BatchPlan(alike, 4, 1, 0)) for row in rows}) == 1
+
+
+def test_the_cost_decides_which_batch_comes_first() -> None:
+    cheap, dear = Shape.of(h=640, w=640), Shape.of(10**9, tokens=4)
+    found = [Item(str(number), dear if number == 3 else cheap, {}) for number in range(8)]
+    assert BatchPlan(found, 1, 1, 0).rows(0)[0].item.shape == dear
+
+
+def test_an_entry_of_an_image_and_a_caption_is_chosen_by_both() -> None:
+    keys = {"pair": (("0a", "0b", "0"), ("1a", "1b", "1")), "image": (("0",), ("1",))}
+    one = Item("0", Shape.of(h=8, w=8), keys, 2, 2, 0.5)
+    assert [Row(one, 0, 1.0, flip, 1, False).key("pair") for flip in (False, True)] == ["0b", "1b"]
+    assert Row(one, 0, 1.0, True, 0, True).key("pair") == "1" == Row(one, 0, 1.0, True, 0, True).key("image")

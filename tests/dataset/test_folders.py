@@ -1,0 +1,133 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lora_rocm.dataset.folders import describes, read_caption, shown, some, source_folder, walk
+from lora_rocm.errors import DataError
+
+
+def test_sub_folders_in_one_order(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in ("b.png", "sub/a.png", "a ü [1].png", "Z.JPG", ".hidden.png", ".trash/c.png"):
+        make.picture(tmp_path / name)
+    assert [relative for _, relative in walk(tmp_path, ".txt").pictures] == [
+        "Z.JPG",
+        "a ü [1].png",
+        "b.png",
+        "sub/a.png",
+    ]
+
+
+def test_captions_are_those_beside_the_picture(tmp_path: Path, make: SimpleNamespace) -> None:
+    first = make.picture(tmp_path / "a.b.png", caption="one")
+    second = make.picture(tmp_path / "sub" / "a.b.png")
+    found = walk(tmp_path, "txt")
+    assert found.caption_file(first) == tmp_path / "a.b.txt" and found.caption_file(second) is None
+
+
+def test_a_caption_without_a_picture_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "a.png", caption="x")
+    assert walk(tmp_path, ".txt").notices == []
+    (tmp_path / "lonely.txt").touch()
+    assert walk(tmp_path, ".txt").notices == ["1 caption file has no picture of the same name: lonely.txt."]
+
+
+def test_what_runs_have_drawn_is_no_picture_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:
+    """As with ``data.path: .`` beside the recipe."""
+    make.picture(tmp_path / "a.png", caption="x")
+    for name in ("one", "two"):
+        run_dir = tmp_path / "runs" / name
+        make.picture(run_dir / "samples" / "step-00000002" / "00.png", caption="x")
+        (run_dir / "recipe.yaml").touch()
+    assert len(walk(tmp_path, ".txt").relatives) == 3, "a recipe alone makes no run"
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name / "events.jsonl").touch()
+    found = walk(tmp_path, ".txt")
+    assert [relative for _, relative in found.pictures] == ["a.png"]
+    (notice,) = found.notices
+    assert notice.startswith("2 run directories were left out") and "runs/one, runs/two" in notice
+    with pytest.raises(DataError, match="2 run directories were left out"):
+        walk(tmp_path / "runs", ".txt")
+    assert len(walk(tmp_path / "runs" / "one", ".txt").relatives) == 1, "who asks for it gets it"
+
+
+def test_a_folder_named_like_a_picture(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "x.png" / "inside.png")
+    assert [relative for _, relative in walk(tmp_path, ".txt").pictures] == ["x.png/inside.png"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+def test_loops_of_links_end(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "data" / "a.png")
+    make.picture(tmp_path / "elsewhere" / "b.png")
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data", target_is_directory=True)
+    (tmp_path / "data" / "other").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "data" / "self.png").symlink_to(tmp_path / "data" / "self.png")
+    relatives = [relative for _, relative in walk(tmp_path / "data", ".txt").pictures]
+    assert relatives == ["a.png", "other/b.png", "self.png"]
+
+
+def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in (
+        "10_zibu_cat/a.png",
+        "0_off/b.png",
+        "plain/c.png",
+        "3_x.png",
+        "plain/5_deep/d.png",
+        "20240131_sea/e.png",
+    ):
+        make.picture(tmp_path / name)
+    found = walk(tmp_path, ".txt")
+    relatives = [relative for _, relative in found.pictures]
+    assert relatives == ["10_zibu_cat/a.png", "20240131_sea/e.png", "3_x.png", "plain/5_deep/d.png", "plain/c.png"]
+    repeats = found.repeat_folder("10_zibu_cat/a.png")
+    assert (repeats.repeats, repeats.caption) == (10, "zibu cat")
+    assert found.repeat_folder("20240131_sea/e.png").repeats == 1
+    assert found.repeat_folder("3_x.png").repeats == found.repeat_folder("plain/5_deep/d.png").repeats == 1
+    assert found.notices == [
+        "Folder 0_off: left out (kohya's number_name folders).",
+        "Folder 10_zibu_cat: each picture is seen 10 times an epoch (kohya's number_name folders).",
+    ]
+
+
+def test_an_empty_folder_says_what_is_there(tmp_path: Path) -> None:
+    for name in ("a.cr2", "b.cr2", "c.mov", "d.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        walk(tmp_path, ".txt")
+    assert caught.value.code == "data-folder-empty"
+    assert "2 .cr2, 1 .mov, 1 .txt" in caught.value.what and str(tmp_path) in caught.value.where
+
+
+def test_a_missing_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        source_folder("photos/mine", 0)
+    assert str(tmp_path / "photos" / "mine") in caught.value.what and "photos/mine" in caught.value.where
+    (tmp_path / "a.png").touch()
+    with pytest.raises(DataError, match="is a file"):
+        source_folder("a.png", 0)
+
+
+def test_the_pictures_of_the_demo_ship_with_the_package() -> None:
+    assert len(walk(source_folder("builtin:demo", 0), ".txt").relatives) >= 10
+    with pytest.raises(DataError) as caught:
+        source_folder("builtin:demos", 0)
+    assert "builtin:demo" in caught.value.fix
+
+
+@pytest.mark.parametrize("content", [b"a  red\r\nhouse \n", b"\xef\xbb\xbfa red house"])
+def test_a_caption_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read_caption(tmp_path / "a.txt") == "a red house"
+
+
+def test_camera_names_describe_nothing() -> None:
+    assert not any(map(describes, ["IMG 0042", "DSC01234", "20240131 120000", "PXL 2024", "image (3)", "7", ""]))
+    assert all(map(describes, ["red cat", "zibu 03", "a", "image of a cat"]))
+
+
+def test_names() -> None:
+    assert some(["a", "b", "c"]) == "a, b, c" and some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert shown(Path("a\udcff.png")) == "a\\udcff.png" and shown("ü") == "ü"

@@ -1,0 +1,298 @@
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import skimage
+from PIL import Image
+from pyarrow import parquet
+
+from lora_rocm.dataset import scan as samples
+from lora_rocm.dataset.scan import Scan, geometries, image_bytes, load_image, scan
+from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import DataSection
+
+PHOTOGRAPHS = Path(skimage.__file__).parent / "data"  # the files in the wheel; nothing is downloaded
+
+
+def captions(found: Scan) -> dict[str, str]:
+    return {sample.key: sample.caption for sample in found.samples}
+
+
+def test_a_folder(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "b.png", 40, 30, caption="a house")
+    make.picture(tmp_path / "sub" / "a ü.png", 30, 40, seed=1, caption="a tree")
+    found = scan(make.data(path=str(tmp_path), resolution=32))
+    assert [(s.key, s.caption, s.width, s.height, s.repeats) for s in found.samples] == [
+        ("b.png", "a house", 40, 30, 1),
+        ("sub/a ü.png", "a tree", 30, 40, 1),
+    ]
+    assert found.set_aside == () and found.notices == ()
+    assert {sample.folder for sample in found.samples} == {tmp_path.name}
+    assert scan(make.data(path=str(tmp_path), resolution=32)) == found
+
+
+def test_several_sources_keep_their_options(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "one" / "a.png", caption="x")
+    make.picture(tmp_path / "two" / "a.png", seed=1, caption="y")
+    sources = [{"path": str(tmp_path / "one"), "repeats": 3, "resolution": 128}, {"path": str(tmp_path / "two")}]
+    found = scan(make.data(sources=sources))
+    assert [(s.key, s.source, s.repeats, s.options.resolution) for s in found.samples] == [
+        ("sources[0]/a.png", 0, 3, 128),
+        ("sources[1]/a.png", 1, 1, 64),
+    ]
+
+
+def test_kohya_folders_multiply_repeats(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "10_zibu cat" / "IMG_0001.png")
+    make.picture(tmp_path / "10_zibu cat" / "on_a_chair.png", seed=1)
+    make.picture(tmp_path / "10_zibu cat" / "c.png", seed=2, caption="a zibu")
+    found = scan(make.data(path=str(tmp_path), repeats=2))
+    assert {sample.repeats for sample in found.samples} == {20}
+    assert {sample.folder for sample in found.samples} == {"10_zibu cat"}
+    assert [sample.caption for sample in found.samples] == ["zibu cat", "a zibu", "on a chair"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"caption_fallback": "filename"}, "red cat"),
+        ({"caption_fallback": "trigger", "trigger_word": "zibu"}, "zibu"),
+        ({"caption_fallback": "empty"}, ""),
+    ],
+)
+def test_caption_fallbacks(tmp_path: Path, make: SimpleNamespace, keys: dict[str, Any], expected: str) -> None:
+    make.picture(tmp_path / "red_cat.png")
+    found = scan(make.data(path=str(tmp_path), **keys))
+    assert captions(found) == {"red_cat.png": expected}
+    assert found.notices == (f'1 picture has no caption; used instead: red_cat.png "{expected}".',)
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [({"caption_fallback": "error"}, "caption-missing"), ({"caption_fallback": "trigger"}, "trigger-word-missing")],
+)
+def test_missing_captions_can_be_errors(tmp_path: Path, make: SimpleNamespace, keys: dict[str, Any], code: str) -> None:
+    for index in range(5):
+        make.picture(tmp_path / f"{index}.png", seed=index, caption="x" if index == 0 else None)
+    with pytest.raises(DataError) as caught:
+        scan(make.data(path=str(tmp_path), **keys))
+    assert caught.value.code == code and "4 pictures" in caught.value.what
+    assert "1.png, 2.png, 3.png and 1 more" in caught.value.where
+    for index in range(5):
+        (tmp_path / f"{index}.txt").write_text("x", encoding="utf-8")
+    scan(make.data(path=str(tmp_path), **keys))
+
+
+def test_an_empty_caption_file_is_an_empty_caption(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "a.png", caption=" \n")
+    found = scan(make.data(path=str(tmp_path)))
+    assert captions(found) == {"a.png": ""} and found.notices == ("1 picture has an empty caption: a.png.",)
+
+
+def test_what_cannot_be_used_is_set_aside_with_its_reason(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "good.png", caption="x")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.jpg").write_text("hello", encoding="utf-8")
+    (tmp_path / "cut [1].png").write_bytes((tmp_path / "good.png").read_bytes()[:20])
+    make.picture(tmp_path / "latin.png", seed=1)
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    (tmp_path / "broken link.png").symlink_to(tmp_path / "nothing.png")
+    found = scan(make.data(path=str(tmp_path)))
+    assert list(captions(found)) == ["good.png"]
+    reasons = {Path(problem.where).name: problem.what for problem in found.set_aside}
+    assert set(reasons) == {"empty.png", "text.jpg", "cut [1].png", "latin.png", "broken link.png"}
+    assert "empty" in reasons["empty.png"] and "format" in reasons["text.jpg"] and "UTF-8" in reasons["latin.png"]
+    assert all(problem.fix and str(tmp_path) in problem.where for problem in found.set_aside)
+
+
+@pytest.mark.parametrize("kind", ["folder", "dataset"])
+def test_of_very_many_pictures_is_told_while_they_are_looked_for(
+    tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for index in range(3):
+        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    (tmp_path / "list.jsonl").write_text("".join(f'{{"image": "data/{n}.png"}}\n' for n in range(3)), encoding="utf-8")
+    keys = {"path": str(tmp_path / "data")}
+    if kind == "dataset":
+        keys = {"sources": ({"dataset": str(tmp_path / "list.jsonl"), "caption_column": None},)}  # type: ignore[dict-item]
+    said: list[tuple[Any, ...]] = []
+    scan(make.data(**keys), lambda *facts: said.append(facts))
+    assert said == [], "it was done in a moment"
+    monkeypatch.setattr(samples, "QUIET_S", 0.0)
+    scan(make.data(**keys), lambda *facts: said.append(facts))
+    assert said[-1][:3] == ("sizes", 3, 3)
+
+
+def test_nothing_left_is_an_error(tmp_path: Path, make: SimpleNamespace) -> None:
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(DataError) as caught:
+        scan(make.data(path=str(tmp_path)))
+    assert caught.value.code == "no-usable-images" and "empty.png" in caught.value.where
+
+
+def test_copies_and_small_pictures_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "a.png", caption="x")
+    shutil.copy(tmp_path / "a.png", tmp_path / "b.png")
+    shutil.copy(tmp_path / "a.txt", tmp_path / "b.txt")
+    make.picture(tmp_path / "c.png", seed=1, caption="x")
+    make.picture(tmp_path / "tiny.png", 15, 15, caption="x")
+    make.picture(tmp_path / "one.png", 1, 1, caption="x")
+    found = scan(make.data(path=str(tmp_path)))
+    assert found.notices == (
+        "2 pictures have less than 1/4 of the resolution: one.png, tiny.png.",
+        "Pictures with exactly the same content: a.png = b.png.",
+    )
+
+
+def test_the_same_file_in_two_sources_is_no_copy(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "a.png", caption="x")
+    found = scan(make.data(sources=[{"path": str(tmp_path)}, {"path": str(tmp_path), "resolution": 32}]))
+    assert len(found.samples) == 2 and found.notices == ()
+
+
+def test_a_dataset(tmp_path: Path, make: SimpleNamespace) -> None:
+    first = make.picture(tmp_path / "a.png", 40, 30).read_bytes()
+    images = [{"bytes": first, "path": None}, {"bytes": None, "path": "a.png"}, None, {"bytes": b"x", "path": None}]
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"image": images, "text": ["one", None, "three", "four"]}), file)
+    found = scan(make.data(sources=[{"dataset": str(file)}], resolution=32))
+    assert captions(found) == {"train/0": "one", "train/1": "a"}
+    assert [problem.where for problem in found.set_aside] == [f"{file} [train] row 2", f"{file} [train] row 3"]
+    assert "Pictures with exactly the same content: train/0 = train/1." in found.notices
+    for sample in found.samples:
+        assert image_bytes(sample) == first and load_image(sample).size == (sample.width, sample.height)
+
+
+def test_loading_names_the_file_that_went_bad(tmp_path: Path, make: SimpleNamespace) -> None:
+    path = make.picture(tmp_path / "a.png", caption="x")
+    (sample,) = scan(make.data(path=str(tmp_path))).samples
+    assert load_image(sample).size == (96, 64)
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", make.picture(tmp_path / "b.png", 50, 50).read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            load_image(sample)
+        assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        image_bytes(sample)
+
+
+def test_pictures_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "a.png", caption="x")
+    make.picture(tmp_path / "thin.png", 90, 12, caption="x")
+    data = make.data(path=str(tmp_path))
+    found, too_small, _ = geometries(scan(data).samples, data)
+    assert list(found) == ["a.png"] and [Path(problem.where).name for problem in too_small] == ["thin.png"]
+    enlarged, none, _ = geometries(scan(data).samples, make.data(path=str(tmp_path), upscale=True))
+    assert len(enlarged) == 2 and none == []
+
+
+def test_photographs_of_many_shapes() -> None:
+    """Real pictures with what else lies in such a folder: scripts, tables, and a file that Pillow cannot read."""
+    data = DataSection(path=str(PHOTOGRAPHS), resolution=256, bucket_step=32, caption_fallback="filename")
+    found = scan(data)
+    assert [Path(problem.where).name for problem in found.set_aside] == ["multipage_rgb.tif"]
+    fitted, too_small, _ = geometries(found.samples, data)
+    assert {Path(problem.where).name for problem in too_small} == {"multipage.tif", "no_time_for_that_tiny.gif"}
+    buckets = {key: geometry.target_hw for key, geometry in fitted.items()}
+    assert buckets["astronaut.png"] == (256, 256) and buckets["chelsea.png"] == (192, 320)
+    assert buckets["rocket.jpg"] == (192, 320) and buckets["cell.png"] == (288, 224)
+    assert buckets["text.png"] == (160, 384) and buckets["microaneurysms.png"] == (96, 96)
+    assert len(set(buckets.values())) > 6
+    by_key = {sample.key: sample for sample in found.samples}
+    for key, geometry in fitted.items():
+        assert geometry.original_hw == (by_key[key].height, by_key[key].width)
+        assert load_image(by_key[key]).mode == "RGB"
+    assert by_key["astronaut.png"].caption == "astronaut"
+
+
+def test_a_scan_decodes_nothing(tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, suffix in enumerate((".png", ".jpg", ".webp", ".tif", ".bmp")):
+        make.picture(tmp_path / f"{index}{suffix}", seed=index, caption="x")
+
+    def load(image: Image.Image) -> None:
+        raise AssertionError(f"{image.format} was decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    found = scan(make.data(path=str(tmp_path)))
+    assert len(found.samples) == 5
+    with pytest.raises(AssertionError):
+        load_image(found.samples[0])
+
+
+def test_a_folder_whose_own_name_has_a_number_is_told_what_that_means(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.picture(tmp_path / "10_zwx woman" / "a.png", caption="x")
+    found = scan(make.data(path=str(tmp_path / "10_zwx woman")))
+    assert [sample.repeats for sample in found.samples] == [1]
+    (notice,) = found.notices
+    assert "The number in 10_zwx woman is not applied" in notice and "set repeats: 10" in notice
+    (above,) = scan(make.data(path=str(tmp_path))).notices
+    assert above == "Folder 10_zwx woman: each picture is seen 10 times an epoch (kohya's number_name folders)."
+
+
+def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    frames = [Image.effect_noise((64, 64), 50 + number).convert("RGB") for number in range(3)]
+    for name in ("a.gif", "b.png", "c.webp", "d.tif"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+        frames[0].save(tmp_path / f"one {name}")
+        for stem in (name[0], f"one {name[0]}"):
+            (tmp_path / f"{stem}.txt").write_text("x", encoding="utf-8")
+    notices = scan(make.data(path=str(tmp_path))).notices
+    assert (
+        notices[0]
+        == "4 pictures have several frames or pages; only the first is used: a.gif, b.png, c.webp and 1 more."
+    )
+
+
+def grey16(path: Path, peak: int) -> None:
+    values_HW = np.linspace(0, peak, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(values_HW).save(path)
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+
+
+def test_twelve_bits_in_sixteen_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    grey16(tmp_path / "dark.png", 4095)
+    grey16(tmp_path / "dark.tif", 4000)
+    grey16(tmp_path / "full.png", 65535)
+    grey16(tmp_path / "dim.png", 5000)
+    (notice,) = scan(make.data(path=str(tmp_path))).notices
+    assert notice.startswith("2 of 4 pictures with 16-bit grey that were looked at have no value above 1/16 of white")
+    assert "dark.png, dark.tif" in notice
+    for path in tmp_path.glob("dark*"):
+        path.unlink()
+    assert scan(make.data(path=str(tmp_path))).notices == ()
+
+
+def test_of_very_many_deep_pictures_a_few_are_decoded(
+    tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(samples.MAX_DEEP_GREY_READ + 5):
+        grey16(tmp_path / f"{number}.png", 100 + number)
+    asked: list[bytes] = []
+    look = samples.is_dark
+    monkeypatch.setattr(samples, "is_dark", lambda content: asked.append(content) or look(content))
+    assert "8 of 8 pictures" in scan(make.data(path=str(tmp_path))).notices[0] and len(asked) == 8
+
+
+def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name, width, height in (("wide", 320, 64), ("tall", 64, 330), ("usual", 96, 64)):
+        make.picture(tmp_path / f"{name}.png", width, height, caption="x")
+
+    def said(**keys: Any) -> list[str]:
+        data = make.data(path=str(tmp_path), **keys)
+        return geometries(scan(data).samples, data)[2]
+
+    (notice,) = said()
+    assert notice.startswith("2 pictures lose more than 25% of the area to the crop: tall.png (64x330: ")
+    assert "wide.png (320x64: " in notice and notice.endswith("Raise data.bucket_max_aspect (it is 2.5) to keep more.")
+    assert said(bucket_max_aspect=8) == []
+    assert said(enable_bucket=False)[0].startswith("3 pictures") and "enable_bucket" in said(enable_bucket=False)[0]
+    for name in ("wide", "tall"):
+        (tmp_path / f"{name}.png").unlink()
+    make.picture(tmp_path / "small.png", 31, 17, caption="x")
+    assert "Lower data.bucket_step (it is 16)" in said()[0] and said(bucket_step=8) == []

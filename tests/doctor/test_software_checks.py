@@ -1,0 +1,49 @@
+"""Versions of torch and of the libraries beside it; the doctor can only speak of those that the probe looks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.doctor.checks import findings
+from lora_rocm.doctor.software_checks import BESIDE
+from lora_rocm.hardware.probe.sources import Look, Sources
+from lora_rocm.hardware.probe.torch_files import installed
+from tests.doctor.injections import APU, LINUX, on
+
+
+@pytest.mark.parametrize("package", sorted({row.package for row in BESIDE} | {"torchvision"}))
+def test_the_probe_looks_for_every_library_that_the_doctor_speaks_of(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}-1.2.3.dist-info").mkdir()
+    look = Look(Sources("linux", environ={}, site_packages=(tmp_path,), app_dir=tmp_path / "app"))
+    libraries = {name.replace("-", "_"): version for name, version in installed(look, deep=False)[1].items()}
+    assert libraries == {package: "1.2.3"}
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "wanted"),
+    [
+        ("2.10.0+rocm7.1", "7.1.51831", {"torch-old"}),
+        ("2.11.0+rocm7.1", "7.1.51831", set()),
+        ("2.11.0a0+git1f2e3d4", "7.1.51831-0fa1b3c", set()),
+        ("2.11.0+rocm7.0", "7.0.51831", {"rocm-old"}),
+        ("2.13.0+rocm7.2", "7.2.53211-e1a6bc5663", set()),
+    ],
+)
+def test_the_oldest_torch_and_the_oldest_rocm(version: str, hip: str, wanted: set[str]) -> None:
+    found = {finding.id for finding in findings(*on(LINUX, torch={"version": version, "hip": hip}))}
+    assert found & {"torch-old", "rocm-old"} == wanted
+
+
+def test_strix_halo_wants_rocm_7_2() -> None:
+    def told(hip: str) -> set[str]:
+        return {finding.id for finding in findings(*on(APU, torch={"version": "2.11.0", "hip": hip}))}
+
+    assert "rocm-old" in told("7.1.51831") and "rocm-old" not in told("7.2.53211")
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.49.2", False), ("0.50.0.dev0", True), ("0.50.0", True)])
+def test_the_oldest_bitsandbytes(version: str, fits: bool) -> None:
+    found = {finding.id for finding in findings(*on(LINUX, libraries={"bitsandbytes": version}))}
+    assert ("library-bitsandbytes" not in found) is fits

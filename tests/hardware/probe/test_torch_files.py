@@ -1,0 +1,155 @@
+"""Torch and its neighbours, read from files that look like the wheels of each index."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.hardware.facts import Torch
+from lora_rocm.hardware.probe.sources import Look, Sources, run_tool
+from lora_rocm.hardware.probe.torch_files import ASK, installed
+from tests.hardware.fake_machine import Tools, put, put_torch
+
+ROCM = Torch("2.13.0+rocm7.2", hip="7.2.53211")
+
+
+def look_at(folder: Path, tools: Tools | None = None) -> Look:
+    run = (tools or Tools()).run
+    return Look(
+        Sources(
+            "linux", environ={}, site_packages=(folder,), app_dir=folder / "app", run=run, python="/venv/bin/python"
+        )
+    )
+
+
+def torch_in(folder: Path, deep: bool = False, tools: Tools | None = None) -> Torch | None:
+    return installed(look_at(folder, tools), deep)[0]
+
+
+def test_a_wheel_of_pytorch_org_names_its_kernels(tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    library = "torch/lib/rocblas/library"
+    tensile = "TensileLibrary_lazy_gfx1100.dat", "TensileLibrary_lazy_gfx90a.dat", "TensileLibrary_Type_HH_fallback.dat"
+    for name in (*tensile, "Kernels.so-000-gfx1201.hsaco", "Kernels.so-000-gfx942-xnack-.hsaco", "gfx1153"):
+        put(tmp_path, f"{library}/{name}", "")
+    put(tmp_path, "torch/share/miopen/db/gfx1030_36.HIP.fdb.txt", "")  # proves nothing
+    put(tmp_path, "torch/lib/libaotriton_v2.so.0.11.2", "")
+    put(tmp_path, "torch/lib/libaotriton_v2.so", "")
+    torch = torch_in(tmp_path)
+    assert torch is not None
+    assert torch.arch_list == ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+    assert (torch.arch_source, torch.aotriton, torch.hip, torch.cuda) == ("files", "0.11.2", "7.2.53211", None)
+
+
+def test_amds_older_wheels_have_a_package_of_libraries(tmp_path: Path) -> None:
+    put_torch(tmp_path, Torch("2.9.1+rocm7.10.0", hip="7.10.1"), {})
+    put(tmp_path, "_rocm_sdk_libraries_gfx1151/bin/rocblas/library/TensileLibrary_lazy_gfx1151.dat", "")
+    torch = torch_in(tmp_path)
+    assert torch is not None and torch.arch_list == ("gfx1151",) and torch.arch_source == "files"
+
+
+def test_amds_multi_arch_wheels_have_a_package_for_each_architecture(tmp_path: Path) -> None:
+    packages = {
+        "amd-torch-device-gfx1151": "2.13.0+rocm7.14.0",
+        "amd-torch-device-gfx90a": "2.13.0+rocm7.14.0",
+        "amd-torch-device-gfx11": "2.13.0+rocm7.14.0",  # attention only
+        "amd-torch-device-gfx12-0": "2.13.0+rocm7.14.0",
+        "amd-torch-device-gfx115x": "2.13.0+rocm7.14.0",
+        "amd-torchvision-device-gfx1030": "0.28.0",
+    }
+    put_torch(tmp_path, Torch("2.13.0+rocm7.14.0", hip="7.14.26221"), packages)
+    torch = torch_in(tmp_path)
+    assert torch is not None and torch.arch_list == ("gfx90a", "gfx1151") and torch.arch_source == "metadata"
+
+
+def test_a_multi_arch_torch_without_any_kernels_says_so(tmp_path: Path) -> None:
+    put_torch(tmp_path, Torch("2.13.0+rocm7.14.0", hip="7.14.26221"), {})
+    put(tmp_path, "torch-2.13.0+rocm7.14.0.dist-info/METADATA", "Name: torch\nProvides-Extra: device-gfx1151\n")
+    torch = torch_in(tmp_path)
+    assert torch is not None and torch.arch_list == () and torch.arch_source == "metadata"
+
+
+def test_a_build_that_tells_nothing_is_asked_once_per_wheel(tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    tools = Tools({"python": "a warning\narchs: gfx1100 gfx1101\n"})
+    for _ in range(2):
+        torch = torch_in(tmp_path, tools=tools)
+        assert torch is not None and torch.arch_list == ("gfx1100", "gfx1101") and torch.arch_source == "asked"
+    assert len(tools.asked) == 1
+    put(tmp_path, f"torch-{ROCM.version}.dist-info/RECORD", "another build of the same version\n")
+    torch_in(tmp_path, tools=tools)
+    assert len(tools.asked) == 2
+
+
+def test_one_that_was_asked_stays_known_after_a_new_start_of_the_machine(tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    tools = Tools({"python": "archs: gfx1100\n"})
+    for boot in ("one", "two"):
+        look = look_at(tmp_path, tools)
+        look.boot = boot
+        installed(look, False)
+        assert look.boot == boot
+    assert len(tools.asked) == 1
+
+
+@pytest.mark.parametrize("answer", [TimeoutError("no answer within 120 s"), OSError("exit code 1"), "", "nonsense\n"])
+def test_one_that_does_not_answer_is_noted(answer: str | OSError, tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    look = look_at(tmp_path, Tools({"python": answer}))
+    torch, _ = installed(look, False)
+    assert torch is not None and torch.arch_list is None and torch.arch_source is None
+    assert len(look.unread) == 1
+
+
+@pytest.mark.parametrize(("version", "cuda"), [("2.13.0+cpu", None), ("2.13.0+cu130", "13.0")])
+def test_other_builds_are_not_asked_in_haste(version: str, cuda: str | None, tmp_path: Path) -> None:
+    put_torch(tmp_path, Torch(version, cuda=cuda), {})
+    tools = Tools()
+    assert torch_in(tmp_path, tools=tools) == Torch(version, cuda=cuda)
+    assert tools.asked == []
+    torch_in(tmp_path, deep=True, tools=tools)
+    assert tools.asked == (["python"] if cuda else [])
+
+
+def test_the_question_works_on_this_torch() -> None:
+    """A CPU build has no such list, and says so in the same format."""
+    import sys
+
+    assert run_tool([sys.executable, "-c", ASK], 120.0).strip().startswith("archs:")
+
+
+def test_a_version_file_that_says_nothing(tmp_path: Path) -> None:
+    put(tmp_path, "torch/version.py", "raise SystemExit\n")
+    look = look_at(tmp_path)
+    assert installed(look, False)[0] is None
+    assert look.unread[0].what == "version of torch"
+
+
+def test_a_version_file_that_cannot_be_read(tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    (tmp_path / "torch" / "version.py").unlink()
+    (tmp_path / "torch" / "version.py").mkdir()
+    look = look_at(tmp_path)
+    torch, _ = installed(look, False)
+    assert torch == Torch(ROCM.version)  # the package's name still tells the version
+    assert look.unread[0].why == "is a directory"
+
+
+def test_the_first_torch_on_the_path_counts(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    put_torch(first, Torch("2.12.0+cpu"), {"triton": "3.6.0"})
+    put_torch(second, Torch("2.13.0+cpu"), {"triton": "3.7.0", "bitsandbytes": "0.50.0"})
+    look = look_at(first)
+    look.sources = replace(look.sources, site_packages=(tmp_path / "none", first, second))
+    torch, libraries = installed(look, False)
+    assert torch == Torch("2.12.0+cpu")
+    assert libraries == {"triton": "3.6.0", "bitsandbytes": "0.50.0"}
+
+
+def test_packages_that_matter_are_listed_and_no_others(tmp_path: Path) -> None:
+    put_torch(tmp_path, None, {"flash_attn": "2.8.3", "rocm-sdk-core": "7.14.0", "requests": "2.0", "rocm": "7.14.0"})
+    torch, libraries = installed(look_at(tmp_path), False)
+    assert torch is None
+    assert libraries == {"flash_attn": "2.8.3", "rocm": "7.14.0", "rocm-sdk-core": "7.14.0"}

@@ -1,0 +1,396 @@
+"""What is counted on a model without weights, beside what a ledger sees of a real pass on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.ldm.fused_unet import fuse
+from lora_rocm.families.ldm.fusion_options import Fusion
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.memory import footprint as counting
+from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model
+from lora_rocm.memory.op_counter import Ledger
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection, Recipe
+from lora_rocm.recipe.sections import MAX_RANK
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+SIDE_PX = 96
+SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
+BASE = "random:builtin:tiny-sdxl"
+FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = folder / "unet" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | FEWER_LAYERS), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "BASE", f"random:{folder}")
+        yield
+
+
+def recipe(folder: Path, **lora: Any) -> Recipe:
+    return recipe_from(
+        {
+            "model": {"name_or_path": BASE},
+            "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
+            "lora": {"rank": 4, "targets": "attention"} | lora,
+            "train": {"max_train_steps": 1},
+            "cache": {"dir": str(folder / "cache")},
+        }
+    )
+
+
+class Real:
+    """The same model with weights, on the CPU."""
+
+    def __init__(self, its: Recipe) -> None:
+        self.family: ModelFamily = family_for(its)
+        self.model: LoadedModel = self.family.load(torch.float32, CPU)
+        self.adapter = inject(self.family, self.model, its.lora, 0)
+        self.family.fuse(self.model)
+        for component in self.model.components.values():
+            component.train()
+
+    def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
+        """The most that a pass takes beside weights and gradients, in bytes."""
+        together = TOGETHER if chosen is None else 1
+        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
+        batch = self.family.example(SHAPE, rows)
+        draws = self.family.objective.draw(batch, list(range(rows))).tensors
+        gc.collect()
+        known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        leaves = self.adapter.leaves.values()
+        drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
+        with Ledger(iter(known)) as ledger:
+            losses(self.family, self.model, batch, draws).sum().backward()
+        for drop in drops:
+            drop.remove()
+        assert ledger.live_bytes == 0, "the pass is over: all has gone"
+        return ledger.peak_bytes
+
+
+def _drop(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
+    its = recipe(tmp_path_factory.mktemp("Zähler und Modell"))
+    real = Real(its)
+    hollow = hollow_model(real.family, its, torch.float32, False)
+    # on the CPU attention is fused too, but keeps what that kernel keeps
+    return count(real.family, hollow, its, SHAPE), real
+
+
+class ToyFamily:
+    """Frozen blocks in a row, called by keyword or by position: only their recomputation keeps their inputs."""
+
+    @property
+    def objective(self) -> ToyFamily:
+        return self
+
+    def __init__(self, by_keyword: bool) -> None:
+        self.by_keyword, self.run = by_keyword, Recomputing(LoadedModel({}, torch.float32, META), chosen=())
+
+    def model(self) -> LoadedModel:
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+        frozen = nn.Sequential(*layers).requires_grad_(False)
+        return LoadedModel({"net": frozen.to(META), "first": nn.Linear(64, 64).to(META)}, torch.float32, META)
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        return list(model.components["net"])  # type: ignore[call-overload]
+
+    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, shape.cost, 64)}
+
+    def draw(self, batch: Any, seeds: Any) -> Draws:
+        return Draws({})
+
+    def recompute_activations(self, model: LoadedModel, run: Any = None) -> None:
+        self.run = run
+
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> Prediction:
+        x = model.components["first"](batch["x"])
+        for block in self.blocks(model):
+            x = block(input=x) if self.by_keyword else block(x)
+        return Prediction(x, torch.zeros_like(x), x.new_ones(len(x)))
+
+
+def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> None:
+    found = []
+    for by_keyword in (False, True):
+        family: Any = ToyFamily(by_keyword)
+        found.append(count(family, family.model(), recipe(tmp_path), Shape.of(h=8, w=8)))
+    assert found[0] == found[1]
+    assert all(block.forward.flops > 0 for block in found[0].blocks)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], share: float) -> None:
+    found, real = both
+    order = by_worth(found, Rates())
+    blocks = real.family.blocks(real.model)
+    chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
+    measured = real.activations([blocks[index] for index in chosen])
+    apart = replace(found, recomputed_bytes=None)
+    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.07)  # of a few blocks, each counts for much
+
+
+def test_all_that_is_recomputed_is_counted_as_it_is_done(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    every = range(len(found.blocks))
+    assert activation_bytes(found, every) == found.recomputed_bytes == pytest.approx(real.activations(None), rel=0.05)
+    assert activation_bytes(found, every, [0]) == activation_bytes(replace(found, recomputed_bytes=None), every)
+
+
+def test_activations_grow_with_the_samples(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    assert 3 * activation_bytes(found, ()) == pytest.approx(real.activations([], rows=3), rel=0.08)
+
+
+def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint, Real], tmp_path: Path) -> None:
+    """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
+    found, _ = both
+    other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
+    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.07)
+
+
+def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    frozen = [p for p in real.model.components["unet"].parameters() if not p.requires_grad]
+    assert found.weight_bytes == sum(p.numel() * p.element_size() for p in frozen)
+    assert len(found.blocks) == len(real.family.blocks(real.model))
+    assert sum(block.weight_bytes for block in found.blocks) < found.weight_bytes
+    again = sum(block.forward.flops for block in found.blocks)
+    assert 0.3 * found.work.flops < again < 0.6 * found.work.flops
+    assert all(block.kept_bytes <= block.rise_bytes for block in found.blocks)
+    assert found.blocks[0].kept_bytes == 0, "no gradient goes to what lies before the first LoRA"
+
+
+def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
+    found, real = both
+    its = recipe(Path("x"))
+    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SHAPE, True)
+    assert activation_bytes(plain, ()) > activation_bytes(found, ())
+
+
+def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint, Real], tmp_path: Path) -> None:
+    its = recipe(tmp_path, train_text_encoder=True)
+    family = family_for(its)
+    model = hollow_model(family, its, torch.float32, False)
+    assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
+    found = count(family, model, its, SHAPE)
+    assert found.weight_bytes > both[0].weight_bytes and found.adapter_bytes > both[0].adapter_bytes
+
+
+def test_what_the_adapter_takes() -> None:
+    plain = recipe(Path("x"))
+    assert adapter_bytes(100, plain, torch.float32) == (100 * (4 + 8 + 4), 400, 400)
+    assert adapter_bytes(100, plain, torch.bfloat16) == (100 * (4 + 8 + 2 + 2), 400, 200)
+    assert adapter_bytes(100, recipe(Path("x"), weight_dtype="bf16"), torch.bfloat16)[0] == 100 * (2 + 4 + 2)
+    assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
+
+
+@pytest.mark.parametrize("optim", [AdamwSection(), ProdigySection()], ids=lambda optim: optim.optimizer)
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_adapter_takes_what_weights_and_optimizer_hold(
+    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float, optim: OptimSection
+) -> None:
+    its = recipe(Path("x"), weight_dtype=weight_dtype)
+    train = its.train.model_copy(update={"ema_decay": ema_decay})
+    its = its.model_copy(update={"train": train, "optim": optim})
+    leaf, size = nn.Parameter(torch.ones(1280)), 1280
+    weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
+    groups = [{"names": ["unet.w"], "lr": 1.0}]
+    how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
+    optimizer = make_optimizer(weights, groups, its.optim, **how)
+    leaf.grad = torch.ones_like(leaf)
+
+    def held() -> int:
+        holders = [vars(weights).values(), vars(optimizer).values(), optimizer.rule.buffers.values()]
+        holders += [[leaf.grad]]
+        tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    always, buffer, landing = adapter_bytes(size, its, leaf_dtype)
+    assert held() == always
+    with Ledger(iter(())) as ledger:  # of what comes while they are gathered, only the sum stays
+        weights.gather()
+    assert landing == size * leaf_dtype.itemsize  # and so much were the leaf's gradients, which are gone
+    assert held() == always - landing + buffer
+    assert buffer + landing == ledger.peak_bytes
+    weights.drop_gradients()
+    assert held() == always - landing
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that was made in main memory."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.device.type == "cpu"]
+        self.num_bytes = max([self.num_bytes, *(each.nbytes for each in made)])
+        return out
+
+
+@pytest.mark.parametrize("lora", [{}, {"targets": "attention-mlp-conv"}, {"use_dora": True}])
+def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[str, Any]) -> None:
+    largest = []
+    for rank in (1, MAX_RANK):
+        with Largest() as seen:
+            its = recipe(Path("x"), rank=rank, **lora)
+            model = hollow_model(family_for(its), its, torch.bfloat16)
+        largest.append(seen.num_bytes)
+    (side,) = {layer.lora_A["default"].weight.shape[0] for layer in model.components["unet"].modules()
+               if isinstance(layer, LoraLayer)}  # fmt: skip
+    assert side == MAX_RANK and largest[0] == largest[1] < 2**20
+    with Largest() as control:
+        torch.zeros(2**20)
+    assert control.num_bytes == 2**22
+
+
+def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprint, Real]) -> None:
+    its = recipe(Path("x"), rank=MAX_RANK)
+    family = family_for(its)
+    found = count(family, hollow_model(family, its, torch.float32), its, SHAPE)
+    assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
+
+
+def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = recipe(tmp_path)
+    family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
+    memory.parent.mkdir()
+    made: list[str] = []
+    fake = Footprint(str(SHAPE), SHAPE.cost, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
+    monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
+    monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
+
+    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Footprint:
+        return counted(which, family, dtype, Settings(), shape)
+
+    assert ask() == fake == ask() and len(made) == 1
+    ask(dtype=torch.bfloat16)
+    ask(shape=Shape.of(h=64, w=96))
+    ask(recipe(tmp_path, rank=8))
+    assert len(made) == 4
+    ask(its.model_copy(update={"optim": ProdigySection()}))
+    assert len(made) == 5, "its state is larger"
+    made.pop()
+    counted(its, family, torch.float32, Settings(triton=False), SHAPE)  # plain PyTorch keeps more
+    counted(its, family, torch.float32, Settings(), SHAPE, on_gpu=False)
+    assert len(made) == 5, "both are without Triton"
+    made.pop()
+    ask(recipe(tmp_path, alpha=3.0))  # of no weight here
+    assert len(made) == 4
+    for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in json.loads(memory.read_text("utf-8"))})):
+        memory.write_text(damaged, encoding="utf-8")
+        assert ask() == fake
+    assert len(made) == 7
+
+
+def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) -> None:
+    """Their group norm keeps its input alone; the plain one also what goes into the SiLU."""
+    found, real = both
+    its = recipe(Path("x"))
+    hollow = hollow_model(real.family, its, torch.float32, False)
+    fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
+    kernels = count(real.family, hollow, its, SHAPE)
+    assert kernels.work.flops == found.work.flops
+    assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("HIP out of memory. Tried to allocate 2.00 MiB.", "out-of-memory"), ("HIP error: device lost", "device-fault")],
+)
+def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str, code: str
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False}), "utf-8")
+    monkeypatch.setattr(counting, "_found", fails)
+    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
+    assert counting.main() == 3
+    assert json.loads(capsys.readouterr().out)["code"] == code
+    said = "a fault of ours"
+    with pytest.raises(RuntimeError, match="a fault of ours"):  # the control
+        counting.main()
+
+
+@pytest.mark.parametrize(("file", "key", "value", "code"), [
+    ("scheduler/scheduler_config.json", "prediction_type", "flow_prediction", "prediction-unknown"),
+    ("unet/config.json", "quantization_config", {"quant_method": "gptq"}, "weights-quantised"),
+    ("unet/config.json", "transformer_layers_per_block", [1, 2, 10_000], "config-absurd"),
+])  # fmt: skip
+def test_a_base_that_is_not_what_it_claims_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    file: str, key: str, value: object, code: str,
+) -> None:  # fmt: skip
+    folder = Path(shutil.copytree(builtin_folder("builtin:tiny-sdxl"), tmp_path / "model"))
+    config = json.loads((folder / file).read_text(encoding="utf-8"))
+    (folder / file).write_text(json.dumps({**config, key: value}), encoding="utf-8")
+    job, asked = tmp_path / "job.json", recipe(tmp_path).model_dump(mode="json")
+    asked["model"]["name_or_path"] = str(folder)
+    job.write_text(json.dumps({"recipe": asked, "for_card": True}), "utf-8")
+    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
+    assert counting.main() == 2
+    assert json.loads(capsys.readouterr().out)["code"] == code
+
+
+@pytest.mark.parametrize("code", ["hub-unreachable", "hub-incomplete", "hub-unknown", "config-damaged"])
+def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    nothing = Footprint("8x8", 64, 0, 0, 0, 0, (), (), Work())
+
+    def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
+        if not family.recipe.model.name_or_path.startswith("random:"):
+            raise ModelError(code, "It cannot be read.", where="model.name_or_path", fix="Look.")
+        return nothing
+
+    monkeypatch.setattr(counting, "counted", counted)
+    given = recipe(tmp_path)
+    wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
+    if code in ("hub-unknown", "config-damaged"):  # that is said
+        with pytest.raises(ModelError):
+            counting._found(wanted, Settings(), True)
+        return
+    found = counting._found(wanted, Settings(), True)
+    assert not found["model_is_here"] and found["footprint"] == nothing.to_json()

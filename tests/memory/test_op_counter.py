@@ -1,0 +1,95 @@
+"""The ledger: bytes as they come and go, the most since a mark, and work by kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_rocm.memory.op_counter import PIECE_BYTES, Ledger, fused_attention, taken_bytes
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("device", [META, torch.device("cpu")])
+def test_bytes_come_and_go(device: torch.device) -> None:
+    weight = torch.ones(256, 256, device=device)
+    with Ledger(iter([weight])) as ledger:
+        a = weight + 1
+        b = a.t()  # a view takes nothing
+        assert ledger.live_bytes == 256 * 256 * 4
+        c = a @ b
+        del a
+        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still holds it
+        del b, c
+        assert ledger.live_bytes == 0
+        assert ledger.mark() == 2 * 256 * 256 * 4
+        small = torch.ones(3, device=device)
+        assert ledger.live_bytes == ledger.peak_bytes == PIECE_BYTES
+        assert ledger.size_of(small) == PIECE_BYTES
+        assert ledger.size_of(weight) == 0
+    assert ledger.tally.flops == 2 * 256**3
+
+
+@pytest.mark.parametrize(
+    ("mib", "taken_mib"),
+    [(0.5, 0.5), (9.375, 9.375), (10, 10), (12.5, 12.5), (21.09375, 22), (25, 26), (28.125, 28.125), (30, 30)],
+)
+def test_a_rest_that_is_too_small_for_others_is_the_tensor_s(mib: float, taken_mib: float) -> None:
+    """12.5 MiB come in 14, of which others get 1.5; 25 in 26, of which nobody gets the last."""
+    assert taken_bytes(int(mib * 2**20)) == int(taken_mib * 2**20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mib", [9.375, 12.5, 21.09375, 25, 28.125])
+def test_a_gpu_s_allocator_counts_so(mib: float) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    tensor = torch.empty(int(mib * 2**20), dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == taken_bytes(tensor.numel())
+
+
+def test_a_product_into_memory_that_is_there_counts_as_the_other() -> None:
+    left, right, out = (torch.ones(16, 16, device=META) for _ in range(3))
+    with Ledger(iter([left, right, out])) as ledger:
+        out.addmm_(left, right)
+        torch.mm(left, right, out=out)
+    assert ledger.tally.flops == 2 * 2 * 16**3
+    assert ledger.tally.moved_bytes == 0
+
+
+def test_what_is_no_product_counts_by_the_bytes_it_moves() -> None:
+    x = torch.ones(1000, device=META)
+    with Ledger(iter([x])) as ledger:
+        x.add_(1)
+        y = x * x
+        y.view(10, 100)
+    assert ledger.tally.launches == 2
+    assert ledger.tally.moved_bytes == 4000 * 2 + 4000 * 3
+
+
+@pytest.mark.parametrize(("fused", "squares"), [(True, 0), (False, 2)])
+def test_fused_attention_keeps_no_scores(fused: bool, squares: int) -> None:
+    """Plain attention makes a number for each pair of tokens; the fused one only what is as long as the input."""
+    tokens, width = 512, 16
+    query = torch.ones(1, 2, tokens, width, device=META, requires_grad=True)
+    with fused_attention(fused), Ledger(iter([query])) as ledger:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    scores = 2 * tokens * tokens * 4
+    assert ledger.peak_bytes >= squares * scores
+    assert fused == (ledger.peak_bytes < scores)
+    assert ledger.tally.flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> None:
+    """Some model libraries call by keyword, and language models have fewer key heads than query heads."""
+    query = torch.ones(1, 4, 32, 64, dtype=torch.bfloat16, device=META)
+    key = torch.ones(1, heads, 32, 64, dtype=torch.bfloat16, device=META)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with fused_attention(), Ledger(iter([query, key])) as by_keyword:
+        found = attend(query=query, key=key, value=key, attn_mask=None, is_causal=True, enable_gqa=heads < 4)
+    full = key.repeat_interleave(4 // heads, dim=1)
+    with fused_attention(), Ledger(iter([query, full])) as by_position:
+        wanted = attend(query, full, full)
+    assert found.shape == wanted.shape == query.shape
+    assert by_keyword.tally.flops == by_position.tally.flops > 0

@@ -1,0 +1,282 @@
+"""Plans: never over the budget, never slower with more of it, and the arithmetic worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_rocm.planning.step_cost import (
+    GRAPH_BYTES,
+    MODES,
+    PROOF_BUFFERS,
+    SLACK_BYTES,
+    SLACK_RECOMPUTED,
+    SLACK_SHARE,
+    SLOTS,
+    WORKSPACE_BYTES,
+    Block,
+    Footprint,
+    Job,
+    Moment,
+    Plan,
+    Rates,
+    Work,
+    activation_bytes,
+    by_worth,
+    choose,
+    correction,
+    parts_of,
+    plans_of,
+    resident_bytes,
+    smallest,
+    spread,
+    table,
+)
+
+MIB = 2**20
+RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5, host_launch_s=1e-5)
+
+
+def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list[float] | None = None) -> Footprint:
+    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB beside what is kept."""
+    count = len(kept)
+    weights, flops = weights or [10 * MIB] * count, flops or [1e9] * count
+    moments, blocks, starts, live = [], [], [], 0
+    for index in range(count):
+        starts.append(live)
+        live += kept[index] + MIB
+        moments.append(Moment(index, live + MIB, within=True))
+    levels = live
+    for index in reversed(range(count)):
+        blocks.insert(
+            0,
+            Block(
+                name=f"{index}",
+                weight_bytes=weights[index],
+                kept_bytes=kept[index],
+                start_bytes=starts[index],
+                rise_bytes=kept[index] + 2 * MIB,
+                passing_bytes=3 * MIB,
+                entry_bytes=levels,
+                forward=Work(flops[index], 0.0, 3),
+            ),
+        )
+        moments.append(Moment(index, levels + 2 * MIB))
+        levels -= kept[index] + MIB
+    return Footprint(
+        "64x64",
+        64 * 64,
+        sum(weights) + 5 * MIB,
+        7 * MIB,
+        2 * MIB,
+        MIB,
+        tuple(blocks),
+        tuple(moments),
+        Work(3 * sum(flops), 1e6, 99),
+    )
+
+
+def test_by_hand() -> None:
+    net = row_of_blocks([10 * MIB, 20 * MIB, 30 * MIB])
+    assert activation_bytes(net, ()) == (60 + 3 + 2) * MIB
+    # the first does not keep its 10: missing until its own backward pass
+    assert activation_bytes(net, (0,)) == (65 - 10) * MIB
+    # the last is computed again where everything before it is there, so nothing is won but its own forward transients
+    assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
+    assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
+    # going forward it passes with 3, not with what it keeps
+    assert activation_bytes(replace(net, moments=net.moments[:3]), (2,)) == max(31 + 2, 32 + 3, 63 - 30 + 32) * MIB
+    assert resident_bytes(net, ()) == (35 + 7) * MIB + WORKSPACE_BYTES
+    assert resident_bytes(net, (0, 2)) == (35 - 20 + SLOTS * 10 + 7) * MIB + WORKSPACE_BYTES
+    assert resident_bytes(net, (1,)) == resident_bytes(net, ())  # the place that it comes to is as large
+
+
+def test_time_by_hand() -> None:
+    net = row_of_blocks([MIB, MIB], flops=[1e9, 2e9])
+    job = Job(batch_size=4, accumulation=3)
+    (keep,) = plans_of("keep", 2, net, job, RATES)
+    assert keep.rows == 2
+    assert keep.step_s == pytest.approx(3 * (4 * (9e9 / 1e12 + 1e6 / 1e11) + 2 * 99 * 1e-5))
+    (again,) = plans_of("recompute", 2, net, job, RATES)
+    assert again.step_s - keep.step_s == pytest.approx(3 * (4 * 3e9 / 1e12 + 2 * 6 * 1e-5))
+    *_, waiting = plans_of("offload", 2, net, job, replace(RATES, bus_bytes=1e6))
+    assert waiting.step_s == pytest.approx(3 * 2 * 2 * 20 * MIB / 1e6)  # the bus is what takes longest
+
+
+def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
+    """The more is recomputed, the more the allocator holds beside the tensors, and so for each sample."""
+    net = row_of_blocks([10 * MIB, 10 * MIB, 10 * MIB], flops=[1e9, 1e9, 1e9])
+    beside = {
+        (rows, len(plan.recomputed)): plan.needed_bytes - plan.peak_bytes - SLACK_BYTES
+        for rows in (1, 4)
+        for mode in ("selective", "recompute")
+        for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
+    }
+    passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
+    together = replace(net, recomputed_bytes=MIB)  # holds only where all are recomputed, and none is offloaded
+    *_, some, every = (
+        plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, Job(), RATES)
+    )
+    assert some.needed_bytes - some.peak_bytes == SLACK_BYTES + beside[1, len(some.recomputed)]
+    assert every.needed_bytes - every.peak_bytes - SLACK_BYTES == int((SLACK_SHARE + SLACK_RECOMPUTED) * MIB)
+    for (rows, count), found in beside.items():
+        own = SLACK_SHARE * rows * activation_bytes(net, by_worth(net, RATES)[:count])
+        assert found == pytest.approx(own + rows * passing * count / 3, abs=2)
+
+
+def test_selective_recomputes_first_what_is_worth_most() -> None:
+    net = row_of_blocks([10 * MIB, 10 * MIB, 0, MIB], flops=[4e9, 1e9, 1e6, 1e9])
+    variants = [plan.recomputed for plan in plans_of("selective", 1, net, Job(), RATES)]
+    assert variants == [(1,), (0, 1)]  # all three would be recompute; the third keeps nothing
+
+
+blocks = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 80), st.integers(1, 10**6)), min_size=1, max_size=8)
+jobs = st.builds(
+    Job,
+    batch_size=st.integers(1, 5),
+    accumulation=st.integers(1, 3),
+    graphs=st.booleans(),
+    shapes=st.integers(1, 3),
+    correction=st.floats(0.5, 2.0),
+)
+budgets = st.integers(0, 6000)
+
+
+def footprint_of(drawn: list[tuple[int, int, int]]) -> Footprint:
+    kept, weights, flops = zip(*drawn, strict=True)
+    return row_of_blocks([k * MIB for k in kept], [w * MIB for w in weights], [f * 1e6 for f in flops])
+
+
+@given(blocks, jobs, budgets, budgets)
+def test_more_memory_is_never_slower_and_no_plan_is_over_the_budget(
+    drawn: list[tuple[int, int, int]], job: Job, one: int, other: int
+) -> None:
+    net = footprint_of(drawn)
+    less, more = sorted((one * MIB, other * MIB))
+    small, large, free = (choose(budget, net, job, RATES) for budget in (less, more, None))
+    assert free is not None
+    for budget, plan in ((less, small), (more, large)):
+        assert plan is None or plan.needed_bytes <= budget
+    if small is not None:
+        assert large is not None and large.step_s <= small.step_s
+    if large is not None:
+        assert free.step_s <= large.step_s
+
+
+@given(blocks, jobs, budgets)
+def test_where_none_is_chosen_even_the_smallest_does_not_fit(
+    drawn: list[tuple[int, int, int]], job: Job, budget: int
+) -> None:
+    net = footprint_of(drawn)
+    least = smallest(net, job, RATES)
+    chosen = choose(budget * MIB, net, job, RATES)
+    assert (chosen is None) == (least.needed_bytes > budget * MIB)
+    assert all(plan.needed_bytes >= least.needed_bytes for plan in table(None, net, job, RATES))
+
+
+@given(blocks, jobs)
+def test_the_effective_batch_stays_whole(drawn: list[tuple[int, int, int]], job: Job) -> None:
+    for plan in table(None, footprint_of(drawn), job, RATES):
+        assert plan.rows * plan.parts >= job.batch_size > plan.rows * (plan.parts - 1) - plan.parts
+        assert 1 <= plan.parts <= job.batch_size
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_parts_go_up_to_single_samples_and_never_below_what_was_needed(batch_size: int, needed: int) -> None:
+    found = parts_of(Job(batch_size, min_parts=min(needed, batch_size)))
+    assert found[0] == min(needed, batch_size) and found[-1] == batch_size
+    assert found == sorted(set(found))
+
+
+@given(st.integers(1, 100))
+def test_offloaded_blocks_are_spread_and_more_include_fewer(total: int) -> None:
+    sets = [set(spread(count, total)) for count in range(1, total + 1)]
+    assert all(len(found) == count for count, found in enumerate(sets, 1))
+    assert all(few < many for few, many in zip(sets, sets[1:], strict=False))
+    half = sorted(sets[max(0, total // 2 - 1)])
+    assert all(later - earlier <= 4 for earlier, later in zip(half, half[1:], strict=False))
+
+
+@given(blocks, jobs)
+def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int, int, int]], job: Job) -> None:
+    net = footprint_of(drawn)
+    plan = next(plans_of("keep", 1, net, replace(job, graphs=False), RATES))
+    gathering = resident_bytes(net, ()) + net.gradient_bytes + net.landing_bytes
+    wanted = job.correction if plan.peak_bytes > gathering else 1.25  # then nothing was learnt
+    assert correction(plan, plan.peak_bytes, net, 1.25) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(("job", "stays"), [(Job(), False), (Job(accumulation=2), True), (Job(graphs=True), True)])
+def test_gradients_lie_beside_activations_only_where_they_stay(job: Job, stays: bool) -> None:
+    net = replace(row_of_blocks([10 * MIB]), adapter_bytes=0)
+    plan = next(plans_of("keep", 1, net, job, RATES))
+    activations = activation_bytes(net, ())
+    assert plan.keeps_gradients is stays
+    proof = PROOF_BUFFERS * net.gradient_bytes if job.graphs else 0
+    assert plan.peak_bytes - resident_bytes(net, ()) - proof == activations + stays * net.gradient_bytes
+    many = replace(net, gradient_bytes=activations, landing_bytes=activations + 5)
+    gathering = next(plans_of("keep", 1, many, job, RATES)).peak_bytes - resident_bytes(net, ())
+    proof = PROOF_BUFFERS * many.gradient_bytes if job.graphs else 0
+    assert gathering - proof == 2 * activations + 5
+
+
+def test_a_measurement_below_what_lies_there_is_not_believed() -> None:
+    net = replace(row_of_blocks([10 * MIB]), gradient_bytes=0, landing_bytes=0)
+    assert correction(next(plans_of("keep", 1, net, Job(), RATES)), resident_bytes(net, ()) + 1, net) == 0.25
+
+
+def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
+    net = row_of_blocks([10 * MIB])
+    plain, one, several = (
+        next(plans_of("keep", 1, net, Job(graphs=shapes > 0, shapes=shapes), RATES)) for shapes in (0, 1, 2)
+    )
+    proof = PROOF_BUFFERS * net.gradient_bytes
+    assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof + net.gradient_bytes
+    assert one.peak_bytes - plain.peak_bytes == proof + net.gradient_bytes
+    assert several.needed_bytes - one.needed_bytes == activation_bytes(net, ())
+    assert (plain.graphs, one.graphs) == (False, True)
+
+
+def test_nothing_is_captured_where_only_that_makes_it_fit_or_nothing_is_won() -> None:
+    net = row_of_blocks([10 * MIB, 10 * MIB])
+    host_bound, device_bound = (replace(RATES, host_launch_s=each) for each in (1e-2, 1e-9))
+    job = Job(graphs=True)
+    captured, not_captured = (next(plans_of("keep", 1, net, replace(job, graphs=g), RATES)) for g in (True, False))
+    roomy = choose(captured.needed_bytes, net, job, host_bound)
+    tight = choose(not_captured.needed_bytes, net, job, device_bound)
+    assert roomy is not None and roomy.graphs and roomy.mode == "keep"
+    assert tight is not None and not tight.graphs and tight.mode == "keep"
+    assert not_captured.step_s == pytest.approx(max(_device_s(net), net.work.launches * RATES.host_launch_s))
+
+
+def _device_s(net: Footprint) -> float:
+    return next(plans_of("keep", 1, net, Job(graphs=True), RATES)).step_s
+
+
+def test_offloading_everything_means_everything() -> None:
+    net = row_of_blocks([MIB] * 5)
+    (only,) = plans_of("offload", 1, net, Job(all_offloaded=True), RATES)
+    assert only.offloaded == only.recomputed == (0, 1, 2, 3, 4)
+
+
+@given(blocks)
+def test_a_footprint_survives_json(drawn: list[tuple[int, int, int]]) -> None:
+    net = footprint_of(drawn)
+    assert Footprint.from_json(json.loads(json.dumps(net.to_json()))) == net
+
+
+def test_another_cost_scales_what_depends_on_samples_and_nothing_else() -> None:
+    net = row_of_blocks([10 * MIB, 20 * MIB])
+    quarter = net.scaled(0.25)
+    assert activation_bytes(quarter, ()) == activation_bytes(net, ()) // 4
+    assert resident_bytes(quarter, ()) == resident_bytes(net, ())
+    assert quarter.work.flops == net.work.flops / 4 and quarter.work.launches == net.work.launches
+
+
+def test_every_mode_has_a_plan_that_says_so() -> None:
+    plans: list[Plan] = table(None, row_of_blocks([MIB, MIB, MIB]), Job(2), RATES)
+    assert [(plan.mode, plan.parts) for plan in plans] == [(mode, parts) for parts in (1, 2) for mode in MODES]

@@ -1,0 +1,34 @@
+"""HTML building blocks."""
+
+from pathlib import Path
+
+from PIL import Image
+
+from lora_rocm.report.html import header, page, paragraph, picture, picture_table, preformatted, section, table
+
+
+def test_everything_is_escaped() -> None:
+    evil = "<script>&\"'"
+    parts = [header(evil), paragraph(evil), preformatted(evil), section(evil, "x"), table([evil], [[evil]])]
+    parts += [picture_table([evil], [(evil, ["ok"])]), page(evil, [])]
+    assert all("<script>" not in part for part in parts)
+
+
+def test_empty_parts_vanish() -> None:
+    assert section("title") == "" and section("title", "", "") == "" and table(["a"], []) == ""
+
+
+def test_pictures_are_reduced_and_embedded(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    noise = Image.effect_noise((1200, 600), 90)
+    noise.save(path)
+    large = picture(path, 'label "x"')
+    assert large.startswith('<img src="data:image/jpeg;base64,') and "&quot;x&quot;" in large
+    assert len(large) < 400_000
+    assert picture(path, "small", 128).startswith('<img src="data:image/png;base64,')
+
+
+def test_a_picture_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    for name in ("a.png", "missing.png"):
+        assert "<img" not in picture(tmp_path / name, "x")

@@ -1,0 +1,138 @@
+"""Lines and bars from events."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from lora_rocm.report import progress_bar
+from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay, make_progress
+from lora_rocm.rundir.events import EVENT_FIELDS
+from tests.supervisor.fake_run import (
+    change_fields,
+    data_fields,
+    failure_fields,
+    heard,
+    restart_fields,
+    start_fields,
+    step_fields,
+)
+
+EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("start", start_fields(resumed_from=7)),
+    ("phase", {"phase": "cache", "state": "begin", "seconds": 0.0}),
+    ("cache", {"what": "images", "done": 3, "total": 18, "per_second": 1.5}),
+    ("cache", {"what": "images", "done": 18, "total": 18, "per_second": 1.5}),
+    ("phase", {"phase": "compile", "state": "begin", "seconds": 0.0}),
+    ("compile", {"size": "1024x768", "done": 2, "total": 5}),
+    ("compile", {"size": "", "done": 5, "total": 5}),
+    ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
+    ("data", data_fields()),
+    ("step", step_fields(1, loss=0.5)),
+    ("step", step_fields(2, loss=float("nan"), step_s=0.5)),
+    ("step", step_fields(3, loss=None)),
+    ("incident", {"kind": "transfer", "iteration": 3, "samples": [], "detail": "d[/red]", "action": "again"}),
+    ("canary", {"updates": 3, "passed": True, "checks": ["sums"], "detail": "", "seconds": 0.01}),
+    ("validation", {"updates": 3, "loss": 0.25}),
+    ("checkpoint", {"updates": 3, "path": "checkpoints/step-00000003", "lora": "l.safetensors"}),
+    ("preview", {"updates": 3, "pictures": ["a.png"]}),
+    ("export", {"format": "kohya", "path": "lora.safetensors", "max_difference": 1e-6, "cannot_read": []}),
+    ("concept", {"score": 0.9, "control": None, "detail": {}}),
+    ("notice", {"text": "[bold]as it is[/bold]"}),
+    ("change", change_fields()),
+    ("failure", failure_fields(what="[b]boom[/b]")),
+    ("restart", restart_fields()),
+    ("error", {"code": "c", "what": "w", "where": "", "fix": "", "exit_code": 3}),
+    ("end", {"reason": "done", "updates": 3, "exit_code": 0}),
+]
+
+
+def test_every_event_type_is_covered_here() -> None:
+    assert {event_type for event_type, _ in EVENTS} == set(EVENT_FIELDS)
+
+
+def drawn(view_of: Any) -> str:
+    stream = io.StringIO()
+    display = ProgressDisplay(view_of(stream))
+    for event_type, fields in EVENTS:
+        display.on_event(heard({"type": event_type, "time": 0.0, "session": 1, **fields}))
+    display.on_event({"type": "from the future"})
+    display.view.end()
+    return stream.getvalue()
+
+
+def test_plain_lines() -> None:
+    text = drawn(lambda stream: LineView(stream, every_s=0.0))
+    assert "Going on from step 7" in text
+    assert "Caching images 18/18  1.5/s" in text
+    assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
+    assert "set aside: pics/<bad>.png: broken" in text
+    assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
+    assert "Training 2/40  loss 0.5 " in text and "nan" not in text  # the average passes over what is not finite
+    assert "[bold]as it is[/bold]" in text and "d[/red]" in text
+    assert "\x1b" not in text
+
+
+def test_lines_are_rare_but_the_last_one_comes() -> None:
+    text = drawn(lambda stream: LineView(stream, every_s=3600.0))
+    assert "Caching images 3/18" in text and "Caching images 18/18" in text
+    assert "Training 1/40" in text and "Training 2/40" not in text
+
+
+def test_bars_on_a_terminal() -> None:
+    text = drawn(lambda stream: BarView(Console(file=stream, force_terminal=True, width=160, _environ={})))
+    assert "Training" in text and "3/40" in text and "checks 15, failed 0" in text
+    assert "[bold]as it is[/bold]" in text
+
+
+def test_the_stream_decides(monkeypatch: Any) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with make_progress(Terminal()) as display:
+        assert isinstance(display.view, BarView)
+    stream = io.StringIO()
+    monkeypatch.setattr(progress_bar.sys, "stdout", stream)
+    with make_progress() as display:
+        assert isinstance(display.view, LineView)
+        display.say("hello")
+    assert stream.getvalue() == "hello\n"
+
+
+def said(*events: tuple[str, dict[str, Any]], spill_bytes: int | None = None) -> list[str]:
+    stream = io.StringIO()
+    display = ProgressDisplay(LineView(stream, every_s=3600.0), spill_bytes)
+    for event_type, fields in events:
+        display.on_event({"type": event_type, "time": 0.0, "session": 0, **fields})
+    return stream.getvalue().splitlines()
+
+
+def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
+    hang = failure_fields(seen="hang", silent_s=312.4, limit_s=300.0, activity="wait", stacks="stacks-1.txt")
+    lines = said(("failure", hang), ("change", change_fields()), ("restart", restart_fields(attempt=0)))
+    assert lines == [
+        "The training process was silent for 312 s, of 300 allowed, in the phase step (wait), after step 12, and was "
+        "ended; where it stood is in stacks-1.txt",
+        "Changed because of: hang: copies are made by shaders instead of the copy engines (no number changes)",
+        "Restart 1: going on from step 10; 1 of 10 restarts are spent",
+    ]
+    (line,) = said(("failure", failure_fields(what="It ended without a word.\nThe end of its log:\n    words")))
+    assert line == "The training process failed in the phase step, after step 12: It ended without a word."
+    (stuck,) = said(("failure", failure_fields(code="worker-unkillable", silent_s=9.0)))
+    assert "could not be ended" in stuck and "was ended" not in stuck and "was ended" in lines[0]
+    (other,) = said(("restart", restart_fields(attempt=2)))
+    assert "other noise (attempt 2)" in other
+    (rounding,) = said(("change", change_fields(effect="rounding", seen="remembered")))
+    assert rounding.startswith("Changed because of an earlier run on this machine: ") and "rounded" in rounding
+
+
+def test_memory_that_spills_is_said_once() -> None:
+    steps = [("step", step_fields(n, step_s=0.2 if n < 30 else 0.9, memory_bytes=2**30)) for n in range(1, 34)]
+    warnings = [line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]
+    assert len(warnings) == 0, "four slow steps of ten are no rule"
+    steps += [("step", step_fields(n, step_s=0.9, memory_bytes=2**30)) for n in range(34, 41)]
+    assert len([line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]) == 1
+    assert [line for line in said(*steps) if line.startswith("Warning: ")] == []

@@ -1,0 +1,322 @@
+"""report.html: whole, partial, escaped, bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_rocm.foundation.files import write_json
+from lora_rocm.report import incident_texts, report
+from lora_rocm.report.report import write_report
+from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.layout import RunDir
+from tests.hardware.situations import facts_of
+from tests.supervisor.fake_run import (
+    change_fields,
+    data_fields,
+    failure_fields,
+    restart_fields,
+    save_recipe,
+    start_fields,
+    step_fields,
+    write_whole_run,
+)
+
+VOID = {"meta", "img", "line", "circle", "polyline", "br"}
+
+
+class Checker(HTMLParser):
+    """Tags have to match; gathers titles, sources and tag names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.sources: list[str] = []
+        self.headings: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def checked(path: Path) -> tuple[str, Checker]:
+    html = path.read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert "script" not in checker.tags and "link" not in checker.tags
+    assert all(source.startswith("data:image/") for source in checker.sources)
+    return html, checker
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run").create()
+
+
+def test_a_whole_run(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    html, checker = checked(write_report(run_dir))
+    assert checker.headings == [
+        "Files and how to use them",
+        "Has it learned the concept?",
+        "Before and after",
+        "Curves",
+        "Steps that stand out",
+        "Previews over time",
+        "Guard",
+        "Cache",
+        "Exports, loaded back",
+        "Data",
+        "Timings",
+        "Recipe",
+        "Environment",
+    ]
+    assert html.count("<svg") == 3 and html.count("<img") == 1 + 9
+    for words in ("Finished: 40 steps", "0.97", "control 0.51", "200 transfers were checked, none failed", "1.5e-06",
+                  "were looked at 2 times: always right",
+                  "reader &lt;x&gt;", "pics/&lt;bad&gt;.png", "96x160", "a &amp; b", "5.00 it/s", "trigger word",
+                  "&lt;latents&gt; differ", "not installed", "because",
+                  "never trained on: 1 pictures, 0 captions", "pics/&lt;c&gt;.png"):  # fmt: skip
+        assert words in html, words
+    assert "<b>zibu" not in html and "alert(1)</script>" not in html.replace("&lt;/script&gt;", "")
+
+
+def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events())
+    for updates in range(1, 9):
+        writer.write("step", **step_fields(updates, optimizer={"prodigy_d": 1e-6 * updates}))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert html.count("<svg") == 3 and "<h3>prodigy d</h3>" in html
+
+
+def test_an_empty_directory(run_dir: RunDir) -> None:
+    _, checker = checked(write_report(run_dir))
+    assert checker.headings == []
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["recipe.yaml", "environment.json", "result.json", "events.jsonl", "samples", "lora.safetensors", "checkpoints"],
+)
+def test_without_any_one_part(run_dir: RunDir, missing: str) -> None:
+    write_whole_run(run_dir)
+    path = run_dir.path / missing
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    checked(write_report(run_dir))
+
+
+def test_damaged_parts(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    for path in (run_dir.recipe, run_dir.environment, run_dir.result, run_dir.samples_at(20) / "01.png"):
+        path.write_bytes(b"\xff{")
+    with run_dir.events().open("ab") as file:
+        file.write(b'{"type": "step", "upda')
+    html, _ = checked(write_report(run_dir))
+    assert "Not finished: step 40 of 40" in html and html.count("<img") == 9
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "too large", "link to a plain file"])
+def test_a_recipe_that_is_no_plain_file_is_neither_waited_for_nor_read_without_end(run_dir: RunDir, kind: str) -> None:
+    write_whole_run(run_dir)
+    text = run_dir.recipe.read_bytes()
+    run_dir.recipe.unlink()
+    if kind == "pipe":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("this system has no pipes with names")
+        os.mkfifo(run_dir.recipe)
+    elif kind == "too large":
+        run_dir.recipe.write_bytes(text + b"#" * report.MAX_RECIPE_BYTES)
+    else:
+        (run_dir.path / "elsewhere").write_bytes(text)
+        try:
+            run_dir.recipe.symlink_to(run_dir.path / "elsewhere")
+        except OSError:
+            pytest.skip("no links may be made here")
+    _, checker = checked(write_report(run_dir))
+    assert ("Recipe" in checker.headings) == (
+        kind == "link to a plain file"
+    ) and "Exports, loaded back" in checker.headings
+
+
+def test_an_error_is_the_headline(run_dir: RunDir) -> None:
+    save_recipe(run_dir)
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("start", **start_fields())
+    writer.write("data", **data_fields(set_aside=[], notices=[]))
+    writer.write("step", **step_fields(1, loss=float("nan"), step_s=0.0))
+    writer.write("error", code="c", what="The disk is full.", where="/x", fix="Free it.", exit_code=3)
+    writer.close()
+    html, checker = checked(write_report(run_dir))
+    assert "Ended at step 1 of 40: The disk is full." in html and "Free it." in html
+    assert html.count("<svg") == 1  # the loss was never finite: no plot of it
+
+
+def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Image.effect_noise((700, 700), 90).convert("RGB")
+    for updates in range(30):
+        run_dir.samples_at(updates).mkdir(parents=True)
+        noise.resize((64, 64)).save(run_dir.samples_at(updates) / "00.png")
+    noise.save(run_dir.samples_at(29) / "00.png")
+    for number in range(1, 12):
+        shutil.copy(run_dir.samples_at(29) / "00.png", run_dir.samples_at(29) / f"{number:02d}.png")
+    html, _ = checked(write_report(run_dir))
+    assert len(re.findall("<tr><td>(?:before|step)", html)) == report.MAX_ROUNDS
+    assert html.count("<img") == report.MAX_ROUNDS - 1 + report.MAX_PROMPTS
+    assert len(html) < 3_000_000
+
+
+def test_a_canary_that_failed_is_told(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("step", **step_fields(1))
+    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
+    writer.write("canary", updates=9, passed=False, checks=["sums"], detail="sums: <3> is wrong", seconds=0.01)
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "looked at 2 times, 1 of them with a failure: after step 9: sums: &lt;3&gt; is wrong" in html
+
+
+def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
+    for session, (checks, failures) in enumerate([(10, 1), (4, 0)], start=1):
+        writer = EventWriter(run_dir.events(), session=session)
+        writer.write("start", **start_fields(resumed_from=session - 1))
+        writer.write("step", **step_fields(session, transfer_checks=checks, transfer_failures=failures))
+        writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "14 transfers were checked, 1 failed and were sent again." in html
+    assert "Started 2 times." in html
+
+
+def failures(run_dir: RunDir, effect: str = "exact", attempt: int = 0) -> None:
+    """Of a supervisor: a hang, a change, a restart; then a worker that changes something itself."""
+    worker = EventWriter(run_dir.events(), session=1)
+    worker.write("start", **start_fields())
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    ended = failure_fields(what="Killed.\nThe end of its log:\n    <i>last</i> words", kernel_log=[])
+    supervisor.write("failure", **ended)
+    log = ["[ 12.5] amdgpu: <ring> gfx_0.0.0 timeout & reset"]
+    supervisor.write(
+        "failure",
+        **failure_fields(seen="hang", silent_s=312.0, limit_s=300.0, stacks="<b>stacks</b>-1.txt", kernel_log=log),
+    )
+    supervisor.write("change", **change_fields(effect=effect))
+    supervisor.write("restart", **restart_fields(attempt=attempt))
+    time.sleep(0.005)  # events have milliseconds
+    worker.write(
+        "change", **change_fields(id="checkpointing", seen="out-of-memory", text="<i>again</i>", effect=effect)
+    )
+    worker.close()
+    supervisor.close()
+
+
+@pytest.mark.parametrize(
+    ("effect", "attempt", "words", "others"),
+    [
+        ("exact", 0, incident_texts.EXACT, (incident_texts.ROUNDING, incident_texts.OTHER_NOISE)),
+        ("rounding", 0, incident_texts.ROUNDING, (incident_texts.EXACT, incident_texts.OTHER_NOISE)),
+        ("rounding", 1, incident_texts.OTHER_NOISE, (incident_texts.EXACT, incident_texts.ROUNDING)),
+    ],
+)
+def test_restarts_and_changes_are_told_with_the_promise_that_holds(
+    run_dir: RunDir, effect: str, attempt: int, words: str, others: tuple[str, ...]
+) -> None:
+    failures(run_dir, effect, attempt)
+    html, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" in checker.headings
+    assert words in html and not [other for other in others if other in html]
+    assert "was started again once" in html and "&lt;ring&gt; gfx_0.0.0 timeout &amp; reset" in html
+    assert "after step 12: Killed.</td>" in html and "&lt;i&gt;last&lt;/i&gt; words</pre>" in html
+    assert "&lt;b&gt;stacks&lt;/b&gt;-1.txt" in html and "&lt;i&gt;again&lt;/i&gt;" in html
+    rows = re.findall("<td>(failure|change|restart)</td>", html)
+    assert rows == ["failure", "failure", "change", "restart", "change"], "in the order of time, from both files"
+
+
+@pytest.mark.parametrize("missing", ["events.jsonl", "events.supervisor.jsonl"])
+def test_each_event_file_is_told_without_the_other(run_dir: RunDir, missing: str) -> None:
+    failures(run_dir)
+    (run_dir.path / missing).unlink()
+    html, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" in checker.headings
+    assert ("again</i>" in html.replace("&lt;", "<").replace("&gt;", ">")) is (missing != "events.jsonl")
+
+
+def test_restarts_alone_change_nothing(run_dir: RunDir) -> None:
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    supervisor.write("restart", **restart_fields())
+    supervisor.close()
+    html, _ = checked(write_report(run_dir))
+    assert incident_texts.UNCHANGED in html and incident_texts.EXACT not in html
+
+
+def test_a_run_without_trouble_has_no_such_part(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    _, checker = checked(write_report(run_dir))
+    assert "Restarts and changes" not in checker.headings
+
+
+def test_a_hang_without_a_last_word_is_the_headline(run_dir: RunDir) -> None:
+    failures(run_dir)
+    html, _ = checked(write_report(run_dir))
+    assert "Ended at step 0 of ?: The training process was silent for 312 s" in html
+    time.sleep(0.005)  # events have milliseconds
+    writer = EventWriter(run_dir.events(), session=2)
+    writer.write("start", **start_fields(resumed_from=2))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "Not finished" in html and "Ended at" not in html
+
+
+def test_an_error_that_was_got_over_is_no_headline(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("start", **start_fields())
+    writer.write("error", code="c", what="The copies failed.", where="", fix="", exit_code=3)
+    assert "Ended at step 0 of ?: The copies failed." in checked(write_report(run_dir))[0]
+    writer.write("start", **start_fields(resumed_from=2))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "The copies failed." not in html and "Not finished" in html
+
+
+def test_a_spike_is_in_the_table(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events(), session=1)
+    for updates in range(1, 40):
+        writer.write("step", **step_fields(updates, loss=7.5 if updates == 30 else 0.1))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "<td>30</td><td>7.5</td><td>0.1</td>" in html
+
+
+def test_memory_that_spilled_is_told(run_dir: RunDir) -> None:
+    facts = facts_of("windows-rx9070xt")
+    write_json(run_dir.environment, {"machine": facts.to_json()})
+    writer = EventWriter(run_dir.events(), session=1)
+    for updates in range(1, 60):
+        writer.write("step", **step_fields(updates, step_s=0.2 if updates < 30 else 0.9, memory_bytes=2**34))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "times slower" in html and "memory is full" in html
+    write_json(run_dir.environment, {"machine": facts_of("linux-rx7900xtx").to_json()})
+    assert "times slower" not in checked(write_report(run_dir))[0]

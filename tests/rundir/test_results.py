@@ -1,0 +1,95 @@
+"""Digests of what leaves a run; what somebody else may have written into ``result.json`` names no other file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.rundir import results
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import FileDigest
+
+FORMS = ("kohya", "peft")
+
+
+def finished(path: Path) -> RunDir:
+    run_dir = RunDir(path).create()
+    files = {"kohya": ["lora.safetensors"], "peft": ["peft/unet/adapter_model.safetensors"]}
+    exports = []
+    for form, names in files.items():
+        for name in names:
+            (run_dir.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (run_dir.path / name).write_bytes(name.encode())
+        digests = [FileDigest.of(name, name.encode()).to_json() for name in names]
+        exports.append({"format": form, "path": names[0], "files": digests})
+    put(run_dir, {"updates": 7, "exports": exports})
+    return run_dir
+
+
+def put(run_dir: RunDir, result: Any) -> None:
+    run_dir.result.write_text(json.dumps(result), encoding="utf-8")
+
+
+def test_what_is_gone_or_changed_is_named(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    assert results.wrong_exports(run_dir, FORMS) == {} and results.updates_of(run_dir) == 7
+    run_dir.lora.write_bytes(b"lora.safetensorS")  # as long as before
+    (run_dir.peft_dir / "unet" / "adapter_model.safetensors").unlink()
+    wrong = results.wrong_exports(run_dir, FORMS)
+    assert "lora.safetensors is not what was written" in wrong["kohya"]
+    assert wrong["peft"] == "peft/unet/adapter_model.safetensors is not there."
+    assert results.wrong_exports(run_dir, ()) == {}  # only what is asked for
+
+
+def test_a_form_that_was_never_exported_is_wanted(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    assert list(results.wrong_exports(run_dir, ["kohya", "diffusers"])) == ["diffusers"]
+    run_dir.diffusers_lora.write_bytes(b"by lora-rocm export")
+    assert results.wrong_exports(run_dir, ["kohya", "diffusers"]) == {}
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "recipe.yaml", "peft/../../secret", "checkpoints/x"])
+def test_a_path_that_is_none_of_a_run_is_not_looked_at(tmp_path: Path, path: str) -> None:
+    run_dir = finished(tmp_path / "run")
+    other = [{"path": path, "bytes": 1, "sha256": "0"}]
+    put(run_dir, {"exports": [{"format": "kohya", "files": other}], "checkpoint_loras": other})
+    assert results.wrong_exports(run_dir, FORMS) == {} and results.wrong_checkpoint_loras(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        [],
+        {"exports": 3, "checkpoint_loras": 3, "updates": "7"},
+        {"exports": [3, {"format": []}, {"format": "kohya", "files": {}}], "updates": True},
+        {"exports": [{"format": "kohya", "files": [3, {}, {"path": 3, "bytes": 1, "sha256": ""}]}], "updates": -1},
+        {"exports": [{"format": "other", "files": [{"path": "lora.safetensors", "bytes": 1, "sha256": "0"}]}]},
+    ],
+)
+def test_a_result_that_this_program_did_not_write_is_none(tmp_path: Path, result: Any) -> None:
+    run_dir = finished(tmp_path / "run")
+    put(run_dir, result)
+    assert results.wrong_exports(run_dir, FORMS) == {} and results.wrong_checkpoint_loras(run_dir) == []
+    assert results.updates_of(run_dir) == 0
+    results.record_export(run_dir, "kohya")
+    if result:
+        assert results.read_result(run_dir)["exports"][-1]["files"] == [
+            FileDigest.of("lora.safetensors", b"lora.safetensors").to_json()
+        ]
+
+
+def test_an_export_after_the_end_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    run_dir.lora.write_bytes(b"in another number format")
+    assert results.wrong_exports(run_dir, FORMS)
+    results.record_export(run_dir, "kohya")
+    assert results.wrong_exports(run_dir, FORMS) == {}
+    formats = [entry["format"] for entry in results.read_result(run_dir)["exports"]]
+    assert sorted(formats) == ["kohya", "peft"] and results.updates_of(run_dir) == 7
+    run_dir.result.unlink()
+    results.record_export(run_dir, "kohya")  # a run that goes on has no result yet
+    assert not run_dir.result.exists()

@@ -1,0 +1,157 @@
+"""A run directory as a worker would leave it, without a worker."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lora_rocm.foundation.files import write_json
+from lora_rocm.rundir.events import EventWriter, event_line, event_of
+from lora_rocm.rundir.layout import RunDir
+
+RECIPE = """\
+model: {name_or_path: "builtin:tiny-sdxl"}
+data: {path: "builtin:demo", trigger_word: zibu}
+train: {max_train_steps: 40}
+sample: {prompts: [a zibu, "a <b>zibu</b> & co"], control_prompts: [a circle]}
+output: {name: "größe <script>alert(1)</script>"}
+"""
+
+
+def save_recipe(run_dir: RunDir, *overrides: str) -> None:
+    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of the time that a stand-in worker starts in
+
+    path = run_dir.path / "source.yaml"
+    path.write_text(RECIPE, encoding="utf-8")
+    run_dir.recipe.write_text(dump_recipe(load_recipe(path, overrides).recipe), encoding="utf-8")
+    path.unlink()
+
+
+def heard(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of a stand-in, written and read as a real one: what the real writer would refuse is an error here."""
+    read = event_of(event_line(event))
+    assert read is not None
+    return read
+
+
+def as_heard(line: str) -> dict[str, Any]:
+    """The event that a child wrote, as its reader gets it; a line that the reader would pass over is an error."""
+    read = event_of(line.encode("utf-8"))
+    assert read is not None, line
+    return read
+
+
+def start_fields(**changes: Any) -> dict[str, Any]:
+    fields = {"pid": 1, "device": "CPU", "torch": "2.13", "threads": 1, "precision": "float32", "resumed_from": None}
+    return {**fields, **changes}
+
+
+def step_fields(updates: int, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "updates": updates,
+        "max_train_steps": 40,
+        "iteration": updates,
+        "epoch": 1,
+        "loss": 0.5 / math.sqrt(updates) + 0.05 * math.sin(updates * 7),
+        "learning_rate": 1e-4 * (1 - updates / 40),
+        "grad_norm": 0.5,
+        "step_s": 0.2,
+        "loading_s": 0.001,
+        "copy_s": 0.001,
+        "check_s": 0.001,
+        "wait_s": 0.003,
+        "memory_bytes": 2**30,
+        "transfer_checks": updates * 5,
+        "transfer_failures": 0,
+        "loss_scale": None,
+        "optimizer": {},
+    }
+    return {**fields, **changes}
+
+
+def data_fields(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "samples": 18,
+        "set_aside": [{"where": "pics/<bad>.png", "what": "broken", "fix": "save it again"}],
+        "notices": ["two pictures are the same: a & b"],
+        "buckets": {"128x128": 12, "96x160": 6},
+        "steps_per_epoch": 5,
+        "max_train_steps": 40,
+    }
+    return {**fields, **changes}
+
+
+def failure_fields(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "seen": "died",
+        "phase": "step",
+        "activity": "step",
+        "updates": 12,
+        "silent_s": None,
+        "limit_s": None,
+        "code": "worker-died",
+        "what": "It ended without a word.",
+        "where": "",
+        "stacks": None,
+        "kernel_log": [],
+    }
+    return {**fields, **changes}
+
+
+def change_fields(**changes: Any) -> dict[str, Any]:
+    text = "copies are made by shaders instead of the copy engines"
+    return {"id": "sdma-off", "effect": "exact", "seen": "hang", "text": text, **changes}
+
+
+def restart_fields(**changes: Any) -> dict[str, Any]:
+    fields = {"number": 1, "spent": 1, "budget": 10, "progress": True, "from_updates": 10, "attempt": 0, "changes": []}
+    return {**fields, **changes}
+
+
+def write_whole_run(run_dir: RunDir) -> None:
+    """Everything that a run can leave: previews, incidents, exports, result."""
+    from PIL import Image
+
+    run_dir.create()
+    save_recipe(run_dir)
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write("start", **start_fields())
+    writer.write("phase", phase="cache", state="begin", seconds=0.0)
+    writer.write("cache", what="images", done=18, total=18, per_second=3.5)
+    writer.write("phase", phase="cache", state="end", seconds=5.5)
+    writer.write("repaired", kind="image", item="pics/<c>.png", reason="cut short")
+    writer.write("data", **data_fields())
+    for updates in range(1, 41):
+        writer.write("step", **step_fields(updates))
+        if updates % 10 == 0:
+            writer.write("validation", updates=updates, loss=0.3 - updates / 400)
+    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
+    writer.write("canary", updates=40, passed=True, checks=["sums"], detail="", seconds=0.01)
+    writer.write(
+        "incident", kind="transfer", iteration=7, samples=["pics/a.png"], detail="<latents> differ", action="sent again"
+    )
+    lora = "checkpoints/lora-step00000040.safetensors"
+    writer.write("checkpoint", updates=40, path="checkpoints/step-00000040", lora=lora)
+    for updates in (0, 20, 40):
+        for number in range(3):
+            path = run_dir.samples_at(updates) / f"{number:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (128, 128), (updates * 5, number * 80, 120)).save(path)
+    Image.new("RGB", (640, 900), "teal").save(run_dir.before_after)
+    run_dir.checkpoint(40).mkdir(parents=True)
+    (run_dir.path / lora).write_bytes(b"x" * 2000)
+    run_dir.lora.write_bytes(b"x" * 3000)
+    told = {"format": "kohya", "path": "lora.safetensors", "max_difference": 1.5e-6, "cannot_read": ["reader <x>"]}
+    writer.write("export", **told)
+    writer.write("concept", score=0.97, control=0.51, detail={"before": 0.61, "after": 0.32})
+    writer.write("end", reason="done", updates=40, exit_code=0)
+    writer.close()
+    write_json(run_dir.result, {"updates": 40, "exports": [told]})
+    write_json(
+        run_dir.environment,
+        {
+            "python": "3.11",
+            "packages": {"torch": "2.13", "peft": None},
+            "variables": [{"variable": "A", "value": "<1>", "why": "because", "source": "here", "from_user": False}],
+        },
+    )

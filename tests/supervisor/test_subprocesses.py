@@ -1,0 +1,96 @@
+"""Children that say JSON, report errors, or die; and what is said where the code of one cannot be imported."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.errors import MachineError, UserError, WorkerDiedError
+from lora_rocm.supervisor.subprocesses import run_for_json, run_tool
+
+
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, imports: str = "import sys") -> str:
+    main = textwrap.indent(body, "    ")
+    (tmp_path / "child_module.py").write_text(f"{imports}\ndef main():\n{main}\n    return 0\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "child_module"
+
+
+def as_tool(name: str) -> object:
+    return run_tool(name, [], os.environ, lambda event: None)
+
+
+def for_json(name: str) -> object:
+    return run_for_json(name, [], os.environ)
+
+
+both = pytest.mark.parametrize("run_it", [as_tool, for_json])
+
+
+def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import json\nprint('hello')\nprint(json.dumps({'type': 'notice', 'text': 'ü ' + sys.argv[1]}))"
+    events: list[dict[str, Any]] = []
+    name = module(tmp_path, monkeypatch, text)
+    assert run_tool(name, ["a"], {**os.environ, "PYTHONUTF8": "1"}, events.append) == 0
+    (event,) = events
+    assert (event["type"], event["text"]) == ("notice", "ü a")
+
+
+ERROR = '{"type": "error", "code": "c", "what": "no such LoRA", "where": "w", "fix": "f", "exit_code": 2}'
+
+
+@both
+def test_children_that_report_an_error(
+    run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="no such LoRA"):
+        run_it(module(tmp_path, monkeypatch, f"print('''{ERROR}''')\nreturn 2"))
+
+
+@both
+def test_children_that_die(run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerDiedError, match="RuntimeError: broken") as caught:
+        run_it(module(tmp_path, monkeypatch, "raise RuntimeError('broken')"))
+    assert "Traceback" not in str(caught.value) and "child_module" in str(caught.value)
+
+
+@both
+@pytest.mark.parametrize(
+    ("imports", "body", "code", "words"),
+    [
+        ("import no_such_package.deep", "pass", "package-missing", "The package no_such_package is not installed"),
+        ("import sys", "import no_such_package", "package-missing", "The package no_such_package is not installed"),
+        ("from json import no_such_name", "pass", "package-broken", "ImportError: cannot import name 'no_such_name'"),
+        ("raise OSError('[WinError 1114] c10.dll')", "pass", "package-broken", "OSError: [WinError 1114] c10.dll"),
+        ("import json\njson.no_such_name", "pass", "package-broken", "AttributeError: module 'json'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_one_sentence(
+    run_it: Callable[[str], object],
+    imports: str,
+    body: str,
+    code: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(MachineError) as caught:
+        run_it(module(tmp_path, monkeypatch, body, imports))
+    assert (caught.value.code, caught.value.exit_code) == (code, 3) and caught.value.what.startswith(
+        (words, f"A package that training needs cannot be imported: {words}")
+    )
+    assert "install" in caught.value.fix and "lora-rocm doctor" in caught.value.fix
+
+
+def test_run_for_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_for_json(module(tmp_path, monkeypatch, "print('x')\nprint('{\"unet\": 3}')"), [], os.environ) == {
+        "unet": 3
+    }
+    text = "print('wrong model', file=sys.stderr)\nreturn 2"
+    with pytest.raises(UserError, match="wrong model"):
+        run_for_json(module(tmp_path, monkeypatch, text), [], os.environ)

@@ -1,0 +1,43 @@
+"""The first pass: measured with as much beside it as a step will have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.train import build_trainer
+from lora_rocm.train.engine import Engine
+
+
+@pytest.mark.parametrize("keeps", [[True], [False], [True, False], [False, True]])
+def test_the_gradients_buffer_is_there_where_the_plan_in_force_has_it(
+    monkeypatch: pytest.MonkeyPatch, keeps: list[bool]
+) -> None:
+    """A pass for each plan, the last of which stays in force."""
+    weights = FlatWeights({"w": nn.Parameter(torch.ones(3))})
+    were_there = []
+    memory = SimpleNamespace(offload=None, parts=1, recomputes_all=False, captures=True, keeps_gradients=False)
+
+    def eager(batch: Any, draws: Any) -> None:
+        were_there.append(weights._gradients is not None)
+        weights.gradients.fill_(5.0)
+
+    def probe(family: Any, model: Any, transfer: Any, pin: bool, run: Any) -> None:
+        for each in keeps:
+            memory.keeps_gradients = each
+            run({}, {})
+
+    memory.probe = probe
+    monkeypatch.setattr(build_trainer, "pins", lambda start: False)
+    monkeypatch.setattr(Engine, "run", lambda self, *given: eager(*given))
+    engine = Engine(None, None, weights, torch.ones(()), None)  # type: ignore[arg-type]
+    artifacts = SimpleNamespace(memory=memory, family=None, model=None, transfer=None)
+    trainer = SimpleNamespace(engine=engine, optimizer=SimpleNamespace(weights=weights), relief=SimpleNamespace())
+    build_trainer.first_pass(None, artifacts, trainer, None)  # type: ignore[arg-type]
+    assert were_there == keeps and (weights._gradients is not None) is keeps[-1]
+    assert not weights.gradients.any()

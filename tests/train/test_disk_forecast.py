@@ -1,0 +1,121 @@
+"""Room on the disk: told before a run and before each checkpoint, with figures that are near the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_rocm.errors import StorageError
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.disk_forecast import CacheRoom, Room
+
+PARAMETERS = {f"layer {number}": torch.zeros(1000, 100) for number in range(10)}
+MIB = 1 << 20
+
+
+def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Room, list[str]]:
+    """A run of 10 updates with a checkpoint (11.4 MiB) after every second, and what it says."""
+    recipe = recipe_from(
+        {
+            "model": {"name_or_path": "m"},
+            "optim": sections.get("optim", {}),
+            "data": {"path": "d", "resolution": 64},
+            "train": {"max_train_steps": 10, **sections.get("train", {})},
+            "output": {"save_every_n_steps": 2, **sections.get("output", {})},
+            "sample": sections.get("sample", {}),
+        }
+    )
+    said: list[str] = []
+    return Room(RunDir(folder), recipe, PARAMETERS, 10, said.append, lambda path: free), said
+
+
+def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
+    """Five LoRA files and the export, and keep_last checkpoints with the next one before an old one goes."""
+    found, _ = room(tmp_path, None)
+    weights = 4 * 1000 * 100 * 10
+    assert found.checkpoint_bytes == pytest.approx(3 * weights, rel=0.01)
+    assert found.lora_bytes == pytest.approx(weights / 2, rel=0.02)
+    needed = 3 * found.checkpoint_bytes + 6 * found.lora_bytes
+    for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
+        there, said = room(tmp_path, free)
+        there.look_ahead(0)
+        assert bool(said) is told
+    assert "6 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB" in said[0] and str(tmp_path) in said[0]
+    there.look_ahead(2)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("optimizer", "dtype", "ema_decay", "bytes_a_weight"), [
+    ("adamw", torch.float32, 0.0, 3 * 4),
+    ("adamw", torch.float32, 0.9, 4 * 4),
+    ("adamw", torch.bfloat16, 0.0, 3 * 2),
+    ("adamw", torch.bfloat16, 0.9, 3 * 2 + 4),
+    ("prodigy", torch.float32, 0.0, 5 * 4),
+    ("prodigy", torch.bfloat16, 0.9, 4 * 2 + 4 + 4),
+])  # fmt: skip
+def test_an_average_is_float32_beside_any_weights(
+    tmp_path: Path, optimizer: str, dtype: torch.dtype, ema_decay: float, bytes_a_weight: int
+) -> None:
+    found, _ = room(tmp_path, None, train={"ema_decay": ema_decay}, optim={"optimizer": optimizer})
+    found.parameters = {name: tensor.to(dtype) for name, tensor in PARAMETERS.items()}
+    assert found.checkpoint_bytes == pytest.approx(bytes_a_weight * 1000 * 100 * 10, rel=0.01)
+
+
+def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
+    """Late in a run with its checkpoints on the disk, little is still to come; without them more."""
+    free = 40 * MIB
+    fresh, said_fresh = room(tmp_path / "fresh", free)
+    for updates in (6, 8):
+        RunDir(tmp_path / "late").checkpoint(updates).mkdir(parents=True)
+    late, said_late = room(tmp_path / "late", free)
+    fresh.look_ahead(0)
+    late.look_ahead(8)
+    assert said_fresh and not said_late
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"train": {"ema_decay": 0.9}},
+        {"output": {"keep_last": 5}},
+        {"output": {"dtype": "fp32"}},
+        {"output": {"formats": ["kohya", "diffusers", "peft"]}},
+        {"sample": {"prompts": ["a"], "every_n_steps": 1, "width": 512, "height": 512}},
+    ],
+    ids=str,
+)
+def test_what_takes_more_is_told_sooner(tmp_path: Path, more: dict[str, Any]) -> None:
+    plain, said = room(tmp_path, 47 * MIB)
+    plain.look_ahead(0)
+    asking, said_more = room(tmp_path, 47 * MIB, **more)
+    asking.look_ahead(0)
+    assert not said and said_more
+
+
+def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
+    for free in (None, 16 * MIB):
+        room(tmp_path, free)[0].require_checkpoint(4)
+    with pytest.raises(StorageError, match=r"13.4 MiB needed, 12.0 MiB free") as caught:
+        room(tmp_path, 12 * MIB)[0].require_checkpoint(4)
+    assert caught.value.code == "disk-low" and "step-00000004" in caught.value.where
+
+
+def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) -> None:
+    cache, said, progress = LatentCache(tmp_path / "cache"), list[str](), list[int]()
+    frees = iter([MIB + 900_000, MIB + 600_000, 0])
+    report = CacheRoom(cache, lambda *facts: progress.append(facts[1]), said.append, lambda path: next(frees))
+    report("pictures", 1, 9, 1.0)  # reading them writes nothing
+    cache.writing = "image"
+    report("images", 0, 9, 1.0)
+    for number in range(2):
+        cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+        report("images", number + 1, 9, 1.0)
+    assert len(said) == 1 and "7 images that are still to be cached need about 68" in said[0]
+    assert str(cache.root) in said[0] and progress == [1, 0, 1, 2]
+    cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+    assert cache.written["image"][0] == 2  # it was there

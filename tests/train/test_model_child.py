@@ -1,0 +1,66 @@
+"""The heavy child of ``sample``: sizes that the family takes, and which family a base is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.train.model_child import recipe_for, sides_of
+from tests.families.toy_families import TOYS
+
+LORA = Path("lora.safetensors")
+
+
+def recipe(family: str) -> Any:
+    sections = {"model": {"family": family, "name_or_path": "x"}, "data": {"path": "p"}, "train": {"epochs": 1}}
+    return recipe_from(sections, TOYS)
+
+
+def job(**options: Any) -> dict[str, Any]:
+    return {"base": None, "config": None, "family": None, "width": None, "height": None, **options}
+
+
+def test_sizes_are_as_asked_or_as_in_training() -> None:
+    assert sides_of(job(), recipe("sdxl")) == (1024, 1024)
+    assert sides_of(job(width=72), recipe("sdxl")) == (72, 1024)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("sdxl", {"width": 65}, "multiples of 8 pixels.*--width 65.*Take 64 or 72"),
+        ("toy-video", {"height": 72}, "multiples of 32 pixels.*--height 72.*Take 64 or 96"),
+        ("toy-text", {"height": 64}, "Toy text draws no images.*--height 64"),
+    ],
+)
+def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sides_of(job(**options), recipe(family))
+    assert caught.match("(?s)" + words)
+
+
+def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:
+    lora = tmp_path / LORA
+    assert recipe_for(job(base="builtin:tiny-sdxl"), lora, TOYS).spec.name == "sdxl"
+    (tmp_path / "model_index.json").write_text('{"_class_name": "ToyTextPipeline"}', encoding="utf-8")
+    assert recipe_for(job(base=str(tmp_path)), lora, TOYS).spec.name == "toy-text"
+    asked = recipe_for(job(base=str(tmp_path), family="toy-video"), lora, TOYS)
+    assert (asked.spec.name, asked.model.name_or_path) == ("toy-video", str(tmp_path))
+    with pytest.raises(UserError, match="not recognised"):
+        recipe_for(job(base=str(tmp_path / "nowhere.safetensors")), lora, TOYS)
+    with pytest.raises(UserError, match="takes no folder of configs"):
+        recipe_for(job(base=str(tmp_path), config="c"), lora, TOYS)
+
+
+def test_in_a_run_its_family_counts(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe("toy-video")), encoding="utf-8")
+    lora = tmp_path / LORA
+    assert recipe_for(job(), lora, TOYS).spec.name == "toy-video"
+    assert recipe_for(job(base="other", family="toy-video"), lora, TOYS).model.name_or_path == "other"
+    with pytest.raises(AdapterError, match="trained on Toy video"):
+        recipe_for(job(base="other", family="sdxl"), lora, TOYS)

@@ -1,0 +1,71 @@
+"""What a run leaves behind when its disk is low, and when it was cut between a checkpoint and its pictures."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.rundir import disk_space
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint
+from tests.crash.lab import TARGETS, UNET, VAE
+from tests.program import RECIPE, Program, pictures
+from tests.tiny_models import write_tiny_sdxl
+
+PREVIEWS = (
+    "sample.prompts=[a zibu]",
+    "sample.every_n_steps=1",
+    "sample.steps=1",
+    "sample.width=32",
+    "sample.height=32",
+    "output.keep_last=9",
+    f"lora.targets=['{TARGETS}']",
+)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    write_tiny_sdxl(tmp_path / "model", unet=UNET, vae=VAE)
+    pictures(tmp_path / "pics", count=2)
+    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return Program(monkeypatch)
+
+
+def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free space falls below what the second checkpoint needs; when there is room again the same command finishes."""
+    run_dir, usage = RunDir(tmp_path / "run"), shutil.disk_usage(tmp_path)
+
+    def shrinking(path: Any) -> Any:
+        return usage._replace(free=disk_space.RESERVE_BYTES + (0 if run_dir.checkpoint(1).exists() else 100_000))
+
+    assert program.train("straight", *PREVIEWS).code == 0  # negative control: there is room, and nothing is said of it
+    assert "disk" not in "".join(event.get("text", "") for event in read_events(RunDir(Path("straight")).events()))
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_rocm.rundir.disk_space.shutil.disk_usage", shrinking)
+        said = program.train(run_dir.path, *PREVIEWS)
+    said.refused(3, "not enough room on the disk for a checkpoint", "step-00000002", "Free some space")
+    assert "The disk may be full before the end" in said.out and said.out.count("The disk may be full") == 1
+    assert [updates for updates, _ in run_dir.list_checkpoints()] == [1] and not list(run_dir.path.rglob("*.tmp"))
+    assert checkpoint.read(run_dir.checkpoint(1)) is not None
+    assert program.train(run_dir.path, *PREVIEWS, resume="latest").code == 0
+    assert run_dir.lora.read_bytes() == Path("straight/lora.safetensors").read_bytes()
+
+
+def test_pictures_that_a_kill_came_before_are_drawn_when_the_run_goes_on(program: Program, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    assert program.train(run_dir.path, *PREVIEWS).code == 0
+    drawn = (run_dir.samples_at(1) / "00.png").read_bytes()
+    run_dir.result.unlink()  # as if it had been killed after its first checkpoint
+    shutil.rmtree(run_dir.checkpoint(2))
+    shutil.rmtree(run_dir.samples_at(1))
+    said = program.train(run_dir.path, *PREVIEWS, resume="latest")
+    assert said.code == 0 and (run_dir.samples_at(1) / "00.png").read_bytes() == drawn
+    rounds = [event["updates"] for event in read_events(run_dir.events()) if event["type"] == "preview"]
+    assert rounds == [0, 1, 2, 1, 2]  # each once a start, none twice

@@ -1,0 +1,494 @@
+"""Whole runs in this process: any number of stops gives the bytes of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
+from lora_rocm.errors import DataError, ResumeError, TransferError
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import checkpoint as state
+from lora_rocm.train import context as start_facts
+from lora_rocm.train import pipeline
+from lora_rocm.train.loop import Position, Trainer
+from lora_rocm.train.session import Session
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
+
+CPU = torch.device("cpu")
+STEPS = 6
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_material(tmp_path_factory.mktemp("Bilder und Modell"))
+
+
+def write_material(folder: Path) -> Path:
+    """A tiny model, five pictures in two buckets, and a place for caches that all tests share."""
+    write_tiny_sdxl(folder / "model", **SHALLOW)
+    generator = random.Random(5)
+    for number in range(5):
+        size = [(64, 64), (96, 48)][number % 2]
+        picture = Image.frombytes("RGB", size, generator.randbytes(3 * size[0] * size[1]))
+        (folder / "pictures").mkdir(exist_ok=True)
+        picture.save(folder / "pictures" / f"bild {number}.png")
+        (folder / "pictures" / f"bild {number}.txt").write_text(f"zibu, cat, number {number}", encoding="utf-8")
+    return folder
+
+
+def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"name_or_path": str(material / "model")},
+        "data": {"path": str(material / "pictures"), "resolution": 64, "bucket_step": 16},
+        "lora": {"rank": 2, "targets": RUN_TARGETS},
+        "optim": {"learning_rate": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
+        "train": {"max_train_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "mixed_precision": "no"},
+        "cache": {"dir": str(material / "cache")},
+        "output": {"save_every_n_steps": 2},
+    }
+    return recipe_from({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
+
+
+def start(
+    recipe: Recipe,
+    run_dir: Path,
+    stop_at: int | None = None,
+    accept_changes: bool = False,
+    device: torch.device = CPU,
+    chosen: Path | None = None,
+) -> bool:
+    """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
+    directory = RunDir(run_dir).create()
+    directory.stop.unlink(missing_ok=True)
+    directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    session = Session(directory, watch_parent=False)
+    session.readers.append(
+        lambda event: (
+            directory.stop.touch() if event["type"] == "step" and event["updates"] >= (stop_at or STEPS + 9) else None
+        )
+    )
+    try:
+        checkpoint = pipeline.find_checkpoint(session, chosen)
+        dtype = DTYPES[recipe.train.mixed_precision]
+        begin = pipeline.Start(session, recipe, device, dtype, Settings(), checkpoint, accept_changes)
+        finished, _ = pipeline.train(begin)
+        return finished
+    finally:
+        session.close()
+
+
+def bytes_of(run_dir: Path) -> bytes:
+    return RunDir(run_dir).lora.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the plain recipe that nobody disturbed."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    assert start(make_recipe(material), run_dir)
+    return run_dir
+
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "accumulation, two buckets": {},
+    "average": {"train": {"ema_decay": 0.9, "gradient_accumulation_steps": 1}},
+    "text encoders": {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
+    "dropout, DoRA": {"lora": {"dropout": 0.2, "use_dora": True}},
+    "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
+    "Prodigy, two rates, bf16 weights": {
+        "optim": {"optimizer": "prodigy", "learning_rate": 1.0, "text_encoder_learning_rate": 0.5, "d0": 1e-3},
+        "lora": {"train_text_encoder": True, "weight_dtype": "bf16"},
+        "train": {"ema_decay": 0.9},
+    },
+    "shuffled, dropped, mirrored": {
+        "data": {"shuffle_caption": True, "caption_dropout_rate": 0.3, "flip_aug": True, "validation_split": 0.2},
+        "train": {"validation_every_n_steps": 2},
+        "objective": {"noise_offset": 0.05, "min_snr_gamma": 5.0},
+    },
+}
+
+
+OFTEN = ("accumulation, two buckets",)
+"""The others take long; benchmarks/reliability.py crashes cuts them everywhere."""
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in VARIANTS]
+)
+def test_any_number_of_stops_gives_the_same_bytes(material: Path, straight: Path, tmp_path: Path, variant: str) -> None:
+    recipe = make_recipe(material, **VARIANTS[variant])
+    if VARIANTS[variant]:
+        straight = tmp_path / "straight"
+        assert start(recipe, straight)
+    generator = random.Random(variant)
+    for stop in (generator.choice((1, 2)), generator.choice((3, 4))):
+        assert not start(recipe, tmp_path / "stopped", stop_at=stop)
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") == bytes_of(straight)
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    ["adapter", pytest.param("optimizer", marks=pytest.mark.slow), pytest.param("position", marks=pytest.mark.slow)],
+)
+def test_a_resume_that_forgets_something_gives_other_bytes(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """Negative control of the test above."""
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "stopped", stop_at=3)
+    if forgotten == "position":
+        restore = pipeline._restore
+        monkeypatch.setattr(pipeline, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
+    elif forgotten == "optimizer":
+        monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, tensors, ema: None)
+    else:
+        monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.load", lambda self, tensors: None)
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") != bytes_of(straight)
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(
+    material: Path, straight: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "stopped", stop_at=4)
+    last = RunDir(tmp_path / "stopped").list_checkpoints()[-1][1]
+    newest = last / "adapter.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-8])
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") == bytes_of(straight)
+    notices = [
+        event["text"] for event in read_events(RunDir(tmp_path / "stopped").events()) if event["type"] == "notice"
+    ]
+    assert any(f"{last.name} is damaged" in text for text in notices)
+
+
+def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -> None:
+    constant = {"optim": {"lr_scheduler": "constant"}}
+    short = make_recipe(material, **constant, train={"max_train_steps": STEPS - 3})
+    long = make_recipe(material, **constant)
+    assert start(long, tmp_path / "long")
+    assert start(short, tmp_path / "short")
+    assert start(long, tmp_path / "short")
+    assert bytes_of(tmp_path / "short") == bytes_of(tmp_path / "long")
+
+
+def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(material: Path, tmp_path: Path) -> None:
+    assert not start(make_recipe(material), tmp_path / "run", stop_at=2)
+    other = make_recipe(material, optim={"optimizer": "prodigy", "learning_rate": 1.0})
+    with pytest.raises(ResumeError) as caught:
+        start(other, tmp_path / "run", accept_changes=True)
+    assert caught.value.code == "resume-optimizer-changed"
+    assert RunDir(tmp_path / "run").list_checkpoints()
+
+
+def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    with pytest.raises(ResumeError, match="recipe differs"):
+        start(make_recipe(material, optim={"learning_rate": 2e-3}), tmp_path / "run")
+    extra = material / "pictures" / "new.png"
+    Image.new("RGB", (64, 64), "red").save(extra)
+    try:
+        with pytest.raises(ResumeError, match="pictures are not those"):
+            start(recipe, tmp_path / "run")
+        assert start(recipe, tmp_path / "run", accept_changes=True)
+    finally:
+        extra.unlink()
+
+
+@pytest.mark.parametrize("how", ["gone", "one gone"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Cut between the last update and the result; the bytes are those of the run whose images were there."""
+    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    recipe = make_recipe(
+        material,
+        data={"path": str(pictures)},
+        train={"max_train_steps": None, "epochs": 1},
+        sample={"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32},
+    )
+    with monkeypatch.context() as cut:
+        cut.setattr(pipeline.Artifacts, "finish", lambda *of: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start(recipe, tmp_path / "run")
+    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    assert start(recipe, whole)
+    for path in sorted(pictures.iterdir())[: 2 if how == "one gone" else None]:
+        path.unlink()
+    if how == "gone":
+        pictures.rmdir()
+    assert start(recipe, tmp_path / "run")
+    assert bytes_of(tmp_path / "run") == bytes_of(whole)
+    with_score, without = (json.loads(RunDir(path).result.read_bytes()) for path in (whole, tmp_path / "run"))
+    assert with_score.pop("concept") and (without.pop("concept", None) is None) == (how == "gone")
+    assert without == with_score
+    notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
+    assert any("raining is complete" in text for text in notices)
+    assert any("No concept score" in text for text in notices) == (how == "gone")
+    with pytest.raises(DataError if how == "gone" else ResumeError):  # control: where updates are still to be made
+        start(recipe.model_copy(update={"train": recipe.train.model_copy(update={"epochs": 9})}), tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_images_that_vanish_while_the_run_goes_on_cost_the_concept_score_only(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    finish = pipeline.Artifacts.finish
+
+    def late(artifacts: pipeline.Artifacts, position: Position) -> None:
+        shutil.rmtree(pictures)
+        finish(artifacts, position)
+
+    monkeypatch.setattr(pipeline.Artifacts, "finish", late)
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32}
+    recipe = make_recipe(material, data={"path": str(pictures)}, train={"max_train_steps": 1}, sample=sample)
+    assert start(recipe, tmp_path / "run")
+    result = json.loads(RunDir(tmp_path / "run").result.read_bytes())
+    assert result["updates"] == 1 and "concept" not in result
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after(
+    material: Path, tmp_path: Path
+) -> None:
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32, "every_n_steps": 2}
+    recipe = make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 9}, sample=sample)
+    directory = RunDir(tmp_path / "run")
+    assert start(recipe, directory.path)
+    whole, older = bytes_of(directory.path), directory.checkpoint(2)
+    extra = material / "pictures" / "new.png"
+    Image.new("RGB", (64, 64), "red").save(extra)
+    try:
+        with pytest.raises(ResumeError, match="pictures are not those"):
+            start(recipe, directory.path, chosen=older)
+    finally:
+        extra.unlink()
+    assert [updates for updates, _ in directory.list_checkpoints()] == [2, 4, 6]
+    assert [updates for updates, _ in directory.list_samples()] == [0, 2, 4, 6]
+    assert not start(recipe, directory.path, chosen=older, stop_at=2)
+    assert max(updates for updates, _ in directory.list_checkpoints()) < 6
+    assert not directory.checkpoint_lora(6).exists() and not directory.samples_at(6).exists()
+    assert start(recipe, directory.path) and bytes_of(directory.path) == whole
+    assert [updates for updates, _ in directory.list_samples()] == [0, 2, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = torch.get_num_threads()
+    during_cache: list[int] = []
+    prepare = pipeline.prepare
+
+    def watched(*args: Any, **how: Any) -> Any:
+        during_cache.append(torch.get_num_threads())
+        return prepare(*args, **how)
+
+    monkeypatch.setattr(pipeline, "prepare", watched)
+    try:
+        torch.set_num_threads(2)
+        assert not start(make_recipe(material), tmp_path / "run", stop_at=1)
+        torch.set_num_threads(1)
+        assert not start(make_recipe(material), tmp_path / "run", stop_at=2)
+        torch.set_num_threads(1)
+        assert not start(make_recipe(material, runtime={"threads": 1}), tmp_path / "run", stop_at=3)
+    finally:
+        torch.set_num_threads(used)
+    assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
+
+
+def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not start(make_recipe(material), tmp_path / "run", stop_at=4)
+    checkpoint, _ = state.latest_valid(RunDir(tmp_path / "run"))
+    assert checkpoint is not None
+    averages: list[dict[str, torch.Tensor]] = []
+    fit = Trainer.fit
+
+    def watched(trainer: Trainer, max_train_steps: int) -> bool:
+        averages.append({name: average.clone() for name, average in trainer.optimizer.ema.items()})
+        return fit(trainer, max_train_steps)
+
+    monkeypatch.setattr(Trainer, "fit", watched)
+    start(make_recipe(material, train={"ema_decay": 0.9}), tmp_path / "run", accept_changes=True)
+    weights = checkpoint.tensors("adapter")
+    assert averages[0].keys() == weights.keys()
+    assert all(torch.equal(averages[0][name], weights[name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_hand(
+    material: Path, tmp_path: Path
+) -> None:
+    def asking(*prompts: str, **optim: Any) -> Recipe:
+        sample = {"prompts": prompts, "steps": 1, "width": 32, "height": 32}
+        train = {"max_train_steps": 4}
+        return make_recipe(material, sample=sample, optim=optim, train=train, output={"keep_last": 9})
+
+    def pictures(run_dir: Path) -> dict[str, bytes]:
+        return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in run_dir.glob("samples/*/*.png")}
+
+    assert start(asking("zibu"), tmp_path / "fresh")
+    assert start(asking("a red dog", "a cat"), tmp_path / "run")
+    others = pictures(tmp_path / "run")
+    assert start(asking("zibu"), tmp_path / "run")  # other prompts, fewer of them
+    assert pictures(tmp_path / "run") == pictures(tmp_path / "fresh") and others != pictures(tmp_path / "fresh")
+    back = RunDir(tmp_path / "run").checkpoint(2)
+    assert start(asking("zibu", learning_rate=0.1), tmp_path / "run", chosen=back, accept_changes=True)
+    changed = {
+        name for name, content in pictures(tmp_path / "run").items() if content != pictures(tmp_path / "fresh")[name]
+    }
+    assert "step-00000004/00.png" in changed and "step-00000000/00.png" not in changed
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+@pytest.mark.parametrize("use_dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_dora: bool
+) -> None:
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32, "every_n_steps": 2}
+    bf16 = {"mixed_precision": "bf16", "max_train_steps": 4}
+    recipe = make_recipe(material, train=bf16, sample=sample, lora={"use_dora": use_dora})
+    inputs: set[torch.dtype] = set()
+    fit = Trainer.fit
+
+    def watched(trainer: Trainer, max_train_steps: int) -> bool:
+        for name, module in trainer.model.components["unet"].named_modules():
+            if name.endswith("to_q.lora_A.default" if use_dora else "to_out.0"):
+                module.register_forward_pre_hook(
+                    lambda _, given: inputs.add(given[0].dtype) if torch.is_grad_enabled() else None
+                )
+        return fit(trainer, max_train_steps)
+
+    monkeypatch.setattr(Trainer, "fit", watched)
+    assert start(recipe, tmp_path / "run")
+    assert inputs == {torch.float32 if use_dora else torch.bfloat16}
+    monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.cast_inputs", lambda self, enabled: None)
+    assert start(recipe, tmp_path / "casting")
+    assert bytes_of(tmp_path / "casting") == bytes_of(tmp_path / "run")
+
+
+def test_another_base_model_at_the_same_path_is_refused_on_resume(material: Path, tmp_path: Path) -> None:
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
+    recipe = make_recipe(material, model={"name_or_path": str(tmp_path / "model")})
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    write_tiny_sdxl(tmp_path / "other", seed=1, **SHALLOW)
+    shutil.rmtree(tmp_path / "model" / "unet")
+    shutil.copytree(tmp_path / "other" / "unet", tmp_path / "model" / "unet")
+    with pytest.raises(ResumeError, match="base model"):
+        start(recipe, tmp_path / "run")
+
+
+class Bus:
+    """Zeroes latents on their way now and then, for some methods of the ladder."""
+
+    def __init__(self, methods: tuple[str, ...], every: int) -> None:
+        self.methods, self.every, self.seen = methods, every, 0
+
+    def __call__(self, tensor: torch.Tensor, device: torch.device, method: str) -> torch.Tensor:
+        if tensor.ndim == 4 and tensor.dtype is torch.float32 and tensor.shape[1] == 4:
+            self.seen += 1
+            if method in self.methods and self.seen % self.every == 0:
+                return torch.zeros_like(tensor)
+        return copy_to_device(tensor, device, method)
+
+
+def test_a_bus_that_zeroes_latents_changes_nothing_in_the_file(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(material)
+    bus = Bus(("unpinned",), every=7)
+    monkeypatch.setattr(start_facts, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
+    assert start(recipe, tmp_path / "faulty")
+    assert bytes_of(tmp_path / "faulty") == bytes_of(straight)
+    events = read_events(RunDir(tmp_path / "faulty").events())
+    incidents = [event for event in events if event["type"] == "incident"]
+    assert incidents and all(event["kind"] == "transfer" for event in incidents)
+    assert [event for event in events if event["type"] == "step"][-1]["transfer_failures"] == len(incidents)
+
+
+def test_a_bus_that_never_works_ends_the_run_with_all_kept(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(material)
+    assert not start(recipe, tmp_path / "run", stop_at=2)
+    last = RunDir(tmp_path / "run").list_checkpoints()[-1][1]
+    before = {path.name: path.read_bytes() for path in last.iterdir()}
+    bus = Bus(("unpinned", "clone", "chunked"), every=1)
+    monkeypatch.setattr(start_facts, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
+    with pytest.raises(TransferError, match="Nothing was trained on it"):
+        start(recipe, tmp_path / "run")
+    assert {path.name: path.read_bytes() for path in last.iterdir()} == before
+
+
+def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material: Path, tmp_path: Path) -> None:
+    assert start(make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 1}), tmp_path / "run")
+    directory = RunDir(tmp_path / "run")
+    assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
+    assert [directory.checkpoint_lora(updates).exists() for updates in (2, 4, 6)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "pins"),
+    [("auto", True, True), ("auto", False, False), ("yes", False, True), ("no", True, False)],
+)
+def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> None:
+    """``auto`` is what the plan says of a GPU; the CPU never pins."""
+    settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
+    session: Any = None
+    begin = pipeline.Start(session, recipe, torch.device("cuda", 0), torch.float32, settings)
+    assert start_facts.pins(begin) is pins
+    assert start_facts.pins(replace(begin, device=CPU)) is False
+    assert start_facts.pins(replace(begin, settings=replace(settings, copy_method="unpinned"))) is False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_gpu_stops_give_the_same_bytes_with_deterministic_kernels(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    recipe = make_recipe(material, train={"mixed_precision": precision, "ema_decay": 0.9})
+    device = torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert start(recipe, tmp_path / "straight", device=device)
+        for stop in (1, 3):
+            assert not start(recipe, tmp_path / "stopped", stop_at=stop, device=device)
+        assert start(recipe, tmp_path / "stopped", device=device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "straight")
+
+
+@pytest.mark.gpu
+def test_gpu_losses_follow_the_cpu_ones(material: Path, tmp_path: Path) -> None:
+    """Noise and timesteps are drawn on the CPU: the same recipe sees the same losses on every device, to rounding."""
+    recipe = make_recipe(material)
+    losses = {}
+    for device in (CPU, torch.device("cuda", 0)):
+        assert start(recipe, tmp_path / device.type, device=device)
+        events = read_events(RunDir(tmp_path / device.type).events())
+        losses[device.type] = [event["loss"] for event in events if event["type"] == "step"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-3)
