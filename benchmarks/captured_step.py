@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults import Fault, FaultyBus
-from benchmarks.faulty_training import NAMES, Found, Mixture, make_batch, make_optimizer, state_of
+from benchmarks.faulty_training import NAMES, Found, Mixture, make_batch, small_optimizer, state_of
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint, salted
 from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.train.loop import seed_for
 
 SHAPES = (((64, 48), 3), ((16, 12), 2), ((8, 8), 4))
@@ -31,7 +32,7 @@ class StaticStep:
 
     def __init__(self, transfer: DeviceTransfer, example: Mapping[str, Tensor]) -> None:
         device = transfer.device
-        net, self.optimizer = make_optimizer(device, ema_decay=0.0)  # its decay would be that of the capture
+        net, self.optimizer = small_optimizer(device, ema_decay=0.0)  # its decay would be that of the capture
         self.transfer, self.family = transfer, Mixture()
         self.model = LoadedModel({"net": net}, torch.float32, device)
         self.inputs = {name: torch.zeros_like(tensor, device=device) for name, tensor in example.items()}
@@ -55,7 +56,7 @@ class StaticStep:
     def step(self) -> None:
         """What is captured."""
         self.transfer.compare(self.inputs.values(), self.expected_KB, self.salt)
-        loss_B = self.family.loss(self.model, self.inputs, {}).loss_B
+        loss_B = losses(self.family, self.model, self.inputs, {})  # type: ignore[arg-type]
         ((loss_B * self.inputs["weight"]).sum() * self.optimizer.loss_scale).backward()
         self.optimizer.weights.gather()
         self.optimizer.step(0, self.transfer.bad)
@@ -76,7 +77,7 @@ class StaticStep:
         self.transfer.clear()
 
     def _capture(self) -> None:
-        for group in self.optimizer.optimizer.param_groups:
+        for group in self.optimizer.rule.kernel.param_groups:
             group["capturable"] = True
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

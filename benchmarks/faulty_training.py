@@ -20,13 +20,16 @@ from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.data.batches import Batch
+from lora_rocm.data.batch import Batch
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
@@ -77,7 +80,11 @@ def basis(count: int, device: torch.device) -> Tensor:
 
 
 class Mixture:
-    """A family in miniature: predicts the noise's features from those of everything else in the batch."""
+    """A family in miniature, and its objective: predicts the noise's features from all else in the batch."""
+
+    @property
+    def objective(self) -> Mixture:
+        return self
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         shape = batch["latent_mean"].shape[1:]
@@ -86,7 +93,7 @@ class Mixture:
         drawn = {name: torch.stack([torch.randn(shape, generator=rng) for rng in rngs]) for name in NAMES[-2:]}
         return Draws({"timesteps": times_B, **drawn})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
         tensors = {**batch, **draws}
         parts = []
         for name in NAMES:
@@ -96,7 +103,7 @@ class Mixture:
             flat_BN = tensors[name].flatten(1) if tensors[name].ndim > 1 else tensors[name][:, None]
             parts.append(flat_BN.to(torch.float32) @ basis(flat_BN.shape[1], model.device))
         predicted_BF = model.components["net"](torch.cat(parts[:-1], 1).clamp(-1e4, 1e4))
-        return LossTerms((predicted_BF - parts[-1]).square().mean(1))
+        return Prediction(predicted_BF, parts[-1], predicted_BF.new_ones(len(predicted_BF)))
 
 
 class WatchedTransfer(DeviceTransfer):
@@ -122,17 +129,17 @@ class UncheckedTransfer(WatchedTransfer):
         pass
 
 
-def make_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedAdamW]:
+def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedOptimizer]:
     """A small model, the same each time, and the product's optimizer for it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES * (len(NAMES) - 1), 8), nn.Tanh(), nn.Linear(8, FEATURES)).to(device)
     parameters = dict(net.named_parameters())
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
-    return net, GatedAdamW(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
+    return net, make_optimizer(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
 
 
-def state_of(optimizer: GatedAdamW) -> Tensor:
+def state_of(optimizer: GatedOptimizer) -> Tensor:
     """All that a step changes, as bytes on the CPU: parameters, average, moments, step counts."""
     tensors = [*optimizer.parameters.values(), *optimizer.ema.values(), *optimizer.state().values()]
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).cpu().view(torch.int32)
@@ -145,7 +152,7 @@ class Run:
         self.seed, self.bus, self.iteration = seed, bus, 0
         self.told: Callable[[str, dict[str, Any]], None] = lambda event_type, fields: None
         self.stop = False
-        net, self.optimizer = make_optimizer(device)
+        net, self.optimizer = small_optimizer(device)
         model = LoadedModel({"net": net}, torch.float32, device)
         family: Any = Mixture()
         self.transfer = kind(device, pin=device.type == "cuda", copy=bus or copy_to_device)
@@ -174,15 +181,15 @@ class Run:
             self.iteration = iteration
             tensors = make_batch(self.seed, iteration)
             count = len(tensors["weight"])
-            yield {
-                "tensors": tensors,
-                "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-                "sample_keys": [f"{iteration}-{row}" for row in range(count)],
-                "positions": list(range(count)),
-                "bucket": (1, 1),
-                "iteration": iteration,
-                "micro": 0,
-            }
+            yield Batch(
+                tensors=tensors,
+                fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+                sample_keys=tuple(f"{iteration}-{row}" for row in range(count)),
+                positions=tuple(range(count)),
+                shape=Shape.of(tokens=1),
+                iteration=iteration,
+                micro=0,
+            )
             iteration += 1
 
 

@@ -216,8 +216,9 @@ def config(rng: random.Random) -> bytes:
 
 def read_config(path: Path) -> None:
     """As the check of a base model does."""
-    from lora_rocm.families import sdxl_check
+    from lora_rocm.families.ldm import detect
     from lora_rocm.families.loading import Source, builtin_folder
+    from lora_rocm.families.sdxl.detect import EXPECTED
 
     family, _ = model()
     folder = path.parent / "model"
@@ -229,7 +230,7 @@ def read_config(path: Path) -> None:
     target.write_bytes(content)
     try:
         source = Source("x", family.source.layout, folder, folder)
-        sdxl_check.check(source)
+        detect.check(source, EXPECTED)
         for part in ("vae", "text_encoder"):
             source.fingerprint(part)
     finally:

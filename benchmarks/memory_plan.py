@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import (
@@ -50,7 +53,6 @@ from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.ledger import Ledger
 from lora_rocm.train.memory import Memory, apply
 from lora_rocm.train.offload import Offload
-from lora_rocm.train.optim import GatedAdamW
 
 GIB = 2**30
 WARM_UP, TIMED = 2, 3
@@ -125,7 +127,7 @@ class Setup:
         self.offload: Offload | None = None
         self.in_force: Plan | None = None
         self.model: LoadedModel | None = None
-        self.optimizer: GatedAdamW | None = None
+        self.optimizer: GatedOptimizer | None = None
         self.transfer = DeviceTransfer(self.device, pin=self.device.type == "cuda")
         gc.collect()  # what ran out of memory may hang on its error
         empty_pools()
@@ -141,7 +143,7 @@ class Setup:
         self.family.fuse(model)
         weights, optim = adapter.flatten(self.dtype, torch.float32), self.recipe.optim
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
-        self.model, self.optimizer = model, GatedAdamW(weights, adapter.groups(optim), optim, **how)
+        self.model, self.optimizer = model, make_optimizer(weights, adapter.groups(optim), optim, **how)
         empty_pools()
         _say(f"rank {self.rank}: loaded in {time.perf_counter() - started:.1f} s")
 
@@ -164,8 +166,8 @@ class Setup:
         self.in_force = plan
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        batch = self.family.example(side_px, side_px, rows)
-        draws = self.family.draw(batch, list(range(rows))).tensors
+        batch = self.family.example(Shape.of(h=side_px, w=side_px), rows)
+        draws = self.family.objective.draw(batch, list(range(rows))).tensors
         batch["weight"] = torch.full((rows,), 1.0 / rows)
         return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]
 

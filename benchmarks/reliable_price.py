@@ -47,6 +47,7 @@ from lora_rocm.device.apply import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.host.settings import Settings
+from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -55,7 +56,6 @@ from lora_rocm.train import assemble, loop, run
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
 from lora_rocm.train.start import Start
-from lora_rocm.train.state_guard import StateGuard
 
 WARM_UP_STEPS = 8
 PROFILED_PAIRS, PROFILED_STEPS = 3, 5

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults import KINDS, Scene, bytes_of, fitted, spoil
-from benchmarks.faulty_training import make_optimizer
+from benchmarks.faulty_training import small_optimizer
 from lora_rocm.device.graph_check import capture_on_gpu
-from lora_rocm.train.optim import MOMENTS, GatedAdamW
+from lora_rocm.optim.base import GatedOptimizer
 
 STATE_KINDS = tuple(kind for kind in KINDS if kind != "swapped_samples")  # there are no samples here
 CLEAN_IN_A_ROW = 100  # updates between two looks at the verdict, which stays set
@@ -37,20 +37,20 @@ class Found:
     seconds: float = 0.0
 
 
-def carried(optimizer: GatedAdamW) -> dict[str, Tensor]:
+def carried(optimizer: GatedOptimizer) -> dict[str, Tensor]:
     """All that goes from one update to the next: the live tensors."""
     weights = {f"weight {name}": tensor for name, tensor in optimizer.parameters.items()}
     return weights | {f"average {name}": tensor for name, tensor in optimizer.ema.items()} | optimizer.state()
 
 
-def moved_by_updates(optimizer: GatedAdamW) -> Tensor:
+def moved_by_updates(optimizer: GatedOptimizer) -> Tensor:
     """Weights and moments as bytes on the CPU; a spoilt step count may be rounded also by an update that is held."""
-    moments = [tensor for name, tensor in optimizer.state().items() if name.endswith(MOMENTS)]
+    moments = [tensor for name, tensor in optimizer.state().items() if name.endswith(tuple(optimizer.rule.buffers))]
     tensors = [*optimizer.parameters.values(), *moments]
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().view(torch.int32)
 
 
-def update(optimizer: GatedAdamW, rng: torch.Generator) -> Tensor:
+def update(optimizer: GatedOptimizer, rng: torch.Generator) -> Tensor:
     """One, as the loop makes it; the guard's verdict."""
     for leaf in optimizer.weights.leaves.values():
         leaf.grad = torch.randn(leaf.shape, generator=rng).to(leaf.device)
@@ -61,7 +61,7 @@ def update(optimizer: GatedAdamW, rng: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def spoilt(optimizer: GatedAdamW, number: int, seed: int, before: dict[str, Tensor]) -> tuple[str, Tensor, Tensor]:
+def spoilt(optimizer: GatedOptimizer, number: int, seed: int, before: dict[str, Tensor]) -> tuple[str, Tensor, Tensor]:
     """(kind, a tensor that is spoilt now, what it was)."""
     rng = random.Random(f"{seed} {number}")
     tensors, kind = carried(optimizer), STATE_KINDS[number % len(STATE_KINDS)]
@@ -80,7 +80,7 @@ def spoilt(optimizer: GatedAdamW, number: int, seed: int, before: dict[str, Tens
 def faulty_updates(wanted: int, device: torch.device, seed: int, captured: bool = False) -> Found:
     """So many faults, each between two updates of a run that goes on from the right state after it."""
     found, rng, started = Found(), torch.Generator().manual_seed(seed), time.perf_counter()
-    _, optimizer = make_optimizer(device)
+    _, optimizer = small_optimizer(device)
     optimizer.state_guard.use_graphs(capture_on_gpu if captured else None)
     for number in range(wanted):
         before = {name: tensor.detach().cpu().clone() for name, tensor in carried(optimizer).items()}
@@ -103,7 +103,7 @@ def faulty_updates(wanted: int, device: torch.device, seed: int, captured: bool 
 def clean_updates(wanted: int, device: torch.device, seed: int, captured: bool = False) -> Found:
     """Updates without a fault, every tenth of which is left out."""
     found, rng, started = Found(), torch.Generator().manual_seed(seed), time.perf_counter()
-    _, optimizer = make_optimizer(device)
+    _, optimizer = small_optimizer(device)
     optimizer.state_guard.use_graphs(capture_on_gpu if captured else None)
     for number in range(1, wanted + 1):
         if number % 10 == 0:

@@ -37,7 +37,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,11 @@ from torch import Tensor
 
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.buckets import fit
-from lora_rocm.data.cache import FileState, HashMemory, LatentCache, image_key, remembered_line
+from lora_rocm.data.cache import FileState, HashMemory, LatentCache, entry_key, image_parts, remembered_line
+from lora_rocm.data.encoding import Encoding
+from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.data.prepare import prepare
-from lora_rocm.families.base import TensorSpec, family_for
+from lora_rocm.families.base import family_for
 from lora_rocm.families.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
 from lora_rocm.families.random_weights import PREFIX, RandomSource, random_source
 from lora_rocm.families.sdxl.family import LAYOUT
@@ -73,17 +75,18 @@ MARKS = ("start", "phase cache end", "phase load end", "step")
 class Wait:
     """An encoder that takes a fixed time, in which the host is free; what it makes depends on the pixels."""
 
-    def __init__(self, kind: str, outputs: dict[str, TensorSpec], seconds: float, fingerprint: str) -> None:
-        self.kind, self.outputs, self.fingerprint, self._seconds = kind, outputs, fingerprint, seconds
+    def __init__(self, entry: EntrySpec, seconds: float, fingerprint: str) -> None:
+        self.entry, self.fingerprint, self._seconds = entry, fingerprint, seconds
         self.encoded = 0
 
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: Any) -> Callable[[Tensor | str], dict[str, Tensor]]:
+    def load(self, door: Any) -> Callable[[Mapping[str, Tensor | str]], dict[str, Tensor]]:
         return self._encode
 
-    def _encode(self, item: Tensor | str) -> dict[str, Tensor]:
+    def _encode(self, inputs: Mapping[str, Tensor | str]) -> dict[str, Tensor]:
+        (item,) = inputs.values()
         self.encoded += 1
         time.sleep(self._seconds)
         if isinstance(item, str):
@@ -109,7 +112,8 @@ def fake_family(encode_s: float) -> Family:
     """A family whose encoder takes so long for a picture."""
     latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
     texts = {"prompt_embeds": TensorSpec("float32", "SD")}
-    return Family(Wait("image", latents, encode_s, "wait-image"), Wait("text", texts, 0.0, "wait-text"))
+    image, text = EntrySpec("image", (IMAGE,), latents, True), EntrySpec("text", (CAPTION,), texts)
+    return Family(Wait(image, encode_s, "wait-image"), Wait(text, 0.0, "wait-text"))
 
 
 def recipe_for(folder: Path, resolution: int, model: str = TINY, **data: Any) -> Recipe:
@@ -139,7 +143,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(cache, ignore_errors=True)
     recipe = recipe_for(folder, options.resolution)
     family: Any = family_for(recipe) if options.vae else fake_family(options.encode_s)
-    image = next(encoder for encoder in family.encoders() if encoder.kind == "image")
+    image = next(encoder for encoder in family.encoders() if encoder.entry.inputs == (IMAGE,))
     floor_s = _floor_s(image, options)
     family = Family(image, fake_family(0.0).encoders()[1])
     process, seen = psutil.Process(), [0.0]
@@ -150,7 +154,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
         if what == "images":
             encoding[0], encoding[1] = encoding[0] or time.perf_counter(), time.perf_counter()
 
-    prepared = prepare(recipe, family, LatentCache(cache), CPU, watch)
+    prepared = prepare(recipe, family, Encoding(LatentCache(cache), CPU, watch))
     total_s = time.perf_counter() - began
     return {
         "pictures": len(prepared.items),
@@ -174,10 +178,10 @@ def _floor_s(image: Any, options: argparse.Namespace) -> float:
     height, width = options.resolution * 7 // 8 // 64 * 64, options.resolution * 9 // 8 // 64 * 64
     run, count = image.load(plain_door(CPU)), min(options.pictures, 20)
     pixels_CHW = torch.rand(3, height, width) * 2 - 1
-    run(pixels_CHW)
+    run({IMAGE: pixels_CHW})
     began = time.perf_counter()
     for _ in range(count):
-        run(pixels_CHW)
+        run({IMAGE: pixels_CHW})
     return (time.perf_counter() - began) / count * options.pictures
 
 
@@ -202,7 +206,7 @@ def make_manifest(folder: Path, cache: Path, count: int) -> None:
             path.write_bytes(content)
             sha256 = hashlib.sha256(content).hexdigest()
             remembered.write(remembered_line(FileState.of(path), sha256))
-            key = image_key(sha256, cut, False, "wait-image")
+            key = entry_key("image", image_parts(sha256, cut, False), "wait-image")
             (cache / "image" / key[:2] / f"{key}.safetensors").write_bytes(
                 entry.replace(SOME_KEY.encode(), key.encode())
             )
@@ -230,7 +234,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
     recipe = recipe_for(folder, 64, caption_fallback="empty")
     family: Any = fake_family(0.0)
     family.sample_meta = lambda *sizes: {"time_ids": torch.zeros(6)}
-    prepared = prepare(recipe, family, LatentCache(cache), CPU, lambda *progress: None)
+    prepared = prepare(recipe, family, Encoding(LatentCache(cache), CPU))
     mark("items")
     plan = BatchPlan(prepared.items, 4, 1, 0)
     mark("plan")

@@ -38,8 +38,9 @@ from torch import Tensor, nn  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import lora_rocm  # noqa: E402
-from lora_rocm.families.sdxl_fused import Fusion, fuse  # noqa: E402
-from lora_rocm.families.sdxl_keys import UNET_TARGETS  # noqa: E402
+from lora_rocm.families.ldm.fused_unet import fuse  # noqa: E402
+from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
+from lora_rocm.families.ldm.keys import UNET_TARGETS  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 PACKAGE = Path(lora_rocm.__file__).parent
@@ -100,7 +101,7 @@ VARIANTS = (
 
 def make_unet(toy: bool, dtype: torch.dtype, lean: bool) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
     """(the UNet with an adapter, the adapter's weights): the same numbers every time, rounded to bfloat16."""
-    folder = PACKAGE / ("builtin/tiny_sdxl/unet" if toy else "families/sdxl_config/unet")
+    folder = PACKAGE / ("builtin/tiny_sdxl/unet" if toy else "families/sdxl/config/unet")
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder))
     unet = unet.to(dtype).to_empty(device=DEVICE).requires_grad_(False).eval()

@@ -16,27 +16,31 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.printable import legible
-from lora_rocm.recipe.load import BUILTIN, LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.wording import size_text
 
 if TYPE_CHECKING:
     from lora_rocm.data.caption_length import TokenLimit
+    from lora_rocm.data.shape import Shape
 
 WEIGH_MODULE = "lora_rocm.families.weigh"
 MAX_NAMED = 20
 KEPT_WEIGHTS = 50
 
 
-def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False) -> None:
+def check(
+    recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False, registry: Registry = PRODUCT
+) -> None:
     """Validate a recipe and its dataset and print what training would do.
 
     Raises:
         LoraRocmError: what is wrong; a ``RecipeError`` or ``DataError`` says it with file and line.
     """
-    loaded = load_recipe(recipe_path, overrides)
+    loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
     if schema_only:
@@ -71,9 +75,9 @@ def check(recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the samples come to. buckets: pictures an epoch by (height, width)."""
+    """What the samples come to. buckets: samples an epoch by shape."""
 
-    buckets: dict[tuple[int, int], int]
+    buckets: dict[Shape, int]
     steps_per_epoch: int
     max_train_steps: int
     num_images: int
@@ -122,22 +126,22 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
     for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
-    sizes = {key: geometry.target_hw for key, geometry in fitted.items()}
-    yield from _plan_lines(recipe, plan_data(recipe, samples, sizes))
+    shapes = {key: geometry.shape for key, geometry in fitted.items()}
+    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes))
 
 
-def plan_data(recipe: Recipe, samples: Sequence[Any], target_hw: dict[str, tuple[int, int]]) -> DataPlan:
-    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that are cut to ``target_hw`` by key.
+def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: dict[str, Shape]) -> DataPlan:
+    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that have these ``shapes`` by key.
 
     A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
     """
     from lora_rocm.data.captions import variants
 
     train, data = recipe.train, recipe.data
-    buckets: Counter[tuple[int, int]] = Counter()
+    buckets: Counter[Shape] = Counter()
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
     for sample in samples:
-        buckets[target_hw[sample.key]] += sample.repeats
+        buckets[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
     effective = train.batch_size * train.gradient_accumulation_steps
     steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
@@ -153,8 +157,8 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], target_hw: dict[str, tuple
 def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
     train, data = recipe.train, recipe.data
     yield "buckets (width x height: pictures an epoch)"
-    for (height, width), count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0])):
-        yield f"  {width} x {height}: {count}"
+    for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
+        yield f"  {shape}: {count}"
     limit = ""
     if data.validation_split:  # which ones is decided by their content, which is not read here
         limit = "at most "
@@ -230,12 +234,8 @@ class _Weighing:
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     """Changes with what is asked of the base, and with the names of files that are given for it."""
     model = recipe.model
-    names = [
-        name
-        for name in (model.name_or_path, getattr(model, "config", None), getattr(model, "vae", None))
-        if name and not name.startswith(BUILTIN)
-    ]
-    files = [str(file) for name in names for file in _files(Path(name))]  # a new one may count for more than the others
+    # Names of files too: a new one may be read in place of another.
+    files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
     parts = [__version__, model.model_dump(mode="json"), recipe.objective.model_dump(mode="json"), precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()

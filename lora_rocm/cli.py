@@ -187,8 +187,8 @@ def sample(
     source: LoraPath,
     prompt: Annotated[str, typer.Option(help="What to draw.")],
     negative_prompt: Annotated[str, typer.Option(help="What to stay away from.")] = "",
-    width: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
-    height: Annotated[int | None, typer.Option(min=8, max=16_384, help="Pixels; default: as in training.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
@@ -198,6 +198,9 @@ def sample(
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")
     ] = None,
 ) -> int:
     """Draw pictures with a LoRA."""
@@ -217,6 +220,7 @@ def sample(
         output=output,
         base=base,
         config=config,
+        family=family,
     )
 
 
@@ -242,8 +246,9 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 
     from lora_rocm.host.printable import legible
     from lora_rocm.run import status as run_status
+    from lora_rocm.run.prepare import open_run
 
-    found = run_status.status(run_status.open_run(run))
+    found = run_status.status(open_run(run))
     typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
 
 
@@ -251,8 +256,8 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 @explained
 def report(run: RunPath) -> None:
     """Write report.html of a run (also of one that still goes on)."""
+    from lora_rocm.run.prepare import open_run
     from lora_rocm.run.report import write_report
-    from lora_rocm.run.status import open_run
 
     typer.echo(write_report(open_run(run)))
 

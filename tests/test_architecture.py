@@ -24,6 +24,7 @@ HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "d
 LIGHT_DATA = {
     "sample", "samples", "captions", "buckets", "columns", "folders", "pictures", "plan", "rows", "seeds", "entries",
     "upkeep", "progress", "swelling", "caption_length", "file_kinds", "image_plugins", "left_out", "metadata",
+    "shape", "entry_spec",
 }  # fmt: skip
 LIGHT_UNITS = {"errors", "recipe", "specs", "host", "run", "doctor", "check", "cli", "builtin", "__main__", ""}
 # Unit -> units it may import, besides itself, the package root and builtin.
@@ -41,13 +42,14 @@ ARROWS: dict[str, set[str]] = {
     "data": {"errors", "recipe", "specs", "host", "run", "device", "kernels"},
     "families": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data"},
     "adapters": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families"},
-    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families", "adapters"},
+    "optim": {"errors", "recipe", "specs", "host", "device", "kernels", "adapters"},
+    "train": {"errors", "recipe", "specs", "host", "run", "device", "kernels", "data", "families", "adapters", "optim"},
     "builtin": set(),
     "__main__": {"cli"},
     "": set(),
 }
 # data gets encoders as callables: it may know the shapes of the interface, not a family.
-FAMILY_TYPES = {"Encoder", "TensorSpec", "Tensors"}
+FAMILY_TYPES = {"Encode", "Encoder", "Inputs", "Tensors"}
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.tools", "main"),
@@ -62,6 +64,7 @@ STANDARD_LIBRARY_ONLY = {
     "errors", "host.facts", "host.archs", "host.select", "host.appdir", "host.verdict", "host.stack", "host.settings",
     "host.probe", "host.probe_linux", "host.probe_windows", "host.probe_other", "host.pci", "host.torch_files",
     "host.remember", "host.files", "host.sources", "host.wheels", "host.printable", "host.safe_path",
+    "host.windows_api",
 }  # fmt: skip
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
@@ -159,11 +162,11 @@ def families() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> str:
-    """The family that a module belongs to (``families.sdxl_keys`` to ``sdxl``); empty for what families share."""
+    """The family that a module belongs to (``families.sdxl.detect`` to ``sdxl``); empty for what families share."""
     parts = name.split(".")
     if parts[:2] != [PACKAGE, "families"] or len(parts) < 3:
         return ""
-    return max((family for family in families() if parts[2].startswith(family)), key=len, default="")
+    return next((family for family in families() if parts[2] == family), "")
 
 
 def arrow_faults(module: Module) -> Iterator[str]:
@@ -332,7 +335,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "data.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(arrow_faults, "data.cache", "from lora_rocm.families.base import family_for"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(family_faults, "families.diffusion", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
         bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
         bad(light_faults, "families.flux.spec", "import torch"),
@@ -373,7 +376,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "data.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "data.cache", "if TYPE_CHECKING:\n    from lora_rocm.families.base import ModelFamily"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
-        (family_faults, "families.sdxl_keys", "from lora_rocm.families.sdxl.family import Sdxl"),
+        (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "data.samples", "def f():\n    import datasets"),
         (light_faults, "data.cache", "import torch"),
         (light_faults, "families.flux.family", "import torch"),

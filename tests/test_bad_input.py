@@ -68,7 +68,7 @@ def new(tmp_path: Path) -> Path:
         ("runtime.device", "tpu", ["runtime.device", "auto, cpu, gpu", "'tpu'"]),
         ("runtime.threads", "100000", ["runtime.threads", "at most 1024"]),
         ("data.caption_variants", "1000000", ["data.caption_variants", "at most 1000"]),
-        ("data.bucket_step", "7", ["data.bucket_step", "multiple of 8, got 7", "Take 8."]),
+        ("data.bucket_step", "7", ["data.bucket_step", "multiple of 8 for SDXL, got 7", "Take 8."]),
         ("sample.width", "65", ["sample.width", "multiple of 8", "65"]),
         ("sample.prompts", '["a\\0b"]', ["sample.prompts", "a\\x00b"]),
         ("data.path", "''", ["data.path", "''"]),

@@ -25,7 +25,7 @@ from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import locked
 from tests.program import RECIPE, Program, pictures, snapshot
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 NEW_AT_EACH_START = ("environment", "heartbeat")
 FORMATS = "output.formats=[kohya, peft]"
@@ -35,7 +35,7 @@ FORMATS = "output.formats=[kohya, peft]"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, pictures, a filled cache and a finished run of two steps, ``runs/ok``."""
     root = tmp_path_factory.mktemp("Läufe")
-    write_tiny_sdxl(root / "model")
+    write_tiny_sdxl(root / "model", **SHALLOW)
     pictures(root / "pics")
     every_picture_is_read = RECIPE.replace("max_train_steps: 2", "max_train_steps: 2, batch_size: 2")
     (root / "r.yaml").write_text(every_picture_is_read, encoding="utf-8")
@@ -78,7 +78,7 @@ def all_finite(run_dir: RunDir) -> bool:
 # full disks
 
 
-SLOW_PLACES = ("cache/image", "cache/text", "lora-step00000002", "peft/unet", "result")
+SLOW_PLACES = ("cache/image", "cache/text_1", "lora-step00000002", "peft/unet", "result")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_files_where_folders_are_wanted(program: Program) -> None:
 
 def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folder: Path, new: RunDir) -> None:
     cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
-    images, texts = (sorted((cache / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    images, texts = (sorted((cache / kind).rglob("*.safetensors")) for kind in ("image", "text_1"))
     other = texts[3].read_bytes()
     for file, change in (
         (images[0], lambda content: content[:-40]),  # half-written

@@ -81,8 +81,8 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
     samples = scan(recipe.data).samples
     cuts, *_ = geometries(samples, recipe.data)
-    plan = plan_data(recipe, samples, {key: cut.target_hw for key, cut in cuts.items()})
-    items = [Item(s.key, cuts[s.key], ("a", "b"), ("c",), "d", 0.0, s.repeats) for s in samples]
+    plan = plan_data(recipe, samples, {key: cut.shape for key, cut in cuts.items()})
+    items = [Item(s.key, cuts[s.key].shape, {}, repeats=s.repeats) for s in samples]
     assert plan.steps_per_epoch == BatchPlan(items, 2, 2, seed=0).steps_per_epoch
     assert plan.max_train_steps == plan.steps_per_epoch * 3
 

@@ -27,7 +27,7 @@ from lora_rocm.run.process import heavy_command
 from lora_rocm.run.team import free_port
 from tests.program import RECIPE, pictures
 from tests.run.fake_run import write_whole_run
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -187,7 +187,7 @@ def test_on_windows_programs_are_not_looked_for_here_either(platform: str, monke
 def bundle(here: Traps, tmp_path: Path) -> Path:
     """A recipe in another folder full of traps; the model and the pictures are elsewhere."""
     beside = Traps(tmp_path / "downloaded ü", here.mark).folder
-    write_tiny_sdxl(tmp_path / "model")
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
     pictures(tmp_path / "pics")
     text = RECIPE.replace("name_or_path: model", f"name_or_path: '{tmp_path / 'model'}'")
     text = text.replace("path: pics", f"path: '{tmp_path / 'pics'}'").replace(

@@ -17,6 +17,7 @@ from PIL import Image
 
 from lora_rocm.check import check
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.prepare import prepare
 from lora_rocm.data.samples import geometries, load_image, scan
 from lora_rocm.errors import DataError, LoraRocmError
@@ -26,7 +27,7 @@ from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.suggest import all_keys
 from tests.data.conftest import FakeFamily
 from tests.program import RECIPE, pictures, run_for_json
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 SETTINGS = settings(max_examples=int(os.environ.get("LORA_ROCM_FUZZ", "100")), suppress_health_check=list(HealthCheck))
 KINDS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP", "QOI", "TGA", "PPM", "ICO", "JPEG2000", "AVIF")
@@ -58,7 +59,7 @@ VALUES = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fuzz")
-    write_tiny_sdxl(root / "model")
+    write_tiny_sdxl(root / "model", **SHALLOW)
     pictures(root / "pics", count=2)
     pictures(root / "odd", count=1)
     (root / "odd" / "x.png").write_bytes(b"no")
@@ -146,8 +147,10 @@ def test_pictures_are_used_or_set_aside(
             return
         try:
             prepared = prepare(
-                recipe, FakeFamily(), LatentCache(Path(name) / "c"), torch.device("cpu"), lambda *_: None
-            )  # type: ignore[arg-type]
+                recipe,
+                FakeFamily(),  # type: ignore[arg-type]
+                Encoding(LatentCache(Path(name) / "c"), torch.device("cpu")),
+            )
         except DataError as error:
             assert error.code == "no-usable-images"
             return

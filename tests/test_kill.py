@@ -21,7 +21,7 @@ from PIL import Image
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from tests.tiny_models import RUN_TARGETS, write_tiny_sdxl
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
 DEADLINE_S = 240.0
@@ -33,7 +33,7 @@ KINDS = ("tree", "parent", "worker")
 
 def write_recipe(folder: Path) -> Path:
     """Nine pictures in several buckets, accumulation, EMA, text-encoder LoRA off, previews; 12 updates."""
-    write_tiny_sdxl(folder / "model")
+    write_tiny_sdxl(folder / "model", **SHALLOW)
     pictures = folder / "pictures"
     pictures.mkdir()
     generator = random.Random(5)

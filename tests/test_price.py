@@ -24,9 +24,9 @@ from benchmarks.reliable_price import (
     summary,
     summary_of_state,
 )
+from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.train.state_guard import StateGuard
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=12))
@@ -130,7 +130,7 @@ def test_the_rehearsal_checks_in_blocks_with_the_guard_only(
     monkeypatch.setattr(StateGuard, "renew", counting)
     monkeypatch.setattr(reliable_price, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(reliable_price, "LOOKS", 1)
-    write_tiny_sdxl(tmp_path / "tiny")
+    write_tiny_sdxl(tmp_path / "tiny", **SHALLOW)
     monkeypatch.setitem(reliable_price.MODELS, True, str(tmp_path / "tiny"))
     arguments = [str(tmp_path), "--toy", "--pairs", "2", "--steps", "1", "--json", str(tmp_path / "price.json")]
     assert main(arguments) == 0 and "nothing is said of idle time" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
+from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.recipe.schema import MAX_RANK, AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
@@ -31,7 +32,7 @@ CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
     "diffusers": (
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
-        "A1111 and kohya's tools (do not know these names for SDXL)",
+        "A1111 and kohya's tools (do not know these names)",
     ),
     "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
@@ -129,7 +130,7 @@ class LoraAdapter(Adapter):
         layer.lora_A[PEFT_NAME].weight.copy_(down)
         layer.lora_B[PEFT_NAME].weight.zero_()
         if PEFT_NAME in layer.lora_magnitude_vector:
-            _set_magnitude(layer, _row_norms(layer.get_base_layer().weight))
+            _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
         """The layer's scale and rank may be others (no lower rank)."""
@@ -138,7 +139,7 @@ class LoraAdapter(Adapter):
         if PEFT_NAME in layer.lora_magnitude_vector:
             magnitude = entry.magnitude
             if magnitude is None:  # a plain LoRA in a DoRA layer: magnitudes at which the normalisation does nothing
-                magnitude = _row_norms(layer.get_base_layer().weight.float().cpu() + entry.update())
+                magnitude = _row_norms(dense_weight(layer.get_base_layer()).cpu() + entry.update())
             _set_magnitude(layer, magnitude)
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
@@ -227,13 +228,13 @@ def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
     )
 
 
-def _scale_inputs(layer: LoraLayer, entry: LoraEntry) -> None:
+def _scale_inputs(layer: Any, entry: LoraEntry) -> None:
     """Apply a DoRA's magnitudes per input, which PEFT's layers have not: W diag(c) x = W (c x).
 
     The factors are a buffer, which goes where the layer's weights go.
     """
     base = layer.get_base_layer()
-    factors = entry.input_scale(base.weight.float().cpu())
+    factors = entry.input_scale(dense_weight(base).cpu())
     layer.register_buffer(INPUT_SCALE, factors.view(-1, 1, 1) if isinstance(base, nn.Conv2d) else factors)
     layer.register_forward_pre_hook(_scaled_input)
 
@@ -244,11 +245,12 @@ def _scaled_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return ((x * factors).to(x.dtype), *others)
 
 
-def _set_magnitude(layer: LoraLayer, magnitude_O: Tensor) -> None:
+def _set_magnitude(layer: Any, magnitude_O: Tensor) -> None:
     weight = layer.lora_magnitude_vector[PEFT_NAME].weight
     weight.copy_(magnitude_O.reshape(weight.shape))
 
 
 def _row_norms(weight: Tensor) -> Tensor:
     """Norm of each output row, in float32 (PEFT takes it in the base's format, which in bf16 is off by up to 0.4 %)."""
-    return weight.float().flatten(1).norm(dim=1)
+    norms: Tensor = weight.float().flatten(1).norm(dim=1)
+    return norms

@@ -95,15 +95,15 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Fil
         if kind in found:
             say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
-    kind = next((kind for kind in REFUSED if kind in found), None)
+    refused = next((kind for kind in REFUSED if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
         raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
-    if not has_any and kind is not None:
-        what = f"This file holds {kind.what} and no {adapter.name}: {_some(found[kind])}."
-        raise _error("lora-kind", what, path, kind.instead)
-    if kind is not None:
-        what = f"Beside a {adapter.name} this file holds {kind.what}: {_some(found[kind])}."
-        raise _error("lora-parts", f"{what} Without that the effect would be another.", path, kind.instead)
+    if not has_any and refused is not None:
+        what = f"This file holds {refused.what} and no {adapter.name}: {_some(found[refused])}."
+        raise _error("lora-kind", what, path, refused.instead)
+    if refused is not None:
+        what = f"Beside a {adapter.name} this file holds {refused.what}: {_some(found[refused])}."
+        raise _error("lora-parts", f"{what} Without that the effect would be another.", path, refused.instead)
     if unknown:
         what = f"Beside a {adapter.name} this file holds something that is not known here: {_some(unknown)}."
         raise _error("lora-parts", f"{what} Without that the effect would be another.", path)

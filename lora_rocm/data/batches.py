@@ -8,15 +8,16 @@ Workers that fail are the business of ``data/workers.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lora_rocm.data.batch import Batch
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.prepare import Facts, Prepared, prepare
-from lora_rocm.data.reader import BadEntry, Orders, Read, Reader
+from lora_rocm.data.reader import BadEntry, Orders, Read, Reader, Unequal
 from lora_rocm.data.workers import GivenUp, Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
@@ -25,16 +26,7 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily
     from lora_rocm.recipe.schema import RuntimeSection
 
-__all__ = ["Batch", "BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
-
-Batch = dict[str, Any]
-"""One micro-batch on the host, B rows:
-
-tensors: dict[str, Tensor], leading B, contiguous: the cached tensors, the family's ``sample_meta``, "weight" (float32).
-fingerprints: dict[str, Tensor], int64 [B], for each of them; of cached tensors the one computed when they were encoded.
-sample_keys: list[str]. positions: list[int], index in the effective batch. bucket: (height, width) in pixels.
-iteration, micro: int, its address.
-"""
+__all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
 
 Repair = Callable[[str, str, str], None]
 
@@ -47,7 +39,7 @@ def open_workers(
     given_up: GivenUp = lambda seen: None,
 ) -> Workers:
     """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
-    reader = Reader(cache, {encoder.kind: encoder.outputs for encoder in family.encoders()})
+    reader = Reader(cache, [encoder.entry for encoder in family.encoders()])
     return Workers(reader, runtime, say, given_up)
 
 
@@ -66,13 +58,15 @@ def loader(
     A bad cache entry is made again by ``repair`` (``Prepared.repair``), in this process, and reading goes on there.
 
     Raises:
-        DataError: a bad cache entry, and no ``repair``.
+        DataError: a bad cache entry, and no ``repair``; or tensors of one batch that have different sizes.
         StorageError: an entry is bad again after it was repaired.
     """
     end = None if num_iterations is None else (start_iteration + num_iterations) * plan.accumulation
     orders, repaired = Orders(plan, start_iteration * plan.accumulation, end), set[tuple[str, str]]()
     while orders.first != end:
         for read in workers.reads(orders):
+            if isinstance(read, Unequal):
+                raise _unequal(read)
             if isinstance(read, BadEntry):
                 _repair(read, repair, repaired)
                 break
@@ -80,23 +74,15 @@ def loader(
             orders = orders.after(1)
 
 
-def split(batch: Batch, parts: int) -> list[Batch]:
-    """The same samples in up to ``parts`` batches: each with its share of the weights, so that the losses add up."""
-    count = len(batch["positions"])
-    size = -(-count // parts)
-    if size >= count:
-        return [batch]
-    return [
-        {
-            **batch,
-            **{
-                name: {key: rows[at : at + size] for key, rows in batch[name].items()}
-                for name in ("tensors", "fingerprints")
-            },
-            **{name: batch[name][at : at + size] for name in ("sample_keys", "positions")},
-        }
-        for at in range(0, count, size)
-    ]
+def _unequal(read: Unequal) -> DataError:
+    sizes = ", ".join(sorted({" x ".join(map(str, size)) for size in read.sizes}))
+    return DataError(
+        "batch-sizes-differ",
+        f"The samples of one batch have {read.tensor} of different sizes ({sizes}), and this model family does not pad "
+        "it.",
+        where=f"cache entry {read.entry}",
+        fix="Set train.batch_size: 1, or make the samples of one size.",
+    )
 
 
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
@@ -134,18 +120,18 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
     tensors = {**read.tensors, **computed}
     if pin_memory:
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {
-        "tensors": tensors,
-        "fingerprints": fingerprints,
-        "sample_keys": [row.item.key for row in rows],
-        "positions": [row.position for row in rows],
-        "bucket": rows[0].item.geometry.target_hw,
-        "iteration": order.iteration,
-        "micro": order.micro,
-    }
+    return Batch(
+        tensors=tensors,
+        fingerprints=fingerprints,
+        sample_keys=tuple(row.item.key for row in rows),
+        positions=tuple(row.position for row in rows),
+        shape=rows[0].item.shape,
+        iteration=order.iteration,
+        micro=order.micro,
+    )
 
 
 def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
-    cuts = [row.item.geometry for row in rows]
+    cuts = [row.item.geometry for row in rows if row.item.geometry is not None]
     metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
-    return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]}
+    return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

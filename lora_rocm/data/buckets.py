@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.errors import DataError
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import DataSection
 
 Size = tuple[int, int]
 
@@ -27,6 +32,11 @@ class Geometry:
     target_hw: Size
 
     @property
+    def shape(self) -> Shape:
+        """The bucket."""
+        return image_shape(self.target_hw)
+
+    @property
     def lost_share(self) -> float:
         """Share of the picture's area that the crop cuts off."""
         (height, width), (target_height, target_width) = self.resized_hw, self.target_hw
@@ -35,6 +45,11 @@ class Geometry:
     def transposed(self) -> Geometry:
         """The same with height and width exchanged."""
         return Geometry(self.original_hw[::-1], self.resized_hw[::-1], self.crop_top_left[::-1], self.target_hw[::-1])
+
+
+def image_shape(size_hw: Size) -> Shape:
+    """The shape of an image of (height, width) pixels."""
+    return Shape.of(h=size_hw[0], w=size_hw[1])
 
 
 @lru_cache(maxsize=64)
@@ -62,6 +77,22 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
         if max(height, width) <= max_aspect * min(height, width):
             sizes |= {(height, width), (width, height)}
     return tuple(sorted(sizes))
+
+
+def largest_shape(data: DataSection) -> Shape:
+    """The bucket that costs most, whether or not an image falls into it; of several the one closest to a square."""
+    resolution = max(source.resolution for source in data.resolved_sources())
+    sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)
+    return image_shape(max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1]))))
+
+
+def square_shape(data: DataSection) -> Shape:
+    """The bucket of a square image.
+
+    Raises:
+        DataError: as ``bucket_sizes``.
+    """
+    return image_shape(max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0)))
 
 
 def fit(

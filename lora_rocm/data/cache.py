@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +37,7 @@ from lora_rocm.host.files import make_folder, open_in_place, write_atomic
 
 if TYPE_CHECKING:
     from lora_rocm.data.buckets import Geometry
-    from lora_rocm.families.base import TensorSpec
+    from lora_rocm.data.entry_spec import TensorSpec
 
 MARK_AFTER_S = (
     24 * 3600
@@ -56,31 +56,29 @@ class CachedItem:
     fingerprints: dict[str, int]
 
 
-def image_key(image_sha256: str, geometry: Geometry, flip: bool, encoder_fingerprint: str) -> str:
-    """Key of an encoded picture: its bytes, how it is cut, and what encodes it."""
-    cut = (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip)
-    return _key("image", image_sha256, cut, encoder_fingerprint)
+def entry_key(entry: str, inputs: Sequence[Any], encoder_fingerprint: str) -> str:
+    """Key of an entry: its name, what it is made from (``image_parts``, a caption, or both), and what encodes it."""
+    parts = [SPEC_VERSION, entry, *inputs, encoder_fingerprint]
+    return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()[:40]
 
 
-def text_key(caption: str, encoder_fingerprint: str) -> str:
-    """Key of an encoded caption."""
-    return _key("text", caption, encoder_fingerprint)
-
-
-def _key(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps([SPEC_VERSION, *parts]).encode("ascii")).hexdigest()[:40]
+def image_parts(image_sha256: str, geometry: Geometry, flip: bool) -> tuple[Any, ...]:
+    """What says which image is encoded: its bytes and how it is cut."""
+    return image_sha256, (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip)
 
 
 class LatentCache:
-    """Entries under ``root/<kind>/<first two of the key>/``; kinds are "image" and "text".
+    """Entries under ``root/<kind>/<first two of the key>/``; the kind is ``EntrySpec.name``.
 
     Attributes:
         written: kind -> (entries, bytes) that were written through this object.
+        writing: the kind whose entries are being made.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.written: dict[str, tuple[int, int]] = {}
+        self.writing = ""
 
     def has(self, kind: str, key: str) -> bool:
         """Whether there is an entry that looks whole from outside."""
@@ -109,10 +107,10 @@ class LatentCache:
         """The bytes of an entry.
 
         Args:
-            kind: "image" or "text".
-            key: from ``image_key`` or ``text_key``.
+            kind: name of the entry.
+            key: from ``entry_key``.
             tensors: CPU tensors without a batch dimension.
-            item: the picture or caption, for the error.
+            item: the image or caption, for the error.
 
         Raises:
             DataError: "encoder-nonfinite".

@@ -1,13 +1,14 @@
-"""Filling the caches: what is missing is encoded, one item at a time, and the encoders leave memory again.
+"""Filling the caches: what is missing is encoded, one item at a time, by one encoder after the other.
 
-One at a time because the exact bytes that an encoder makes depend on what else is in its batch; so an entry is the same
-whatever was missing, and however often the run was stopped in between.
+One item at a time because the exact bytes that an encoder makes depend on what else is in its batch; so an entry is the
+same whatever was missing, and however often the run was stopped in between. Each encoder leaves memory before the next
+is loaded.
 
-While the encoder has one picture, threads read, hash, decode and cut the next ones, and another writes what is made
+While an encoder has one image, threads read, hash, decode and cut the next ones, and another writes what is made
 (``data/ahead.py``); neither order nor bytes depend on them.
 
-A picture that does not fit into memory is encoded in tiles, which rounds otherwise: such an entry has a key of its own,
-and is taken where there is none of the whole picture.
+An image that does not fit into memory is encoded in tiles, which rounds otherwise: such an entry has a key of its own,
+and is taken if there is none of the whole image.
 """
 
 from __future__ import annotations
@@ -16,22 +17,20 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from lora_rocm.data.ahead import Behind, ahead
-from lora_rocm.data.cache import MISSING, HashMemory, LatentCache, image_key, text_key
+from lora_rocm.data.cache import MISSING, HashMemory, entry_key, image_parts
+from lora_rocm.data.encoding import Encoding, Repaired
 from lora_rocm.data.entries import CacheEntryBad
-from lora_rocm.data.filling import Filling
+from lora_rocm.data.entry_spec import CAPTION
+from lora_rocm.data.filling import CPU, Filling, LoadedEncoder
 from lora_rocm.data.folders import shown
 from lora_rocm.data.pictures import cut, quiet, readable_formats
-from lora_rocm.data.progress import Progress, Report
-from lora_rocm.data.proven import HeldBack, Look, OpenDoor, plain_door
-from lora_rocm.data.ready import Entry, ImageJob, Looked, Picture, hash_of, looked_at, made_ready, pixels_of
+from lora_rocm.data.progress import Progress
+from lora_rocm.data.ready import Entry, Looked, Wanted, hash_of, looked_at, made_ready, pixels_of
 from lora_rocm.data.samples import Sample, image_bytes, load_image
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import afterwards, empty_pools
@@ -41,105 +40,86 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.device.transfer import DeviceTransfer
-    from lora_rocm.families.base import Encoder, Tensors
+    from lora_rocm.families.base import Encoder, Inputs, Tensors
 
-Repaired = Callable[[str, str, str], None]
-"""Called with kind, item (picture or caption) and what was wrong, when a damaged entry was encoded again."""
+__all__ = ["Caches", "Encoding", "Found", "Repaired"]
 
-Found = Callable[[int, Looked], None]
-"""Called with the index of a picture and what is known of it, once all its entries are there."""
+Found = Callable[[int, str, Looked], None]
+"""Called with the index of a sample, the name of an entry, and what is known once all those entries are there."""
 
-LOOKED_AT_ONCE = 32  # pictures that a thread looks for in the cache at a time
+LOOKED_AT_ONCE = 32  # samples that a thread looks for in the cache at a time
 
 
 @dataclass
 class Caches:
-    """The image and the text cache of one run, with what is needed to make each of their entries again.
+    """The caches of one run, with what is needed to make each of their entries again.
 
-    ``tiles``: pictures are encoded in tiles; where memory runs out it becomes true, and ``tiles_needed`` is called.
-    ``open_door``: for weights and pictures on their way to a device, and what comes back. ``look``: raises where
-    kernels or the encoders' weights are not what they should be; called before the first entry is made and before
-    entries are written (see ``proven``), never for none.
+    encoders: of the family; each makes one kind of entry.
+    all_could_be_read: what was set aside is so for good.
     """
 
-    cache: LatentCache
-    image_encoder: Encoder
-    text_encoder: Encoder
-    device: torch.device
-    report: Report
-    say: Callable[[str], None]
-    repaired: Repaired = lambda *facts: None
-    tiles: bool = False
-    tiles_needed: Callable[[], None] = lambda: None
-    open_door: OpenDoor = plain_door
-    look: Look | None = None
-    all_could_be_read: bool = field(default=True, init=False)  # what was set aside is so for good
-    _pictures: Sequence[Picture] = field(default=(), init=False)
+    encoding: Encoding
+    encoders: Sequence[Encoder]
+    all_could_be_read: bool = field(default=True, init=False)
+    _samples: Sequence[Wanted] = field(default=(), init=False)
     _captions: Iterable[str] = field(default=(), init=False)
+    _pairs: Iterable[Wanted] = field(default=(), init=False)
 
-    @cached_property
-    def tiled_encoder(self) -> Encoder | None:
-        """The image encoder in tiles, where there is such a way."""
-        return self.image_encoder.in_tiles()
+    def of_images(self) -> list[Encoder]:
+        """The encoders that read images alone."""
+        return [e for e in self.encoders if e.entry.has_views and not e.entry.has_captions]
 
-    def jobs_of(self, picture: Picture, sha256: str) -> tuple[ImageJob, ...]:
-        """The entries of a picture whose bytes have this hash."""
-        tiled, geometry = self.tiled_encoder, picture.geometry
-        return tuple(
-            ImageJob(
-                image_key(sha256, geometry, flip, self.image_encoder.fingerprint),
-                image_key(sha256, geometry, flip, tiled.fingerprint) if tiled is not None else None,
-                picture.sample,
-                geometry,
-                flip,
-            )
-            for flip in picture.flips
-        )
+    def of_captions(self) -> list[Encoder]:
+        """The encoders that read captions alone."""
+        return [e for e in self.encoders if e.entry.has_captions and not e.entry.has_views]
 
-    def text_key(self, caption: str) -> str:
-        """Key of a caption for this run's text encoder."""
-        return text_key(caption, self.text_encoder.fingerprint)
+    def of_pairs(self) -> list[Encoder]:
+        """The encoders that read images and captions together."""
+        return [e for e in self.encoders if e.entry.has_captions and e.entry.has_views]
 
-    def belong(self, pictures: Sequence[Picture], captions: Iterable[str]) -> None:
-        """These are all of the run: what ``repair`` and ``text_lookup`` are asked for is among them."""
-        self._pictures, self._captions = pictures, captions
+    def caption_key(self, encoder: Encoder, caption: str) -> str:
+        """Key of a caption's entry."""
+        return entry_key(encoder.entry.name, (caption,), encoder.fingerprint)
+
+    def belong(self, samples: Sequence[Wanted], captions: Iterable[str], pairs: Iterable[Wanted] = ()) -> None:
+        """These are all of the run: what ``repair`` and ``text_lookup`` are asked for is among them.
+
+        ``pairs``: the samples with their captions.
+        """
+        self._samples, self._captions, self._pairs = samples, captions, pairs
 
     def fill_images(
-        self, pictures: Sequence[Picture], memory: HashMemory | None = None, found: Found = lambda index, looked: None
+        self,
+        samples: Sequence[Wanted],
+        memory: HashMemory | None = None,
+        found: Found = lambda index, entry, looked: None,
+        encoders: Sequence[Encoder] | None = None,
     ) -> dict[str, Problem]:
-        """Encode the pictures that are missing.
+        """Encode the images that are missing.
 
         Args:
-            pictures: all of the run; kept for ``repair``, which wants their hashes to be known by then.
+            samples: all of the run.
             memory: of the hashes of files.
-            found: gets each picture, in no order, with its hash and the keys of its entries.
+            found: gets each sample for each entry, in no order, with its hash and the keys of its entries.
+            encoders: those to fill for; None: those that read images alone.
 
         Returns:
-            sample key -> why it is set aside, for pictures that could not be read.
+            sample key -> why it is set aside, for images that could not be read.
 
         Raises:
-            DataError: the encoder made values that are not finite.
+            DataError: an encoder made values that are not finite.
             StorageError: the cache cannot be written; what is in it stays.
-            MachineError: a picture does not fit into memory, not even in tiles; or what ``look`` raises.
+            MachineError: an image does not fit into memory, not even in tiles; or what ``Encoding.look`` raises.
         """
-        self._pictures = pictures
-        memory = HashMemory(self.cache.root) if memory is None else memory
+        if encoders is None:
+            encoders, self._samples = self.of_images(), samples
+        memory = HashMemory(self.encoding.cache.root) if memory is None else memory
         memory.begin()
         readable_formats()  # Pillow's readers are loaded here, not by the first two threads at once
         failed: dict[str, Problem] = {}
-        missing, there = array("q"), 0
         with quiet:
-            for index, looked in enumerate(self._looked_at(pictures, memory)):
-                if looked.problem is not None:
-                    failed[pictures[index].sample.key] = looked.problem
-                    self.all_could_be_read &= not looked.passing
-                elif looked.entries and not any(entry.fault for entry in looked.entries):
-                    found(index, looked)
-                    there += len(looked.entries)
-                else:
-                    missing.append(index)
-            if missing:
-                self._encode_images(_Missing(pictures, missing), there, memory, found, failed)
+            for encoder in encoders:
+                _Images(self, encoder, samples, memory, found, failed).fill()
         return failed
 
     def fill_texts(self, captions: Iterable[str]) -> None:
@@ -149,76 +129,37 @@ class Caches:
             captions: all of the run; gone through again, and kept for ``repair``.
 
         Raises:
-            DataError: the encoder made values that are not finite.
+            DataError: an encoder made values that are not finite.
             StorageError: the cache cannot be written; what is in it stays.
         """
         self._captions = captions
-        seen, missing = set[bytes](), dict[int, str]()
-        for index, caption in enumerate(captions):
-            key = self.text_key(caption)
-            if (short := bytes.fromhex(key)) not in seen:
-                seen.add(short)
-                if fault := self.cache.fault("text", key):
-                    missing[index] = fault
-        if missing:
-            faulty = ((caption, missing[index]) for index, caption in enumerate(captions) if index in missing)
-            self._encode_texts(faulty, len(missing), len(seen))
+        for encoder in self.of_captions():
+            name, seen, missing = encoder.entry.name, set[bytes](), dict[int, str]()
+            for index, caption in enumerate(captions):
+                key = self.caption_key(encoder, caption)
+                if (short := bytes.fromhex(key)) not in seen:
+                    seen.add(short)
+                    if fault := self.encoding.cache.fault(name, key):
+                        missing[index] = fault
+            if missing:
+                faulty = ((caption, missing[index]) for index, caption in enumerate(captions) if index in missing)
+                self._encode_texts(encoder, faulty, len(missing), len(seen))
 
-    def repair(self, kind: str, key: str, reason: str) -> None:
+    def repair(self, entry: str, key: str, reason: str) -> None:
         """Encode one entry again, under a new name, because it turned out to be bad: ``reason``.
 
         Raises:
-            DataError: the picture can no longer be read.
+            DataError: the image can no longer be read.
             StorageError: the cache cannot be written.
         """
-        if kind == "text":
-            caption = next(caption for caption in self._captions if self.text_key(caption) == key)
-            tensors, place = self._encode_again(self.text_encoder, caption), repr(caption)
+        encoder = next(encoder for encoder in self.encoders if encoder.entry.name == entry)
+        if encoder.entry.has_views:
+            tensors, place = self._image_again(encoder, key)
         else:
-            tensors, place = self._picture_again(key)
+            caption = next(caption for caption in self._captions if self.caption_key(encoder, caption) == key)
+            tensors, place = self._encode_again(encoder, {CAPTION: caption}), repr(caption)
         with Behind() as behind:
-            self.put_behind(behind, kind, key, tensors, place, reason)
-
-    def _picture_again(self, key: str) -> tuple[Tensors, str]:
-        """Of a picture's entry, and where the picture is."""
-        hashed = (picture for picture in self._pictures if picture.sha256)
-        jobs = ((job, picture.sha256) for picture in hashed for job in self.jobs_of(picture, picture.sha256))
-        job, sha256 = next((job, sha256) for job, sha256 in jobs if key in (job.key, job.tiled_key))
-        try:
-            image = _image_as_before(job.sample, sha256)
-        except DataError as error:
-            raise DataError(
-                "image-unreadable",
-                f"The cached picture is damaged and cannot be made again. {error.what}",
-                where=error.where,
-                fix="Restore the picture, or take it away; then run the same command again.",
-            ) from None
-        tiled = self.tiled_encoder if key == job.tiled_key else None
-        encoder = tiled if tiled is not None else self.image_encoder
-        return self._encode_again(encoder, pixels_of(cut(image, job.geometry, job.flip))), shown(job.sample.location)
-
-    def _encode_again(self, encoder: Encoder, item: Tensor | str) -> Tensors:
-        """One picture or caption; on the CPU where the GPU is full of the model in training."""
-        for device in (self.device, torch.device("cpu")):
-            empty_pools()
-            try:
-                return self._made_once(encoder, self.open_door(device), item)
-            except (RuntimeError, MemoryError) as error:
-                full = out_of_memory(error)
-                if full is None:
-                    raise
-        raise full
-
-    def _made_once(self, encoder: Encoder, door: DeviceTransfer, item: Tensor | str) -> Tensors:
-        encode, held = encoder.load(door), self._held_back(door)
-        tensors = encode(item)
-        held.add(lambda: None)  # what follows keeps it
-        held.settle()
-        return tensors
-
-    def _held_back(self, door: DeviceTransfer) -> HeldBack:
-        look = self.look
-        return HeldBack(None if look is None else lambda: look(door))
+            self.encoding.put_behind(behind, entry, key, tensors, place, reason)
 
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
@@ -226,9 +167,15 @@ class Caches:
         Raises:
             DataError: it is not one of this run's.
         """
-        key = self.text_key(caption)
+        tensors: Tensors = {}
+        for encoder in self.of_captions():
+            tensors |= self._looked_up(encoder, caption)
+        return tensors
+
+    def _looked_up(self, encoder: Encoder, caption: str) -> Tensors:
+        entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
         try:
-            return self.cache.get("text", key, self.text_encoder.outputs).tensors
+            return cache.get(entry.name, key, entry.tensors).tensors
         except CacheEntryBad as error:
             if caption not in self._captions:
                 raise DataError(
@@ -237,74 +184,152 @@ class Caches:
                     where=repr(caption),
                     fix="Add it to sample.prompts and start the run again with --resume latest.",
                 ) from None
-            self.repair("text", key, str(error))
-            return self.cache.get("text", key, self.text_encoder.outputs).tensors
+            self.repair(entry.name, key, str(error))
+            return cache.get(entry.name, key, entry.tensors).tensors
 
-    def _entries_of(self, picture: Picture, sha256: str) -> tuple[Entry, ...]:
-        """What there is of a picture: of each entry that of the whole, or the one in tiles where there is no other."""
+    def _image_again(self, encoder: Encoder, key: str) -> tuple[Tensors, str]:
+        """The tensors of an entry that is made from an image, and where the image is."""
+        known = self._pairs if encoder.entry.has_captions else self._samples
+        hashed = (wanted for wanted in known if wanted.sha256)
+        all_entries = ((wanted, entry) for wanted in hashed for entry in entries_of(encoder, wanted, wanted.sha256))
+        wanted, entry = next(pair for pair in all_entries if key in (pair[1].whole_key, pair[1].tiled_key))
+        try:
+            image = _image_as_before(wanted.sample, wanted.sha256)
+        except DataError as error:
+            raise DataError(
+                "image-unreadable",
+                f"The cached picture is damaged and cannot be made again. {error.what}",
+                where=error.where,
+                fix="Restore the picture, or take it away; then run the same command again.",
+            ) from None
+        tiled = encoder.in_tiles() if key == entry.tiled_key else None
+        inputs = entry.inputs(pixels_of(cut(image, wanted.geometry, entry.flip)))
+        place = shown(wanted.sample.location)
+        return self._encode_again(tiled if tiled is not None else encoder, inputs), place
+
+    def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
+        """Encode one item, on the CPU if the GPU is full of the model in training."""
+        for device in (self.encoding.device, CPU):
+            empty_pools()
+            try:
+                return self._made_once(encoder, self.encoding.open_door(device), inputs)
+            except (RuntimeError, MemoryError) as error:
+                full = out_of_memory(error)
+                if full is None:
+                    raise
+        raise full
+
+    def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:
+        encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
+        tensors = encode(inputs)
+        held.add(lambda: None)  # what follows keeps it
+        held.settle()
+        return tensors
+
+    def _encode_texts(self, encoder: Encoder, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
+        """Encode captions, each with what is wrong with its entry; ``count`` of them, of a ``total``."""
+        encoding, name = self.encoding, encoder.entry.name
+        loaded = LoadedEncoder(encoder, encoding)
+        progress = Progress("captions", total, encoding.report, total - count)
+        with afterwards(empty_pools):
+            try:
+                with Behind() as behind, loaded.held as held:
+                    for caption, fault in missing:
+                        key, tensors = self.caption_key(encoder, caption), loaded({CAPTION: caption}, repr(caption))
+                        held.add(partial(encoding.put_behind, behind, name, key, tensors, repr(caption), fault))
+                        progress.step()
+            finally:
+                del loaded, held
+
+
+@dataclass
+class _Images:
+    """Filling the entries of one encoder that reads images."""
+
+    caches: Caches
+    encoder: Encoder
+    samples: Sequence[Wanted]
+    memory: HashMemory
+    found: Found
+    failed: dict[str, Problem]
+
+    def fill(self) -> None:
+        name, missing, there = self.encoder.entry.name, array("q"), 0
+        for index, looked in enumerate(self._looked_at()):
+            if looked.problem is not None:
+                self._set_aside(self.samples[index], looked)
+            elif looked.entries and not any(entry.fault for entry in looked.entries):
+                self.found(index, name, looked)
+                there += len(looked.entries)
+            else:
+                missing.append(index)
+        if missing:
+            self._encode(_Missing(self.samples, missing), there)
+
+    def _set_aside(self, wanted: Wanted, looked: Looked) -> None:
+        if looked.problem is not None and wanted.sample.key not in self.failed:
+            self.failed[wanted.sample.key] = looked.problem
+        self.caches.all_could_be_read &= not looked.passing
+
+    def _entries_of(self, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+        """The entries of a sample as they lie in the cache: the whole image's, or the tiled one if only that exists."""
+        cache, name = self.caches.encoding.cache, self.encoder.entry.name
         entries = []
-        for job in self.jobs_of(picture, sha256):
-            fault, key = self.cache.fault("image", job.key), job.key
-            if fault == MISSING and job.tiled_key is not None:
-                fault = self.cache.fault("image", job.tiled_key)
-                key = job.key if fault else job.tiled_key
-            entries.append(Entry(job, key, fault))
+        for entry in entries_of(self.encoder, wanted, sha256):
+            fault, in_tiles = cache.fault(name, entry.whole_key), False
+            if fault == MISSING and entry.tiled_key is not None:
+                fault = cache.fault(name, entry.tiled_key)
+                in_tiles = not fault
+            entries.append(Entry(entry.flip, entry.caption, entry.whole_key, entry.tiled_key, fault, in_tiles))
         return tuple(entries)
 
-    def _looked_at(self, pictures: Sequence[Picture], memory: HashMemory) -> Iterator[Looked]:
-        progress = Progress("hashes", len(pictures), self.report)
-        starts = range(0, len(pictures), LOOKED_AT_ONCE)
-        parts = ([pictures[at] for at in range(start, min(start + LOOKED_AT_ONCE, len(pictures)))] for start in starts)
-        with closing(ahead(partial(looked_at, memory, self._entries_of), parts, lambda part: 0)) as looked:
+    def _looked_at(self) -> Iterator[Looked]:
+        samples = self.samples
+        progress = Progress("hashes", len(samples), self.caches.encoding.report)
+        starts = range(0, len(samples), LOOKED_AT_ONCE)
+        parts = ([samples[at] for at in range(start, min(start + LOOKED_AT_ONCE, len(samples)))] for start in starts)
+        with closing(ahead(partial(looked_at, self.memory, self._entries_of), parts, lambda part: 0)) as looked:
             for each in chain.from_iterable(looked):
                 yield each
                 progress.step()
 
-    def put_behind(self, behind: Behind, kind: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
-        """Have an entry checked, fingerprinted and written by the thread behind, and told where it was a bad one."""
-        tell = partial(self.repaired, kind, item, fault) if fault != MISSING else lambda: None
-        behind.add(partial(self.cache.put, kind, key, tensors, item), tell)
-
-    def _encode_images(
-        self, missing: _Missing, there: int, memory: HashMemory, found: Found, failed: dict[str, Problem]
-    ) -> None:
+    def _encode(self, missing: _Missing, there: int) -> None:
         """Encode and write what is missing beside what is ``there``. The weights go when this returns."""
-        progress = Progress("images", there + missing.num_entries, self.report, done=there)
-        filling = Filling(self, progress)
-        ready = ahead(partial(made_ready, self._entries_of), missing, lambda picture: picture.num_bytes)
+        encoding = self.caches.encoding
+        progress = Progress("images", there + missing.num_entries, encoding.report, done=there)
+        filling = Filling(self.encoder, encoding, progress)
+        ready = ahead(partial(made_ready, self._entries_of), missing, lambda wanted: wanted.num_bytes)
         with afterwards(empty_pools):
             try:
                 with filling, closing(ready):
-                    for index, picture, looked in zip(missing.indices, missing, ready, strict=True):
+                    for index, wanted, looked in zip(missing.indices, missing, ready, strict=True):
                         if looked.problem is not None:
-                            failed[picture.sample.key] = looked.problem
-                            self.all_could_be_read &= not looked.passing
-                            progress.step(len(picture.flips))
+                            self._set_aside(wanted, looked)
+                            progress.step(wanted.num_entries)
                             continue
                         if looked.file is not None:
-                            memory.remember(looked.file, looked.sha256)
-                        found(index, filling.add(looked))
+                            self.memory.remember(looked.file, looked.sha256)
+                        self.found(index, self.encoder.entry.name, filling.add(wanted, looked))
             finally:
                 del filling
 
-    def _encode_texts(self, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
-        """Encode captions, each with what is wrong with its entry; ``count`` of them, of a ``total``."""
-        door = self.open_door(self.device)
-        encode, held = self.text_encoder.load(door), self._held_back(door)
-        progress = Progress("captions", total, self.report, total - count)
-        with afterwards(empty_pools):
-            try:
-                with Behind() as behind, held:
-                    for caption, fault in missing:
-                        key, tensors = self.text_key(caption), encode(caption)
-                        held.add(partial(self.put_behind, behind, "text", key, tensors, repr(caption), fault))
-                        progress.step()
-            finally:
-                del encode, held, door
+
+def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+    """The entries that an encoder makes of a sample whose image has this hash: view by view, caption by caption."""
+    tiled, name = encoder.in_tiles(), encoder.entry.name
+    entries = []
+    for flip in wanted.flips:
+        image = image_parts(sha256, wanted.geometry, flip)
+        for caption in wanted.captions:
+            parts = image if caption is None else (*image, caption)
+            whole_key = entry_key(name, parts, encoder.fingerprint)
+            tiled_key = entry_key(name, parts, tiled.fingerprint) if tiled is not None else None
+            entries.append(Entry(flip, caption, whole_key, tiled_key))
+    return tuple(entries)
 
 
 def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
-    """The picture, if its bytes are those that its key stands for.
+    """The image, if its bytes are those that its key stands for.
 
     Raises:
         DataError: it cannot be read, or is another one by now: under that key it would be taken for the first for good.
@@ -318,14 +343,14 @@ def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
 
 @dataclass(frozen=True)
 class _Missing:
-    """The pictures at some indices."""
+    """The samples at some indices."""
 
-    pictures: Sequence[Picture]
+    samples: Sequence[Wanted]
     indices: array[int]
 
-    def __iter__(self) -> Iterator[Picture]:
-        return (self.pictures[index] for index in self.indices)
+    def __iter__(self) -> Iterator[Wanted]:
+        return (self.samples[index] for index in self.indices)
 
     @property
     def num_entries(self) -> int:
-        return sum(len(picture.flips) for picture in self)
+        return sum(wanted.num_entries for wanted in self)

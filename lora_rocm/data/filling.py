@@ -1,40 +1,45 @@
-"""The image encoder while a cache is filled: loaded when the first picture wants it, in tiles where it must be."""
+"""One encoder while its entries are made: loaded when the first sample wants it, with an answer to full memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lora_rocm.data.ahead import Behind
+from lora_rocm.data.encoding import Encoding
+from lora_rocm.data.entry_spec import IMAGE
 from lora_rocm.data.folders import shown
 from lora_rocm.data.progress import Progress
-from lora_rocm.data.proven import HeldBack
-from lora_rocm.data.ready import Entry, Looked
+from lora_rocm.data.ready import Entry, Looked, Wanted
 from lora_rocm.device.encoder_speed import watched
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.errors import MachineError
 
 if TYPE_CHECKING:
-    from lora_rocm.data.fill import Caches
-    from lora_rocm.families.base import Tensors
+    from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
+
+CPU = torch.device("cpu")
 
 
 class Filling:
-    """Encodes pictures, and hands on what is made: kept back until a look finds all well, then written behind.
+    """Encodes images, and hands on what is made: kept back until a look finds all well, then written behind.
 
     To be used in a ``with`` block, at whose end all is written that a look found well.
     """
 
-    def __init__(self, caches: Caches, progress: Progress) -> None:
-        self._caches, self._progress = caches, progress
+    def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
+        self._encoder, self._encoding, self._progress = encoder, encoding, progress
         self._behind, self._open = Behind(), ExitStack()
-        self._encode: Fitting | None = None
-        self._made = dict[bytes, bool]()  # key of an entry -> whether in tiles: copies of a picture are encoded once
+        self._loaded: LoadedEncoder | None = None
+        self._made = dict[bytes, bool]()  # key of an entry -> whether in tiles: copies of an image are encoded once
 
     def __enter__(self) -> Filling:
         self._open.enter_context(self._behind)
@@ -45,72 +50,105 @@ class Filling:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def add(self, looked: Looked) -> Looked:
-        """Encode what a picture lacks; the same with the keys that its entries have now.
+    def add(self, wanted: Wanted, looked: Looked) -> Looked:
+        """Encode what a sample lacks; the same with the keys that its entries have now.
 
         Raises:
             DataError, StorageError, MachineError: as ``Caches.fill_images``.
         """
-        entries = []
+        entries, place = [], shown(wanted.sample.location)
         for number, entry in enumerate(looked.entries):
-            pixels_CHW, short = looked.pixels[number] if looked.pixels else None, bytes.fromhex(entry.job.key)
+            pixels_CHW, short = looked.pixels[number] if looked.pixels else None, bytes.fromhex(entry.whole_key)
             if pixels_CHW is None or short in self._made:
                 self._progress.skip(1)
-                entries.append(_with_key(entry, self._made[short]) if entry.fault else entry)
+                entries.append(_made(entry, self._made[short]) if entry.fault else entry)
                 continue
-            entries.append(self._encoded(entry, pixels_CHW))
-            self._made[short] = self._caches.tiles
+            entries.append(self._encoded(entry, pixels_CHW, place))
+            self._made[short] = self._encoding.tiles
             self._progress.step()
         return Looked(looked.sha256, tuple(entries))
 
-    def _encoded(self, entry: Entry, pixels_CHW: Tensor) -> Entry:
-        if self._encode is None:
-            self._encode = Fitting(self._caches)
-            self._open.enter_context(self._encode.held)
-        place = shown(entry.job.sample.location)
-        tensors = self._encode(pixels_CHW, place)
-        now = _with_key(entry, self._caches.tiles)  # from one picture that did not fit on, all are made in tiles
-        put = self._caches.put_behind
-        self._encode.held.add(partial(put, self._behind, "image", now.key, tensors, place, entry.fault))
+    def _encoded(self, entry: Entry, pixels_CHW: Tensor, place: str) -> Entry:
+        if self._loaded is None:
+            self._loaded = LoadedEncoder(self._encoder, self._encoding)
+            self._open.enter_context(self._loaded.held)
+        tensors = self._loaded(entry.inputs(pixels_CHW), place)
+        now = _made(entry, self._encoding.tiles)  # from one image that did not fit on, all are made in tiles
+        put, name = self._encoding.put_behind, self._encoder.entry.name
+        self._loaded.held.add(partial(put, self._behind, name, now.key, tensors, place, entry.fault))
         return now
 
 
-def _with_key(entry: Entry, in_tiles: bool) -> Entry:
+def _made(entry: Entry, in_tiles: bool) -> Entry:
     """The entry as it has been made."""
-    job = entry.job
-    return Entry(job, job.tiled_key if in_tiles and job.tiled_key is not None else job.key, "")
+    return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
 
 
-class Fitting:
-    """The image encoder, loaded; it goes over to tiles, for good, where a picture does not fit into memory."""
+class LoadedEncoder:
+    """An encoder with its weights on the device.
 
-    def __init__(self, caches: Caches) -> None:
-        self._caches = caches
-        look = caches.look
+    If memory runs out, an encoder of images goes over to tiles, and one of captions to the CPU, for good.
+    """
+
+    def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
+        self._encoder, self._encoding, self._device = encoder, encoding, encoding.device
+        encoding.cache.writing = encoder.entry.name
+        self._reads_image = IMAGE in encoder.entry.inputs
         self._load()
-        self.held = HeldBack(None if look is None else lambda: look(self._door))
+        self.held = encoding.held_back(lambda: self._door)
 
     def _load(self) -> None:
-        caches = self._caches
-        tiled = caches.tiled_encoder if caches.tiles else None
-        encoder = tiled if tiled is not None else caches.image_encoder
-        self._door = caches.open_door(caches.device)
-        self._encode = watched(encoder.load(self._door), caches.device, caches.say)
+        try:
+            self._load_on(self._device)
+            return
+        except (RuntimeError, MemoryError) as error:
+            full = out_of_memory(error)
+            if full is None or self._reads_image or self._device.type == "cpu":
+                raise
+        self._go_to_cpu()
 
-    def __call__(self, pixels_CHW: Tensor, place: str) -> Tensors:
-        """Encode a picture. ``place``: what to call it.
+    def _load_on(self, device: torch.device) -> None:
+        tiled = self._encoder.in_tiles() if self._encoding.tiles else None
+        self._door = self._encoding.open_door(device)
+        encode = (tiled if tiled is not None else self._encoder).load(self._door)
+        self._encode: Encode = encode
+        if self._encoder.entry.inputs == (IMAGE,):
+            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), device, self._encoding.notice)
+            self._encode = lambda inputs: one_image(inputs[IMAGE])
+
+    def __call__(self, inputs: Inputs, place: str) -> Tensors:
+        """Encode one sample. ``place``: what to call it.
 
         Raises:
-            MachineError: it does not fit, not even in tiles.
+            MachineError: it does not fit into memory by any way that there is.
         """
         try:
-            return self._encode(pixels_CHW)
+            return self._encode(inputs)
         except (RuntimeError, MemoryError) as error:
             full = out_of_memory(error)
             if full is None:
                 raise
-        caches = self._caches
-        if caches.tiles or caches.tiled_encoder is None:
+        if not self._reads_image:
+            if self._device.type == "cpu":
+                raise full
+            self.held.settle()  # with the weights that made it
+            self._forget()
+            self._go_to_cpu()
+        else:
+            self._go_to_tiles(full, inputs, place)
+        return self(inputs, place)
+
+    def _go_to_cpu(self) -> None:
+        self._device = CPU
+        empty_pools()
+        name = self._encoder.entry.name
+        self._encoding.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
+        self._load_on(CPU)
+
+    def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
+        if self._encoding.tiles or self._encoder.in_tiles() is None:
+            pixels_CHW = inputs[IMAGE]
+            assert isinstance(pixels_CHW, Tensor)
             height, width = pixels_CHW.shape[1:]
             raise MachineError(
                 full.code,
@@ -119,10 +157,12 @@ class Fitting:
                 fix="Close other programs that use the GPU, lower data.resolution, or encode on the CPU: --set "
                 "runtime.device=cpu, until training begins; what is encoded stays in the cache.",
             )
-        caches.tiles = True
-        caches.tiles_needed()
+        self._encoding.tiles = True
+        self._encoding.tiles_needed()
         self.held.settle()  # with the weights that made it
-        del self._encode, self._door
+        self._forget()
         empty_pools()
-        self._load()
-        return self(pixels_CHW, place)
+        self._load_on(self._device)
+
+    def _forget(self) -> None:
+        del self._encode, self._door

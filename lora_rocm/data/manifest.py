@@ -24,22 +24,23 @@ import numpy as np
 from PIL import Image
 
 from lora_rocm import __version__
-from lora_rocm.data.buckets import Size
 from lora_rocm.data.cache import MARK_AFTER_S, marks_of
 from lora_rocm.data.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.data.entries import SPEC_VERSION
 from lora_rocm.data.folders import lists_run, source_folder
-from lora_rocm.data.items import Pictures
+from lora_rocm.data.items import Usable
 from lora_rocm.data.pictures import readable_extensions
 from lora_rocm.data.samples import Samples
+from lora_rocm.data.shape import Shape
 from lora_rocm.data.upkeep import MANIFESTS
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.host.files import write_atomic
 
 if TYPE_CHECKING:
+    from lora_rocm.families.base import Encoder
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
 
-FORMAT = 1
+FORMAT = 2
 KEPT_FROM = 20_000
 MAX_HEADER_BYTES = 1 << 28
 KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
@@ -51,28 +52,29 @@ Column: TypeAlias = "bytearray | array[int]"
 class Facts:
     """What the metadata of the result says of the training pictures.
 
-    tag_frequency: folder -> tag -> in how many captions. bucket_counts: (height, width) -> pictures times repeats.
+    tag_frequency: folder -> tag -> in how many captions. bucket_counts: shape -> samples times repeats.
     folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
     """
 
     tag_frequency: dict[str, dict[str, int]]
-    bucket_counts: dict[Size, int]
+    bucket_counts: dict[Shape, int]
     folders: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The pictures of a run, whose entries are all there.
+    """The samples of a run, whose entries are all there.
 
-    training, held_out: places in ``pictures``; texts, held_out_texts: the cache keys of their captions.
+    training, held_out: places in ``usable``; captions, held_out_captions: for each entry that is made from captions its
+        keys, as ``Items`` wants them.
     lasting: as long as the files are the same, so is all of this; not where one could not be read for now.
     """
 
-    pictures: Pictures
+    usable: Usable
     training: array[int]
     held_out: array[int]
-    texts: Keys
-    held_out_texts: Keys
+    captions: dict[str, Keys]
+    held_out_captions: dict[str, Keys]
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
     facts: Facts
@@ -85,13 +87,15 @@ class Shelf:
     Args:
         root: the cache's folder.
         recipe: whose data it is.
-        fingerprints: of the encoders.
+        encoders: of the family.
     """
 
-    def __init__(self, root: Path, recipe: Recipe, fingerprints: Sequence[str]) -> None:
+    def __init__(self, root: Path, recipe: Recipe, encoders: Sequence[Encoder]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
+        self._entries = [encoder.entry for encoder in encoders]
         readers = [Image.__version__, *sorted(readable_extensions())]  # others find or read other files
-        about = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers, *fingerprints]
+        about = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers]
+        about += [[e.entry.name, e.entry.inputs, e.fingerprint] for e in encoders]
         about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
         self.path = root / MANIFESTS / name
@@ -107,15 +111,18 @@ class Shelf:
             ValueError,
             LookupError,
             TypeError,
+            AttributeError,
             EOFError,
             RecursionError,
         ):  # damaged, or of another version: made anew
             return None
-        if listing != [self.listing(), _states(manifest.pictures.samples.files_of_datasets())]:
+        if listing != [self.listing(), _states(manifest.usable.samples.files_of_datasets())]:
             return None
-        keys = manifest.pictures.all_keys()
-        texts = manifest.texts.raw + manifest.held_out_texts.raw
-        if not self._there("image", keys, mark) or not self._there("text", texts, mark):
+        keys = manifest.usable.all_keys()
+        for captions in (manifest.captions, manifest.held_out_captions):
+            for name, column in captions.items():
+                keys[name] = keys.get(name, b"") + column.raw
+        if not all(self._there(name, column, mark) for name, column in keys.items()):
             return None
         if mark:
             with contextlib.suppress(OSError):
@@ -124,18 +131,18 @@ class Shelf:
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
         """Keep a manifest of many pictures. Where the disk is full the next start takes longer, no more."""
-        many = len(manifest.pictures) >= KEPT_FROM
+        many = len(manifest.usable) >= KEPT_FROM
         if not many or not manifest.lasting or listing is None:
             return
         columns = dict(_columns(manifest))
         header = {
-            "listing": [listing, _states(manifest.pictures.samples.files_of_datasets())],
+            "listing": [listing, _states(manifest.usable.samples.files_of_datasets())],
             "columns": [[name, _typecode(column), len(column)] for name, column in columns.items()],
-            "folders": manifest.pictures.samples.folders,
+            "folders": manifest.usable.samples.folders,
             "set_aside": [asdict(problem) for problem in manifest.set_aside],
             "notices": manifest.notices,
             "tags": manifest.facts.tag_frequency,
-            "buckets": [[*size, count] for size, count in manifest.facts.bucket_counts.items()],
+            "buckets": [[shape.to_json(), count] for shape, count in manifest.facts.bucket_counts.items()],
             "dirs": manifest.facts.folders,
         }
         text = json.dumps(header).encode("utf-8")
@@ -183,11 +190,14 @@ class Shelf:
         if file.read() != digest.digest():
             raise ValueError("damaged")
         samples = Samples(self._sources, header["folders"])
-        facts = Facts(header["tags"], {(h, w): count for h, w, count in header["buckets"]}, header["dirs"])
-        set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
-        empty = Manifest(
-            Pictures(samples), array("q"), array("q"), Keys(), Keys(), set_aside, tuple(header["notices"]), facts
+        facts = Facts(
+            header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
         )
+        set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
+        images = [entry.name for entry in self._entries if not entry.has_captions]
+        captions, held_out_captions = ({e.name: Keys() for e in self._entries if e.has_captions} for _ in range(2))
+        usable, notices = Usable(samples, images), tuple(header["notices"])
+        empty = Manifest(usable, array("q"), array("q"), captions, held_out_captions, set_aside, notices, facts)
         _fill(empty, columns)
         _check(empty, len(self._sources))
         return empty, header["listing"]
@@ -228,11 +238,14 @@ def _check(manifest: Manifest, num_sources: int) -> None:
     Raises:
         ValueError: one does not.
     """
-    pictures = manifest.pictures
-    whole = pictures.is_whole(num_sources)
-    for places, texts in ((manifest.training, manifest.texts), (manifest.held_out, manifest.held_out_texts)):
-        whole = whole and texts.is_whole(KEY_BYTES) and len(texts) == len(places)
-        whole = whole and all_below(places, len(pictures)) and all(map(pictures.is_ready, places))
+    usable = manifest.usable
+    whole = usable.is_whole(num_sources)
+    for places, columns in (
+        (manifest.training, manifest.captions),
+        (manifest.held_out, manifest.held_out_captions),
+    ):
+        whole = whole and all(column.is_whole(KEY_BYTES) and len(column) == len(places) for column in columns.values())
+        whole = whole and all_below(places, len(usable)) and all(map(usable.is_ready, places))
     if not whole:
         raise ValueError("damaged")
 
@@ -307,11 +320,16 @@ def _typecode(column: Column) -> str:
 
 def _columns(thing: Any, name: str = "") -> Iterator[tuple[str, Column]]:
     """The columns in an object and in those that it consists of, by name."""
-    for part, value in vars(thing).items():
+    for part, value in _parts(thing).items():
         if isinstance(value, bytearray | array):
             yield f"{name}.{part}", value
-        elif isinstance(value, Texts | Keys | Samples | Pictures):
+        elif isinstance(value, Texts | Keys | Samples | Usable | dict):
             yield from _columns(value, f"{name}.{part}")
+
+
+def _parts(thing: Any) -> dict[str, Any]:
+    """What an object, or a dict of columns, consists of; changing it changes the object."""
+    return thing if isinstance(thing, dict) else vars(thing)
 
 
 def _fill(thing: Any, columns: Mapping[str, Column], name: str = "") -> None:
@@ -320,11 +338,11 @@ def _fill(thing: Any, columns: Mapping[str, Column], name: str = "") -> None:
     Raises:
         LookupError, ValueError: one is missing, or of another type.
     """
-    for part, value in vars(thing).items():
+    for part, value in _parts(thing).items():
         if isinstance(value, bytearray | array):
             column = columns[f"{name}.{part}"]
             if _typecode(column) != _typecode(value):
                 raise ValueError("damaged")
-            vars(thing)[part] = column  # not copied: they are large
-        elif isinstance(value, Texts | Keys | Samples | Pictures):
+            _parts(thing)[part] = column  # not copied: they are large
+        elif isinstance(value, Texts | Keys | Samples | Usable | dict):
             _fill(value, columns, f"{name}.{part}")

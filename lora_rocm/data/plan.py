@@ -2,13 +2,13 @@
 
 An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
 slice them, so the same recipe gives the same updates whole or split. A bucket's last batch is filled with rows of
-weight 0, so shapes never change. The very first batch is one of the largest pictures: what does not fit into memory
-shows at once, and the allocator's first pieces are large enough for all that follow.
+weight 0, so shapes never change. The very first batch is one of the shape that costs most: what does not fit into
+memory shows at once, and the allocator's first pieces are large enough for all that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Protocol, runtime_checkable
@@ -16,30 +16,41 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_rocm.data.buckets import Geometry, Size
+from lora_rocm.data.buckets import Geometry
 from lora_rocm.data.seeds import draw, drawer, fraction
+from lora_rocm.data.shape import Shape
 
 NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
 
 
+Grid = tuple[tuple[str, ...], ...]
+"""Cache keys of one entry of a sample: one tuple a view, in it one key a caption, the last for the empty caption.
+
+An entry that is not made from an image has one view; one that is not made from a caption has one key a view.
+"""
+
+
 @dataclass(frozen=True)
 class Item:
-    """One picture to train on. ``key``: its sample's.
+    """One sample to train on.
 
-    image_keys: cache keys of the picture and, with flip_aug, of its mirror image.
-    text_keys: cache keys of its caption variants.
-    dropout_key: cache key of the empty caption, which takes their place at ``dropout_rate``.
-    picture_keys: the image_keys as if nothing had been encoded in tiles: they say which pictures these are.
+    key: of its ``Sample``.
+    keys: for each entry of the family the cache keys.
+    num_views: 2 with flip_aug (the image and its mirror image). num_captions: variants, without the empty caption.
+    dropout_rate: how often the empty caption takes the place of a variant.
+    geometry: how its image is cut; None if the family reads no image.
+    content: cache keys that say which data this is, however it was encoded.
     """
 
     key: str
-    geometry: Geometry
-    image_keys: tuple[str, ...]
-    text_keys: tuple[str, ...]
-    dropout_key: str
-    dropout_rate: float
-    repeats: int
-    picture_keys: tuple[str, ...] = ()
+    shape: Shape
+    keys: Mapping[str, Grid]
+    num_views: int = 1
+    num_captions: int = 1
+    dropout_rate: float = 0.0
+    repeats: int = 1
+    geometry: Geometry | None = None
+    content: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,21 +64,26 @@ class Row:
     variant: int
     dropout: bool
 
-    @property
-    def image_key(self) -> str:
-        return self.item.image_keys[int(self.flip)]
-
-    @property
-    def text_key(self) -> str:
-        return self.item.dropout_key if self.dropout else self.item.text_keys[self.variant]
+    def key(self, entry: str) -> str:
+        """The cache key of one of its entries."""
+        views = self.item.keys[entry]
+        captions = views[int(self.flip)] if len(views) > 1 else views[0]
+        if len(captions) == 1:
+            return captions[0]
+        return captions[-1] if self.dropout else captions[self.variant]
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What the order of N items is made from. ``keys`` are gone through anew for each epoch."""
+    """What the order of N items is made from.
+
+    keys: of the items' samples; iterated anew for each epoch.
+    shapes: each shape that an item has, once. shape_N: for each item, the index of its shape in ``shapes``.
+    """
 
     keys: Iterable[str]
-    target_hw_N2: NDArray[np.int64]
+    shapes: Sequence[Shape]
+    shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
 
 
@@ -82,9 +98,11 @@ def outline_of(items: Sequence[Item]) -> Outline:
     """The outline of items, in their order."""
     if isinstance(items, Outlined):
         return items.outline()
-    sizes, repeats = [item.geometry.target_hw for item in items], [item.repeats for item in items]
-    target_hw_N2 = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-    return Outline([item.key for item in items], target_hw_N2, np.array(repeats, dtype=np.int64))
+    numbers: dict[Shape, int] = {}
+    found = (numbers.setdefault(item.shape, len(numbers)) for item in items)
+    shape_N = np.fromiter(found, np.int64, len(items))
+    repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N)
 
 
 @dataclass(frozen=True)
@@ -119,13 +137,13 @@ class BatchPlan:
         outline = outline_of(items)
         self._keys, self._repeats_N = outline.keys, outline.repeats_N
         self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # of the numbers of each item's samples
-        height_N, width_N = outline.target_hw_N2.T
-        sizes_B, bucket_N = np.unique(height_N << 32 | width_N, return_inverse=True)
-        self._bucket_P = np.repeat(bucket_N.astype(np.int32), self._repeats_N)
-        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(sizes_B)).tolist(), initial=0))
-        self._buckets: list[tuple[Size, range]] = [  # with the places where the batches of each start
-            (divmod(size, 1 << 32), range(start, end, self.effective_batch))
-            for size, (start, end) in zip(sizes_B.tolist(), pairwise(ends), strict=True)
+        shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
+        bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
+        self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
+        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
+        self._buckets: list[tuple[Shape, range]] = [  # with the places where the batches of each start
+            (shape, range(start, end, self.effective_batch))
+            for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
         ]
         bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
         self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from its start to that of the next
@@ -165,8 +183,8 @@ class BatchPlan:
             item,
             position,
             weight,
-            flip=draw("flip", *what) % len(item.image_keys) == 1,
-            variant=draw("variant", *what) % len(item.text_keys),
+            flip=draw("flip", *what) % item.num_views == 1,
+            variant=draw("variant", *what) % item.num_captions,
             dropout=fraction("dropout", *what) < item.dropout_rate,
         )
 
@@ -204,9 +222,9 @@ class BatchPlan:
 
     def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
         number = drawer("batch", self.seed, epoch)
-        drawn = (number(*size, start - starts.start) for size, starts in self._buckets for start in starts)
+        drawn = (number(*shape.sizes, start - starts.start) for shape, starts in self._buckets for start in starts)
         return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
 
     def _largest(self) -> range:
-        """Of the bucket that needs the most memory (all have as many rows); the size decides where areas agree."""
-        return max(self._buckets, key=lambda bucket: (bucket[0][0] * bucket[0][1], bucket[0]))[1]
+        """The batches of the bucket that needs the most memory (batches of all buckets have as many rows)."""
+        return max(self._buckets, key=lambda bucket: bucket[0].order)[1]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.data.entries import CacheEntryBad
+from lora_rocm.data.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.data.plan import BatchPlan
-
-if TYPE_CHECKING:
-    from lora_rocm.families.base import TensorSpec
+from lora_rocm.device.transfer import fingerprint
 
 
 @dataclass(frozen=True)
@@ -44,26 +42,61 @@ class BadEntry:
     reason: str
 
 
+@dataclass(frozen=True)
+class Unequal:
+    """Tensors of one batch have different sizes, and their specification does not say how to pad them."""
+
+    entry: str
+    tensor: str
+    sizes: tuple[tuple[int, ...], ...]
+
+
 class Reader:
     """A map-style dataset from orders to tensors; lives in the worker process where there is one."""
 
-    def __init__(self, cache: LatentCache, specs: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-        self.cache, self.specs = cache, specs
+    def __init__(self, cache: LatentCache, entries: Sequence[EntrySpec]) -> None:
+        self.cache, self.entries = cache, {entry.name: entry for entry in entries}
 
-    def __getitem__(self, order: Order) -> Read | BadEntry:
+    def __getitem__(self, order: Order) -> Read | BadEntry | Unequal:
         tensors: dict[str, Tensor] = {}
         fingerprints: dict[str, Tensor] = {}
-        for kind, keys in order.keys.items():
-            items = []
+        for name, keys in order.keys.items():
+            found, items = self.entries[name].tensors, []
             for key in keys:
                 try:
-                    items.append(self.cache.get(kind, key, self.specs[kind]))
+                    items.append(self.cache.get(name, key, found))
                 except CacheEntryBad as error:
-                    return BadEntry(kind, key, str(error))
-            for name in self.specs[kind]:
-                tensors[name] = torch.stack([item.tensors[name] for item in items])
-                fingerprints[name] = torch.tensor([item.fingerprints[name] for item in items], dtype=torch.int64)
+                    return BadEntry(name, key, str(error))
+            for tensor, spec in found.items():
+                rows = [item.tensors[tensor] for item in items]
+                stacked = together(rows, [item.fingerprints[tensor] for item in items], spec)
+                if stacked is None:
+                    return Unequal(name, tensor, tuple(tuple(row.shape) for row in rows))
+                tensors[tensor], fingerprints[tensor] = stacked
         return Read(order, tensors, fingerprints)
+
+
+def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
+    """Tensors of several samples as one, padded at the end of the axis that may differ; and its fingerprints [B].
+
+    A row that is padded gets the fingerprint of its padded bytes: the cached bytes have just been compared with theirs.
+    None: the sizes differ along an axis that is not padded.
+    """
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows)), torch.tensor(fingerprints, dtype=torch.int64)
+    if spec.pad is None:
+        return None
+    axis = spec.dims.index(spec.pad.axis)
+    if len({row.shape[:axis] + row.shape[axis + 1 :] for row in rows}) > 1:
+        return None
+    longest = max(row.shape[axis] for row in rows)
+    padded_B = rows[0].new_full((len(rows), *rows[0].shape[:axis], longest, *rows[0].shape[axis + 1 :]), spec.pad.value)
+    sums = list(fingerprints)
+    for number, row in enumerate(rows):
+        padded_B[number].narrow(axis, 0, row.shape[axis]).copy_(row)
+        if row.shape[axis] < longest:
+            sums[number] = int(fingerprint(padded_B[number : number + 1]))
+    return padded_B, torch.tensor(sums, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -83,6 +116,6 @@ class Orders:
         while number != self.end:
             iteration, micro = divmod(number, self.plan.accumulation)
             rows = self.plan.micro(iteration, micro)
-            keys = {"image": tuple(row.image_key for row in rows), "text": tuple(row.text_key for row in rows)}
+            keys = {entry: tuple(row.key(entry) for row in rows) for entry in rows[0].item.keys}
             yield Order(iteration, micro, keys)
             number += 1

@@ -360,7 +360,7 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
         DataError: the hub is silent.
     """
     from huggingface_hub import dataset_info
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever library it uses
 
     started = time.monotonic()
     try:

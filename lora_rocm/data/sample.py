@@ -97,6 +97,10 @@ class Samples(Lazy[Sample]):
         width, height = self._numbers[NUM_NUMBERS * index + 2 : NUM_NUMBERS * index + 4]
         return height, width
 
+    def options(self, index: int) -> ResolvedSource:
+        """The options of the source of one."""
+        return self._sources[self._numbers[NUM_NUMBERS * index]]
+
     def files_of_datasets(self) -> Iterator[str]:
         """The pictures that datasets name by their path."""
         if all(source.path is not None for source in self._sources):

@@ -20,15 +20,17 @@ from pathlib import Path
 import psutil
 
 from lora_rocm.data import entries
-from lora_rocm.data.entries import CacheEntryBad, check_bytes, check_place, read_entry
+from lora_rocm.data.entries import CacheEntryBad, check_bytes, check_place, read_entry, read_header
+from lora_rocm.data.entry_spec import ENTRY_NAME as ENTRY_KIND
 from lora_rocm.errors import MachineError, UserError, storage_error
 from lora_rocm.host.files import is_folder, is_link
 from lora_rocm.host.printable import printable
 from lora_rocm.run.wording import size_text
 
-KINDS = ("image", "text")
 ENTRY_NAME = re.compile(r"([0-9a-f]{40})(?:-([1-9][0-9]{0,8}))?\.safetensors")
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}(?:-[0-9]{1,9})?\.safetensors\.([0-9]{1,9})(?:\.[0-9a-f]{8})?\.tmp")
+KEY_START = re.compile("[0-9a-f]{2}")
+KNOWN_KINDS = ("image", "text")
 MANIFESTS = "manifests"
 MANIFEST_NAME = re.compile(r"([0-9a-f]{40})")
 MANIFEST_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}\.([0-9]{1,9})\.[0-9a-f]{8}\.tmp")
@@ -235,7 +237,7 @@ def _named(file: File, number: int) -> Path:
 def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
     """The files of each entry, in the order of their repairs, looked at one after the other."""
     _check_folder(folder)
-    for kind in KINDS:
+    for kind in _kinds(folder):
         if is_link(folder / kind):
             say(f"{_shown(folder / kind)} is a link and is not followed: give its target's folder with --dir")
     for place in _places(folder):
@@ -250,9 +252,24 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
 
 def _places(folder: Path) -> Iterator[Path]:
     """The folders that hold entries, without following links."""
-    for kind in KINDS:
+    for kind in _kinds(folder):
         if not is_link(folder / kind):
-            yield from (path for path, _ in _matching(folder / kind, re.compile("[0-9a-f]{2}")) if is_folder(path))
+            yield from (path for path, _ in _matching(folder / kind, KEY_START) if is_folder(path))
+
+
+def _kinds(folder: Path) -> list[str]:
+    """Names of the folders of entries: known ones, and those with a file that says it is an entry of that name."""
+    found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
+    return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]
+
+
+def _has_entry(place: Path) -> bool:
+    for part, _ in _matching(place, KEY_START):
+        for path, match in _matching(part, ENTRY_NAME) if is_folder(part) else ():
+            with contextlib.suppress(OSError, CacheEntryBad):
+                check_place(read_header(path), place.name, match[1])
+                return True
+    return False
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:

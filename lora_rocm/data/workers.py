@@ -26,7 +26,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.utils.data import DataLoader, get_worker_info
 
-from lora_rocm.data.reader import BadEntry, Order, Orders, Read
+from lora_rocm.data.reader import BadEntry, Order, Orders, Read, Unequal
 from lora_rocm.host.changes import Seen
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.exits import describe_exit
@@ -43,7 +43,7 @@ WAITED = "DataLoader timed out"
 """In torch's message: it waited as long as the run does, and was first to say so."""
 
 GivenUp = Callable[[Seen], None]
-Result = Read | BadEntry
+Result = Read | BadEntry | Unequal
 
 
 class Source(Protocol):

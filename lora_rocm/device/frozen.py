@@ -43,7 +43,11 @@ class CapturedFingerprints:
         wanted_K = whole_fingerprints(tensors, salt)
         self._places, self._replay, self._kept = [], lambda: None, ()  # its memory goes before another's is taken
         salt_, found_K = torch.zeros_like(wanted_K[0]), torch.zeros_like(wanted_K)
-        replay = self._capture(lambda: found_K.copy_(whole_fingerprints(tensors, salt_)))
+
+        def compare() -> None:
+            found_K.copy_(whole_fingerprints(tensors, salt_))
+
+        replay = self._capture(compare)
         salt_.fill_(salt)
         replay()
         if not torch.equal(found_K, wanted_K):

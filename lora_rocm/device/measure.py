@@ -63,7 +63,8 @@ def _seconds(call: Call, calls: int, device: torch.device) -> float:
         call()
     last.record()
     torch.cuda.synchronize(device)
-    return first.elapsed_time(last) / 1e3
+    elapsed_ms: float = first.elapsed_time(last)
+    return elapsed_ms / 1e3
 
 
 def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:

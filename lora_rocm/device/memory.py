@@ -63,7 +63,7 @@ def device_budget(device: torch.device) -> int:
     """
     properties = torch.cuda.get_device_properties(device)
     limits = [int(properties.total_memory), torch.cuda.mem_get_info(device)[1]]
-    if sys.platform == "linux" and getattr(properties, "is_integrated", 0):
+    if sys.platform == "linux" and getattr(properties, "is_integrated", False):
         memory = psutil.virtual_memory()
         limits.append(max(0, memory.available - host_reserve(memory.total)))
     return min(limits)

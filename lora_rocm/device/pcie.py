@@ -26,8 +26,9 @@ class Link:
 
 def address_of(properties: Any) -> str | None:
     """PCI address of a GPU, as sysfs writes it, from torch's properties; None where this torch does not tell it."""
-    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = [part for part in parts if part is not None]
+    return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None
 
 
 def link_to(address: str, devices: Path = SYSFS) -> Link | None:

@@ -25,7 +25,7 @@ from lora_rocm.device.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.device.selftest_training import training_checks
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.host.settings import settings_from
-from lora_rocm.host.verdict import Result
+from lora_rocm.host.verdict import Result, Status
 from lora_rocm.run.events import emit
 
 DEVICE_LOST = 70
@@ -44,7 +44,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
     """One check, and whether the device still works after it."""
     started = time.perf_counter()
 
-    def result(status: str, detail: str = "") -> Result:
+    def result(status: Status, detail: str = "") -> Result:
         return Result(check.name, status, round(time.perf_counter() - started, 3), detail)
 
     try:

@@ -140,7 +140,7 @@ class Clock:
         """(copy_s, check_s); on a GPU device time between events, gaps between launches included."""
         a, b, c = self.marks
         if isinstance(a, float):
-            return b - a, c - b  # type: ignore[operator,return-value]
+            return b - a, c - b  # type: ignore[operator]
         return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3  # type: ignore[arg-type,union-attr]
 
 

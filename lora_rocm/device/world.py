@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lora_rocm.errors import MachineError, TransferError, UserError
 from lora_rocm.host.ranks import Rank
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 TIMEOUT_S = 1800.0
 """After so long without a sign the others are given up. A supervisor notices much earlier."""
@@ -304,12 +304,13 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             fix="Leave --gpus out. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
+    library: Any = distributed  # some of its public names are not in its __all__
     backend = "nccl" if nccl else "gloo"
     waiting = timedelta(seconds=timeout_s)
     with _others("their start"):
-        opened = distributed.rendezvous("env://", me.rank, me.size, timeout=waiting)
+        opened = library.rendezvous("env://", me.rank, me.size, timeout=waiting)
         store, rank, size = next(opened)
-    ours = distributed.PrefixStore(f"lora_rocm/{me.start}", store)
+    ours = library.PrefixStore(f"lora_rocm/{me.start}", store)
     staged = device.type == "cuda" and not nccl
     world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
     # those that differ would wait for each other
@@ -317,7 +318,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     with _others("their start"):
         distributed.init_process_group(
             backend,
-            store=distributed.PrefixStore(f"torch/{me.start}", store),
+            store=library.PrefixStore(f"torch/{me.start}", store),
             rank=rank,
             world_size=size,
             timeout=waiting,

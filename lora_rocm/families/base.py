@@ -14,41 +14,46 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.data.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.data.shape import Shape
+from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One cached tensor: ``dtype`` as torch names it ("float32"), ``dims`` one letter a dimension ("CHW")."""
-
-    dtype: str
-    dims: str
+Inputs = Mapping[str, Tensor | str]
+"""What an encoder reads of one sample, by ``EntrySpec.inputs``: "image" is pixels_CHW (float32 in [-1, 1])."""
+Encode = Callable[[Inputs], Tensors]
 
 
 class Encoder(Protocol):
-    """Turns pictures or captions into tensors to cache.
+    """Turns images, captions, or both into the tensors of one cached entry.
 
-    kind: "image" (``encode`` takes pixels_CHW, float32 in [-1, 1]) or "text" (``encode`` takes a str).
-    fingerprint: identity of weights and settings; part of every cache key, known without loading the weights.
-    outputs: name -> TensorSpec of what one ``encode`` call returns (without a batch dimension).
+    Encoders are loaded one at a time, in the order in which the family names them.
     """
 
-    kind: str
-    fingerprint: str
-    outputs: Mapping[str, TensorSpec]
+    @property
+    def entry(self) -> EntrySpec:
+        """What ``encode`` takes, and what it returns."""
+        ...
 
-    def load(self, door: DeviceTransfer) -> Callable[[Tensor | str], Tensors]:
-        """Load the weights and return ``encode``: one item in, CPU tensors out. Dropping both frees the memory.
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and settings; part of every cache key, known without loading the weights."""
+        ...
 
-        Weights and items go to the device through the door, and what was made comes back through it.
+    def load(self, door: DeviceTransfer) -> Encode:
+        """Load the weights and return ``encode``: one sample's inputs in, CPU tensors out. Dropping both frees memory.
+
+        Weights and inputs go to the device through the door, and what was made comes back through it. The precision of
+        the weights is the encoder's own choice. An encoder of captions may be loaded on the CPU if the GPU is full.
         """
         ...
 
@@ -58,20 +63,6 @@ class Encoder(Protocol):
         None where there is no such way.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Draws:
-    """All randomness of one micro-batch: CPU float32 (int64 for timesteps), a function of the seeds alone."""
-
-    tensors: Tensors
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """loss_B: unreduced loss, one value a sample, float32. The loop weights and sums it."""
-
-    loss_B: Tensor
 
 
 @dataclass
@@ -106,8 +97,8 @@ class ModelFamily(Protocol):
     all_components: names of all components that a run loads at one time or another.
     notices: sentences about the base that a user has to know, and that are no reason to refuse it.
     structure: changes with the shapes of what is trained; from configs alone.
+    objective: what is drawn for a batch.
     kohya_prefixes: component -> what the kohya names of its modules begin with ("lora_unet").
-    base_version: ``ss_base_model_version``; architecture: modelspec architecture; implementation: modelspec URL.
     """
 
     name: str
@@ -115,9 +106,6 @@ class ModelFamily(Protocol):
     text_components: tuple[str, ...]
     all_components: tuple[str, ...]
     kohya_prefixes: Mapping[str, str]
-    base_version: str
-    architecture: str
-    implementation: str
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -127,9 +115,11 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The image encoder and the text encoder; with ``train_text_encoder`` the latter only makes token ids."""
+        """The encoders, one for each cached entry; with ``train_text_encoder`` captions become token ids only."""
         ...
 
     def examine(self) -> Sequence[Path]:
@@ -158,6 +148,10 @@ class ModelFamily(Protocol):
         """Load what training needs (frozen, eval-independent of dropout), checked against the family."""
         ...
 
+    def weight_format(self, component: str) -> WeightFormat:
+        """In which the frozen layers of a trained component are stored; its encoders are dense while they encode."""
+        ...
+
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """The repeated blocks, in forward order, none inside another: for recomputing, compiling and offloading."""
         ...
@@ -169,8 +163,8 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def example(self, height: int, width: int, rows: int) -> Tensors:
-        """The batch of a bucket (pixels) as the caches would give it, all zero, on the CPU: for its shapes."""
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        """A batch of a bucket as the caches would give it, all zero, on the CPU: for the sizes of its tensors."""
         ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
@@ -180,16 +174,14 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def draw(self, batch: Tensors, seeds: Sequence[int]) -> Draws:
-        """Noise, timesteps, posterior samples for CPU tensors of one micro-batch; seeds: one per sample."""
-        ...
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        """The model's prediction for one micro-batch on the device: draws nothing, waits for nothing, moves nothing.
 
-    def fixed_draw(self, batch: Tensors, seeds: Sequence[int], position: float) -> Draws:
-        """As ``draw``, at a fixed place of the noise schedule (0 clean .. 1 noise) for the validation loss."""
-        ...
-
-    def loss(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> LossTerms:
-        """The loss of one micro-batch on the device: draws nothing, waits for nothing, moves nothing."""
+        Args:
+            model: as loaded, with or without an adapter.
+            batch: cached tensors, the batch first.
+            draws: what ``objective`` drew for it.
+        """
         ...
 
     def preview(
@@ -234,15 +226,10 @@ class ModelFamily(Protocol):
         ...
 
 
-def family_for(recipe: Recipe, registry: Registry = PRODUCT) -> ModelFamily:
-    """The family object of a recipe, imported on demand.
-
-    Args:
-        recipe: of a family of ``registry``.
-        registry: the families there are.
-    """
+def family_for(recipe: Recipe) -> ModelFamily:
+    """The family object of a recipe, imported on demand."""
     import importlib
 
-    module, _, attribute = registry[recipe.model.family].implementation.partition(":")
+    module, _, attribute = recipe.spec.implementation.partition(":")
     family: ModelFamily = getattr(importlib.import_module(module), attribute)(recipe)
     return family

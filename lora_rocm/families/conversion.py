@@ -40,8 +40,14 @@ HARMLESS_ENDS = (
     ".logit_scale",
     "embedders.0.transformer.text_projection.weight",
     "num_batches_tracked",
+    "cond_stage_model.model.text_projection",
 )
-HARMLESS_PARTS = ("model_ema.", "first_stage_model.loss.", "first_stage_model.discriminator.")
+HARMLESS_PARTS = (
+    "model_ema.",
+    "first_stage_model.loss.",
+    "first_stage_model.discriminator.",
+    "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x reads the layer before the last
+)
 HARMLESS_STARTS = ("loss.", "discriminator.")  # of a VAE in a file of its own
 # Beside the components of a checkpoint: what training left there, and what says how the model predicts.
 KNOWN_BESIDE = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import model_info, snapshot_download
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of whichever library it uses
     GatedRepoError,
     HFValidationError,
     HTTPError,

@@ -36,6 +36,7 @@ from lora_rocm.families import conversion, hub
 from lora_rocm.families.conversion import Converter, Found, UnfitError
 from lora_rocm.families.weightfiles import Header, digest, indexed, read_hashed, read_header
 from lora_rocm.host.plain import FileVersion, read_plain
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -200,8 +201,14 @@ class Source:
             with contextlib.suppress(StorageError):  # it is read again next time
                 self.memory.remember(version, sha256)
 
-    def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """Load one component: frozen, in eval mode, in memory of its own.
+
+        Args:
+            name: of the component.
+            dtype: of the numbers that stay dense.
+            device: where it lies afterwards.
+            weights: in which the layers are stored.
 
         Raises:
             ModelError: weights-damaged, weights-unfit, pickle-refused.
@@ -218,7 +225,9 @@ class Source:
             module = self._hollow(name)
             state = conversion.converted(tensors, module, self._converter(name))
             module.load_state_dict(conversion.fitted(state, module), assign=True)
-        return module.to(device).requires_grad_(False).eval()
+        module.requires_grad_(False)
+        weights.pack(module)
+        return module.to(device).eval()
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
         """Note the digest of what was loaded; what was thought to be in the files before has to be that.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.families.loading import BUILTIN_PREFIX, Layout, Source, builtin_folder
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 PREFIX = "random:"
 POOL = (1 << 24) + 43  # random numbers, of which all weights are made: drawing each would take a CPU minutes
@@ -24,7 +25,7 @@ class RandomSource(Source):
         """Identity of a component: its settings."""
         return f"random-{json.dumps(self.config(name), sort_keys=True)}"
 
-    def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """One component: frozen, in eval mode."""
         pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
         module, at = self.skeleton(name), 0
@@ -33,6 +34,7 @@ class RandomSource(Source):
                 weight = _weight(hollow.shape, key, pool_N, at)
                 owner.register_parameter(key, nn.Parameter(weight.to(device), requires_grad=False))
                 at = (at + weight.numel()) % POOL
+        weights.pack(module)
         return module.to(device).eval()
 
     def files(self) -> list[Path]:

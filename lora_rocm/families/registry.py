@@ -1,11 +1,20 @@
-"""Which model families there are."""
+"""Which model families there are, as a value: ``PRODUCT`` is what the program uses, a test may make its own."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 
+from lora_rocm.errors import ModelError
+from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
-from lora_rocm.families.spec import FamilySpec
+from lora_rocm.families.spec import Evidence, FamilySpec
+
+RESERVED = (
+    "sd3", "flux", "chroma", "flux2", "z-image", "anima", "krea2", "qwen-image", "wan", "ltx2",
+    "causal-lm",
+)  # fmt: skip
+"""Names of families that are to come."""
 
 
 class Registry:
@@ -17,7 +26,8 @@ class Registry:
 
     def __init__(self, specs: Sequence[FamilySpec]) -> None:
         self._specs = {spec.name: spec for spec in specs}
-        assert self._specs and len(self._specs) == len(specs)
+        if not specs or len(self._specs) != len(specs):
+            raise ValueError("a registry has at least one family, and each name once")
 
     def __iter__(self) -> Iterator[FamilySpec]:
         return iter(self._specs.values())
@@ -29,13 +39,43 @@ class Registry:
         return self._specs[name]
 
     @property
-    def default(self) -> FamilySpec:
-        return next(iter(self))
-
-    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._specs)
 
+    def refusal(self, name: str) -> tuple[str, str]:
+        """(what is wrong, what to do) about a name that no family has."""
+        known = f"Families that can be trained: {', '.join(self.names)}."
+        plain = name.strip().lower()
+        coming = [reserved for reserved in RESERVED if reserved not in self]
+        if plain in coming:
+            return f"{plain} is not supported yet", known
+        near = difflib.get_close_matches(plain, [*self.names, *coming], n=1, cutoff=0.7)
+        if near and near[0] in coming:
+            return "there is no such model family", f"Did you mean {near[0]}? It is not supported yet. {known}"
+        return "there is no such model family", f"Did you mean {near[0]}?" if near else known
 
-PRODUCT = Registry([SDXL])
+    def detect(self, seen: Evidence, where: str) -> FamilySpec:
+        """The family of a base model and a LoRA for it. What the base itself shows counts for more.
+
+        Args:
+            seen: of both.
+            where: which base model, for the error.
+
+        Raises:
+            ModelError: family-unclear: no family, or more than one, is recognised.
+        """
+        found = [spec for spec in self if spec.marks.base_is(seen)]
+        found = found or [spec for spec in self if spec.marks.lora_is_for(seen)]
+        if len(found) == 1:
+            return found[0]
+        what = f"could be {' or '.join(spec.title for spec in found)}" if found else "is not recognised"
+        raise ModelError(
+            "family-unclear",
+            f"The model family of this base {what}.",
+            where=where,
+            fix=f"Name it: --family {' or --family '.join(self.names)}.",
+        )
+
+
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2])
 """The families of this program."""

@@ -17,6 +17,7 @@ import torch
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.plain import FileVersion
 from lora_rocm.host.settings import settings_from
 from lora_rocm.recipe.kinds import recipe_from
@@ -54,8 +55,7 @@ def weigh(recipe: Recipe) -> Weighed:
     dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
     files = family.examine()
     num_bytes = {
-        name: sum(parameter.numel() for parameter in family.skeleton(name).parameters())
-        * dtypes.get(name, dtype).itemsize
+        name: family.weight_format(name).num_bytes(family.skeleton(name), dtypes.get(name, dtype))
         for name in family.all_components
     }
     try:
@@ -67,10 +67,10 @@ def weigh(recipe: Recipe) -> Weighed:
     return Weighed(num_bytes, list(family.notices), [list(astuple(FileVersion.of(file))) for file in files], limits)
 
 
-def main() -> int:
+def main(registry: Registry = PRODUCT) -> int:
     """Weigh the recipe in the file that the first argument names."""
     try:
-        recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), registry)
         found: dict[str, object] = asdict(weigh(recipe))
         code = 0
     except LoraRocmError as error:

@@ -159,8 +159,10 @@ def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
         ModelError: it names something else.
     """
     named = index.get("weight_map")
-    names = list(named.values()) if isinstance(named, dict) else [None]
-    if not all(isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names):
+    names = list(named.values()) if isinstance(named, dict) else []
+    if not names or not all(
+        isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
+    ):
         raise damaged(path, "it does not name files beside it")
     return sorted(set(names))
 
@@ -180,7 +182,10 @@ def read_tensors(
             tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             if tensor.numel():
                 file.seek(entry.begin)
-                if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.end - entry.begin:
+                if (
+                    file.readinto(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+                    != entry.end - entry.begin
+                ):
                     raise damaged(header.path, f"it ends inside {name}", error)
             tensors[name] = tensor
     return tensors
@@ -198,7 +203,7 @@ def read_hashed(
 
     def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> tuple[str, Tensor]:
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
         sha256 = hashlib.sha256()
         file.seek(entry.begin)
         for start in range(0, len(place), PIECE_BYTES):

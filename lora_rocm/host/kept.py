@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,6 +20,7 @@ from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.host.changes import BY_ID, Size, known
 from lora_rocm.host.facts import HostFacts
 from lora_rocm.host.files import write_atomic
+from lora_rocm.host.mitigation_records import Kept, Remembered, Workload
 from lora_rocm.host.printable import printable
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.select import Selection
@@ -32,32 +33,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 PREFIX = "changes-"
 FORGET = "lora-rocm forget"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The size of a run, as far as it decides about memory. ``id``: short and stable; ``text``: for people."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One change: because of what (``changes.Seen``), since which day (ISO), and for which runs (None: all)."""
-
-    change: str
-    seen: str
-    when: str
-    workload: Workload | None = None
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What the file of this stack says. ``damaged``: there is one that cannot be read; it counts as empty."""
-
-    entries: tuple[Kept, ...] = ()
-    damaged: bool = False
 
 
 def key_of(facts: HostFacts, selection: Selection) -> str:

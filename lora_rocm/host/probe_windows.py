@@ -47,7 +47,6 @@ SMART_APP_CONTROL: dict[Any, Literal["off", "evaluation", "on"]] = {0: "off", 1:
 VENDORS: dict[str, Vendor] = {"1002": "amd", "10de": "nvidia", "8086": "intel"}
 WINDOWS_11 = 22000
 TOOL_TIMEOUT_S = 15.0
-DLL_BYTES_OF_VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -248,67 +247,3 @@ def _tdr_events(look: Look) -> int | None:
     command = ["powershell", "-NoProfile", "-NonInteractive", "-Command", EVENTS_SCRIPT]
     said = look.run("powershell", command, TOOL_TIMEOUT_S)
     return None if said is None else look.parsed(said.strip(), "events of the display driver")
-
-
-class RealRegistry:
-    """This machine's registry. Only on Windows."""
-
-    def values(self, key: str) -> dict[str, Any]:
-        """Names and values of a key below HKEY_LOCAL_MACHINE."""
-        import winreg as registry
-
-        api: Any = registry
-        with api.OpenKey(api.HKEY_LOCAL_MACHINE, key) as opened:
-            count = api.QueryInfoKey(opened)[1]
-            return {name: value for name, value, _ in (api.EnumValue(opened, number) for number in range(count))}
-
-    def keys(self, key: str) -> list[str]:
-        """Names of the keys below a key."""
-        import winreg as registry
-
-        api: Any = registry
-        with api.OpenKey(api.HKEY_LOCAL_MACHINE, key) as opened:
-            return [api.EnumKey(opened, number) for number in range(api.QueryInfoKey(opened)[0])]
-
-
-def memory_status() -> tuple[int, int, int]:
-    """Bytes of memory, of memory that is available, and of memory with page file. Only on Windows.
-
-    Raises:
-        OSError: Windows does not answer.
-    """
-    import ctypes
-
-    longs = ("total", "available", "with_page_file", "page_file_left", "virtual", "virtual_left", "extended")
-
-    class Status(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ulong), ("load", ctypes.c_ulong)] + [
-            (name, ctypes.c_ulonglong) for name in longs
-        ]
-
-    status = Status()
-    status.length = ctypes.sizeof(status)
-    api: Any = ctypes
-    if not api.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
-        raise OSError("GlobalMemoryStatusEx failed")
-    return status.total, status.available, status.with_page_file
-
-
-def file_version(path: Path) -> str | None:
-    """Version in the resources of a DLL, "10.0.3551.0"; None where it has none. Only on Windows."""
-    import ctypes
-
-    api: Any = ctypes
-    library = api.windll.version
-    size = library.GetFileVersionInfoSizeW(str(path), None)
-    if not size:
-        return None
-    data, found, length = ctypes.create_string_buffer(size), ctypes.c_void_p(), ctypes.c_uint()
-    if not library.GetFileVersionInfoW(str(path), 0, size, data):
-        return None
-    if not library.VerQueryValueW(data, "\\", ctypes.byref(found), ctypes.byref(length)) or not found.value:
-        return None
-    # VS_FIXEDFILEINFO: signature and structure version, then the file's version in two words of 32 bits
-    words = ctypes.string_at(found.value + DLL_BYTES_OF_VERSION, 8)
-    high, low = int.from_bytes(words[:4], "little"), int.from_bytes(words[4:], "little")
-    return f"{high >> 16}.{high & 0xFFFF}.{low >> 16}.{low & 0xFFFF}"

@@ -18,7 +18,7 @@ from lora_rocm.host.select import Selection
 from lora_rocm.host.verdict import Verdict
 
 if TYPE_CHECKING:
-    from lora_rocm.host.kept import Remembered
+    from lora_rocm.host.mitigation_records import Remembered
     from lora_rocm.recipe.schema import Recipe  # pydantic takes longer than the whole plan
 
 Profile = Literal["safe", "fast"]

@@ -1,6 +1,6 @@
-"""The tables in docs/amd.md, docs/reliability.md and README.md, made from the tables of this package.
+"""The tables in docs/amd.md and docs/reliability.md, made from the tables of this package.
 
-``python -m lora_rocm.host.reference docs/amd.md docs/reliability.md README.md`` writes them anew between their marks;
+``python -m lora_rocm.host.reference docs/amd.md docs/reliability.md`` writes them anew between their marks;
 the rest is prose.
 """
 

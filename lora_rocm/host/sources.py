@@ -141,7 +141,7 @@ def this_machine() -> Sources:
     system: System = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")  # type: ignore[assignment]
     folder = app_dir(os.environ, system)
     if system == "windows":
-        from lora_rocm.host.probe_windows import RealRegistry, file_version, memory_status
+        from lora_rocm.host.windows_api import RealRegistry, file_version, memory_status
 
         return Sources(
             system,

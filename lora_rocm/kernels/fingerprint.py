@@ -16,16 +16,10 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
-TILE = 4096
-"""Words; both forms cut at the same places."""
-WORDS_MULTIPLE = 16
-"""Of the words of each buffer: then the kernel reads 16 bytes at once."""
-MAX_BUFFERS = 6
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
 """In the plain form: their products take 8 bytes a word, which on the CPU should stay in its cache."""
-PLACE_FACTORS = (-1640531535, -2048144777)
-TILE_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def words_of(buffer_N: Tensor) -> Tensor:
@@ -51,7 +45,9 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_fingerprints
 
-        launch_fingerprints(words, found_K)
+        for first in range(0, len(words), BUFFERS_AT_ONCE):
+            some = slice(first, first + BUFFERS_AT_ONCE)
+            launch_fingerprints(words[some], found_K[some])
     else:
         found_K.add_(torch.cat([_fingerprint(words_N) for words_N in words]))
 

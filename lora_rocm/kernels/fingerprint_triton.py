@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lora_rocm.kernels import fingerprint
+from lora_rocm.kernels import fingerprint_weights
 from lora_rocm.kernels.choice import LAUNCH
-from lora_rocm.kernels.fingerprint import MAX_BUFFERS
+from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, MAX_BUFFERS
 
 WARPS = 4
-WIDTH = 8  # of the kernels over a number for each buffer
-TILE = tl.constexpr(fingerprint.TILE)
-PLACE_1, PLACE_2 = (tl.constexpr(factor) for factor in fingerprint.PLACE_FACTORS)
-TILE_1, TILE_2, TILE_3 = (tl.constexpr(factor) for factor in fingerprint.TILE_FACTORS)
+WIDTH = MAX_BUFFERS  # of the kernels over a number for each buffer; a power of two
+TILE = tl.constexpr(fingerprint_weights.TILE)
+PLACE_1, PLACE_2 = (tl.constexpr(factor) for factor in fingerprint_weights.PLACE_FACTORS)
+TILE_1, TILE_2, TILE_3 = (tl.constexpr(factor) for factor in fingerprint_weights.TILE_FACTORS)
 
 
 @triton.jit
@@ -85,11 +85,11 @@ def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
 
 
 def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
-    """As the plain form."""
+    """As the plain form, of at most BUFFERS_AT_ONCE."""
     counts = [words_N.numel() for words_N in words]
-    unused = MAX_BUFFERS - len(words)
+    unused = BUFFERS_AT_ONCE - len(words)
     places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]
-    grid = (triton.cdiv(max(counts), fingerprint.TILE), len(words))
+    grid = (triton.cdiv(max(counts), fingerprint_weights.TILE), len(words))
     add_fingerprints[grid](*places, *sizes, found_K, num_warps=WARPS, **LAUNCH)
 
 

@@ -25,7 +25,8 @@ class FrozenConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         if not is_frozen or input.dtype != weight.dtype:
-            return super()._conv_forward(input, weight, bias)
+            plain: Tensor = super()._conv_forward(input, weight, bias)
+            return plain
         how = (self.stride, self.padding, self.dilation, self.groups)
         output: Tensor = _FrozenConvolution.apply(input, weight, bias, *how)
         return output

@@ -56,6 +56,7 @@ class _Geglu(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
+        ag: Tensor
         (ag,) = ctx.saved_tensors
         a, g = ag.chunk(2, dim=-1)
         dgelu = dy * a

@@ -58,6 +58,7 @@ class TritonGeglu(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
+        ag: Tensor
         (ag,) = ctx.saved_tensors
         dy = dy.contiguous()
         geglu_backward[_grid(dy)](dy, ag, dy.shape[-1], BLOCK=BLOCK, **LAUNCH)

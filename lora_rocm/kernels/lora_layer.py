@@ -6,6 +6,7 @@ test pins it. Everything else about the layer, names, scaling, switching off, is
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.lora_linear import lora_linear
+from lora_rocm.kernels.weight_format import dense_weight, format_of, is_packed
 
 
 class LoraLinear(Linear):
@@ -26,10 +29,14 @@ class LoraLinear(Linear):
             return None
         name = self._active_adapter if isinstance(self._active_adapter, str) else self._active_adapter[0]
         several = not isinstance(self._active_adapter, str) and len(self._active_adapter) != 1
-        if several or name not in self.lora_A or name in self.lora_variant or type(self.base_layer) is not nn.Linear:
+        packed = is_packed(self.base_layer)
+        known = packed or type(self.base_layer) is nn.Linear
+        if several or name not in self.lora_A or name in self.lora_variant or not known:
             return None
         dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
-        if b.bias is not None or a.weight.dtype != x.dtype or self.base_layer.weight.dtype != x.dtype:
+        if b.bias is not None or a.weight.dtype != x.dtype:
+            return None
+        if not packed and self.base_layer.weight.dtype != x.dtype:
             return None
         if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
             return None
@@ -37,10 +44,21 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs or self.base_layer.weight.requires_grad else self.plain(x)
+        base, packed = self.base_layer, is_packed(self.base_layer)
         if found is None:
+            if packed and self.lora_variant:  # PEFT's DoRA takes what is stored for the weight
+                raise AdapterError(
+                    "dora-packed",
+                    f"A DoRA needs dense weights, and this base is stored as {format_of(base).name}.",
+                    where="lora.use_dora",
+                    fix="Train without lora.use_dora, or with a dense base.",
+                )
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
-        return lora_linear(x, self.base_layer.weight, self.base_layer.bias, *found)
+        if not packed:
+            return lora_linear(x, base.weight, base.bias, *found)
+        bias = None if base.bias is None else base.bias.to(x.dtype)
+        return lora_linear(x, base.weight, bias, *found, partial(dense_weight, base, x.dtype))
 
 
 def base_of(layer: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from torch.autograd.function import once_differentiable
 
 
 def lora_linear(
-    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    dense: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """The layer's output, in the dtype of ``x``.
 
@@ -30,8 +36,10 @@ def lora_linear(
         a_RI: leaf; its gradient comes in its own dtype.
         b_OR: likewise.
         scale: alpha / rank.
+        dense: makes the dense weight where ``weight_OI`` is what is stored of it; called in each pass, so that nothing
+            dense is kept between them.
     """
-    output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale)
+    output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
     return output
 
 
@@ -59,13 +67,20 @@ def lora_projections(
 class _LoraLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Any,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+        dense: Callable[[], Tensor] | None,
     ) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1])
         h_MR = _scaled_product(x_MI, a_RI.t(), scale)
-        y_MO = F.linear(x_MI, weight_OI, bias_O).addmm_(h_MR, b_OR.t())
+        y_MO = F.linear(x_MI, weight_OI if dense is None else dense(), bias_O).addmm_(h_MR, b_OR.t())
         ctx.save_for_backward(x_MI, h_MR, weight_OI, a_RI, b_OR)
-        ctx.scale, ctx.shape = scale, x.shape
+        ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
         return y_MO.view(*x.shape[:-1], y_MO.shape[1])
 
     @staticmethod
@@ -76,10 +91,11 @@ class _LoraLinear(Function):
         dh_MR = _scaled_product(dy_MO, b_OR, ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
+            weight_OI = weight_OI if ctx.dense is None else ctx.dense()
             dx = (dy_MO @ weight_OI).addmm_(dh_MR, a_RI).view(ctx.shape)
         da_RI = dh_MR.t() @ x_MI if ctx.needs_input_grad[3] else None
         db_OR = dy_MO.t() @ h_MR if ctx.needs_input_grad[4] else None
-        return dx, None, None, da_RI, db_OR, None
+        return dx, None, None, da_RI, db_OR, None, None
 
 
 class _LoraProjections(Function):
@@ -120,7 +136,7 @@ def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tenso
     if join:
         return torch.cat(dy_MO, dim=1) @ weight_OI
     first, *others = weight_OI.split([d.shape[1] for d in dy_MO])
-    dx_MI = dy_MO[0] @ first
+    dx_MI: Tensor = dy_MO[0] @ first
     for d, weight in zip(dy_MO[1:], others, strict=True):
         dx_MI.addmm_(d, weight)
     return dx_MI

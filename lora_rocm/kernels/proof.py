@@ -19,7 +19,8 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.selftest_judge import poison
 from lora_rocm.kernels.choice import Form, refusal, triton_version
-from lora_rocm.kernels.fingerprint import TILE, add_fingerprints, compare, renew
+from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
+from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 

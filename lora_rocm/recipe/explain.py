@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
-from annotated_types import Le
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
-from lora_rocm.recipe.kinds import Kinds
+from lora_rocm.recipe.kinds import FAMILY, Kinds
 from lora_rocm.recipe.peer_names import value_advice
 from lora_rocm.recipe.schema import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
@@ -122,18 +121,17 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         return "is missing", _description(key, kinds.recipe)
     if kind == "extra_forbidden":
         names = list(_section_at(key[:-1], kinds.recipe).model_fields)
+        owners = kinds.owners(dotted(key[:-1]), str(key[-1]).lower().replace("-", "_"))
+        if owners:
+            return "there is no such key", f"{dotted(key)} is a key of {' and of '.join(owners)}."
         return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
+    if key == FAMILY and isinstance(value, str):
+        return kinds.registry.refusal(value)
     if kind == "literal_error":
         own = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         choices = kinds.choices(key) or own
         fix = value_advice(dotted(key), value) or _near_choice(value, choices)
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
-    if kind == "multiple_of":
-        step = int(context["multiple_of"])
-        most = next(int(str(limit.le)) for limit in _field_at(key, kinds.recipe).metadata if isinstance(limit, Le))
-        near = [number for number in (int(value) // step * step, -(int(value) // -step) * step) if 0 < number <= most]
-        fix = f"Take {' or '.join(map(str, near))}." if near else ""
-        return f"has to be a multiple of {step}, got {shown(value)}", fix
     if kind == "too_long":
         return f"has more than {context['max_length']} items", ""
     if kind in COMPARED:

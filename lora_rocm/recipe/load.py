@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -22,10 +22,10 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
+from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
-from lora_rocm.recipe.kinds import kinds_of
-from lora_rocm.recipe.peer_names import RATE_OF_ADAMW
-from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
+from lora_rocm.recipe.kinds import FAMILY, kinds_of
+from lora_rocm.recipe.schema import MOVED, PathRule, Recipe, TimeoutsSection, path_rule
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
     Key,
@@ -36,7 +36,6 @@ from lora_rocm.recipe.yaml_tree import (
     parse_yaml,
 )
 
-HIGH_RATE = 1e-2
 MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
 # Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
 EITHER_OR: dict[Key, Key] = {
@@ -52,6 +51,7 @@ OF_A_PROCESS = frozenset({
     "runtime.graphs", "runtime.compile", "runtime.memory", "runtime.profile", "runtime.self_test",
     "runtime.max_restarts", "runtime.threads", *(f"timeouts.{name}" for name in TimeoutsSection.model_fields),
 })  # fmt: skip
+AnySection = TypeVar("AnySection", bound=BaseModel)
 BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # YAML 1.1 takes it for the end of a line (section 5.4)
 PATH_LETTERS = 400  # of a path the end is what is wrong
@@ -129,22 +129,24 @@ class LoadedRecipe:
             RecipeError: with a problem for each that does not.
         """
         problems = []
-        for key, value, kind in _named_files(self.recipe):
-            if key[0] == "data" and not images:
+        for key, value, rule in _paths(self.recipe):
+            if rule.absolute == "always":
+                problems += self._cannot_be_made(key, value)
+            if not rule.must_be or value.startswith(BUILTIN) or (key[0] == "data" and not images):
                 continue
-            if value.startswith(BUILTIN) or (os.path.isdir if kind == "folder" else os.path.exists)(value):
-                continue
-            path = shown(value, PATH_LETTERS)
-            what = f"{path} is no {kind}" if os.path.exists(value) else f"there is no {kind} {path}"
-            problems.append(Problem(self.layers.where(key), what, PATH_FIX))
-        for key, value in (("cache", "dir"), self.recipe.cache.dir), (("output", "dir"), self.recipe.output.dir):
-            above = next(path for path in (Path(value), *Path(value).parents) if os.path.exists(path))
-            if not os.path.isdir(above):
-                what = f"{shown(str(above), PATH_LETTERS)} is a file, not a folder"
-                fix = "Move that file away, or choose another folder."
-                problems.append(Problem(self.layers.where(key), what, fix))
+            if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
+                path = shown(value, PATH_LETTERS)
+                what = f"{path} is no {rule.must_be}" if os.path.exists(value) else f"there is no {rule.must_be} {path}"
+                problems.append(Problem(self.layers.where(key), what, PATH_FIX))
         if problems:
             raise RecipeError(problems)
+
+    def _cannot_be_made(self, key: Key, folder: str) -> list[Problem]:
+        above = next(path for path in (Path(folder), *Path(folder).parents) if os.path.exists(path))
+        if os.path.isdir(above):
+            return []
+        what = f"{shown(str(above), PATH_LETTERS)} is a file, not a folder"
+        return [Problem(self.layers.where(key), what, "Move that file away, or choose another folder.")]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Registry = PRODUCT) -> LoadedRecipe:
@@ -200,11 +202,12 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Sentences about values that are possible and hardly ever meant."""
     found = []
     for name in ("learning_rate", "text_encoder_learning_rate"):
-        rate = getattr(recipe.optim, name)
-        if rate is not None and rate > HIGH_RATE:
+        rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
+        if rate is not None and not lowest <= rate <= highest:
+            height = "high" if rate > highest else "low"
             found.append(
-                f"{layers.where(('optim', name))}: {rate:g} is very high for {recipe.optim.optimizer}, which usually "
-                f"takes {RATE_OF_ADAMW}. Rates near 1 are meant for Prodigy and D-Adaptation, which are not here."
+                f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
+                f"{recipe.optim.rate_advice}"
             )
     return found
 
@@ -233,11 +236,14 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML with every default written out; ``load_recipe`` reads it back to the same recipe."""
+    """The whole recipe as YAML with every default written out; ``load_recipe`` reads it back to the same recipe.
+
+    Keys that the family does not read are left out.
+    """
     yaml = YAML()
     yaml.width = 4096
     stream = io.StringIO()
-    yaml.dump(_quoted(recipe.model_dump(mode="json")), stream)
+    yaml.dump(_quoted(without_unread(recipe.model_dump(mode="json"), recipe.spec)), stream)
     return stream.getvalue()
 
 
@@ -432,7 +438,10 @@ def _get(data: Any, key: Key) -> Any:
 
 def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[Problem]]:
     kinds = kinds_of(layers.data, registry)
-    problems = list(boolean_problems(layers.data, layers.where, kinds))
+    problems = [
+        *boolean_problems(layers.data, layers.where, kinds),
+        *(() if FAMILY in kinds.unknown else family_problems(layers.data, layers.where, kinds.family)),
+    ]
     try:
         return kinds.recipe.model_validate(layers.data), problems
     except ValidationError as error:
@@ -441,61 +450,42 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
         return None, problems + [problem for problem in found if problem.where not in known]
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+def _made_absolute(value: str, rule: PathRule) -> str:
+    """A path as it is found from any folder; a hub id and what ships with the program stay what they are."""
+    path = os.path.abspath(os.path.expanduser(value))
+    if rule.absolute == "always":
+        return path
+    return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
 
 
-def _absolute_unless_builtin(path: str | None) -> str | None:
-    return path if path is None or path.startswith(BUILTIN) else _absolute(path)
-
-
-def _absolute_if_there(name: str | None) -> str | None:
-    """A hub id stays what it is."""
-    if name is None or name.startswith(BUILTIN) or not os.path.exists(_absolute(name)):
-        return name
-    return _absolute(name)
-
-
-def _with_absolute_paths(recipe: Recipe) -> Recipe:
+def _with_absolute_paths(section: AnySection) -> AnySection:
     """Paths were relative to where the command runs; the worker and a later resume run elsewhere."""
-    model, data = recipe.model, recipe.data
-    sources = tuple(
-        source.model_copy(
-            update={"path": _absolute_unless_builtin(source.path), "dataset": _absolute_if_there(source.dataset)}
-        )
-        for source in data.sources
-    )
-    return recipe.model_copy(
-        update={
-            "model": model.model_copy(
-                update={
-                    name: _absolute_if_there(getattr(model, name))
-                    for name in ("name_or_path", "config", "vae")
-                    if name in type(model).model_fields
-                }
-            ),
-            "data": data.model_copy(update={"path": _absolute_unless_builtin(data.path), "sources": sources}),
-            "lora": recipe.lora.model_copy(
-                update={
-                    name: _absolute_unless_builtin(getattr(recipe.lora, name))
-                    for name in ("init_from",)
-                    if name in type(recipe.lora).model_fields
-                }
-            ),
-            "cache": recipe.cache.model_copy(update={"dir": _absolute(recipe.cache.dir)}),
-            "output": recipe.output.model_copy(update={"dir": _absolute(recipe.output.dir)}),
-        }
-    )
+    changed: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            changed[name] = _with_absolute_paths(value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(_with_absolute_paths(v) if isinstance(v, BaseModel) else v for v in value)
+        elif rule is not None and value is not None:
+            changed[name] = _made_absolute(value, rule)
+    return section.model_copy(update=changed)
 
 
-def _named_files(recipe: Recipe) -> Iterator[tuple[Key, str, str]]:
-    if recipe.data.path is not None:
-        yield ("data", "path"), recipe.data.path, "folder"
-    for index, source in enumerate(recipe.data.sources):
-        if source.path is not None:
-            yield ("data", "sources", index, "path"), source.path, "folder"
-    config, init_from = getattr(recipe.model, "config", None), getattr(recipe.lora, "init_from", None)
-    if config is not None:
-        yield ("model", "config"), config, "folder"
-    if init_from is not None:
-        yield ("lora", "init_from"), init_from, "file"
+def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
+    """(key, path, rule) of every path that a recipe, or a section of it, holds."""
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            yield from _paths(value, (*prefix, name))
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from _paths(item, (*prefix, name, index))
+        elif rule is not None and value is not None:
+            yield (*prefix, name), value, rule
+
+
+def paths_of(section: BaseModel) -> list[str]:
+    """The paths and hub ids that a section holds, without those that ship with the program."""
+    return [value for _, value, _ in _paths(section) if not value.startswith(BUILTIN)]

@@ -194,8 +194,8 @@ ADVICE: dict[str, str] = {
     "sample_prompts": "Write the prompts themselves, as the list sample.prompts; a file of prompts is not read.",
     "lr_warmup": "optim.lr_warmup_steps counts optimizer updates, not a share of them.",
     "gradient_accumulation": "Write train.gradient_accumulation_steps.",
-    "optimizer_args": "Write optim.weight_decay, optim.betas and optim.epsilon; other arguments are not supported.",
-    "optimizer_params": "Write optim.weight_decay, optim.betas and optim.epsilon; other arguments are not supported.",
+    "optimizer_args": "Each is a key of its own, such as optim.weight_decay and optim.betas.",
+    "optimizer_params": "Each is a key of its own, such as optim.weight_decay and optim.betas.",
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), BETAS),
     **dict.fromkeys(("v_parameterization", "v_pred", "is_v_pred", "force_v_prediction"), V_PREDICTION),
     **dict.fromkeys(("use_ema", "ema", "ema_config"), EMA),
@@ -313,7 +313,7 @@ NUMBER_FORMATS = {
     **dict.fromkeys(("bf16", "bfloat16", "bfloat_16"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "float_32", "float", "tfloat_32"), "fp32"),
 }
-OWN_RATE = ("prodigy", "dadapt", "d_adapt")
+D_ADAPTATION = ("dadapt", "d_adapt")
 RATE_OF_ADAMW = "1.0e-4"
 ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_fused", "torch.optim.adamw")
 
@@ -355,16 +355,15 @@ SCHEDULERS = {
 
 def _optimizer_advice(plain: str) -> str:
     name = plain.rpartition(".")[2]
-    if any(mark in name for mark in OWN_RATE):
-        return (
-            "There is only adamw yet. Prodigy and D-Adaptation find their own learning rate and are given 1.0: with "
-            f"adamw also write optim.learning_rate: {RATE_OF_ADAMW}."
-        )
+    if name == "prodigy":
+        return "Write prodigy."
+    if "prodigy" in name or any(mark in name for mark in D_ADAPTATION):
+        return "Write prodigy, which estimates its own learning rate too; a learning rate of 1.0 can stay."
     if plain in ADAMW_NAMES:
         return "Write adamw."
     if "adamw" in name:
         return "Write adamw: its moments have full precision, which takes more memory; the learning rate can stay."
-    return f"There is only adamw yet; a usual learning rate of it is {RATE_OF_ADAMW}." if plain.isprintable() else ""
+    return f"Of adamw a usual learning rate is {RATE_OF_ADAMW}, of prodigy 1.0." if plain.isprintable() else ""
 
 
 def _warmup_advice(value: object, steps: object) -> str:

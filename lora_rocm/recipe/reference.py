@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lora_rocm.recipe.kinds import kinds_of
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.recipe.family_rules import SIDES
+from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
+from lora_rocm.recipe.schema import MOVED
+from lora_rocm.recipe.yaml_tree import dotted
 
 HEAD = """# The recipe
 
@@ -34,27 +39,44 @@ kohya, OneTrainer and ai-toolkit take alpha 1, and kohya trains the text encoder
 
 | here | elsewhere |
 |---|---|"""
+GENERAL = {
+    "model": "The base model. Which keys there are is decided by its family.",
+    "lora": "The adapter. Which keys there are is decided by its type.",
+    "optim": "Optimizer and schedule. Steps are optimizer updates. Which keys there are is decided by the optimizer.",
+    "objective": "What the model is trained towards. Which keys there are is decided by the family of the model.",
+}
+"""What the reference says of a section of several kinds."""
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 LIMITS = {
     "exclusiveMinimum": ">",
     "minimum": ">=",
     "exclusiveMaximum": "<",
     "maximum": "<=",
-    "multipleOf": "a multiple of",
 }
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe file, for editors.
 
-    With ``base`` nothing is required, since the base may give it. ``resume: may change`` is an annotation.
+    With ``base`` nothing is required, since the base may give it, also the keys that name kinds. ``resume: may change``
+    is an annotation.
     """
-    schema = kinds_of({}).recipe.model_json_schema()
-    sections = schema.pop("$defs")
+    default = kinds_of({}, registry)
+    schema, sections = _schema_of(default)
     required = schema.pop("required")
     needed = {name: sections[_ref(schema["properties"][name])].pop("required", []) for name in required}
     for value in schema["properties"].values():
         value.pop("default", None)  # a section's defaults stand at its keys
+    then = {name: {"required": keys} for name, keys in needed.items() if keys}
+    for section, key in NAMED_BY:
+        refs = _sections_of_kinds(section, registry, sections)
+        if len(refs) > 1:
+            schema["properties"][section] = {"anyOf": refs}
+            unnamed = {"if": {"not": {"required": [key]}}, "then": refs[0]}
+            then[section] = {**then.get(section, {}), **unnamed}
+    objectives = [rules["properties"]["objective"] for rules in _rules_of_families(registry, sections).values()]
+    if len(objectives) > 1:
+        schema["properties"]["objective"] = {"anyOf": objectives}
     base = {"type": "string", "description": "Another recipe that this one starts from (one level)."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -62,24 +84,121 @@ def json_schema() -> dict[str, Any]:
         "title": "lora-rocm recipe",
         "properties": {"base": base, **schema["properties"]},
         "if": {"not": {"required": ["base"]}},
-        "then": {
-            "required": required,
-            "properties": {name: {"required": keys} for name, keys in needed.items() if keys},
-        },
+        "then": {"required": required, "properties": then},
+        "allOf": _conditions(registry, sections),
         "$defs": sections,
     }
 
 
-def reference_page() -> str:
-    """Markdown: a table for each section and one for the entries of ``data.sources``."""
-    schema = json_schema()
+def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a class of recipes, and that of each of its sections by name."""
+    schema = kinds.recipe.model_json_schema()
+    return schema, schema.pop("$defs")
+
+
+def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """References to the section of each kind, the default one first; their schemas are added to ``sections``."""
+    refs = []
+    for kinds in every_kind(section, registry):
+        schema, own = _schema_of(kinds)
+        ref = schema["properties"][section]["$ref"]
+        sections.setdefault(_name(ref), {key: v for key, v in own[_name(ref)].items() if key != "required"})
+        refs.append({"$ref": ref})
+    return refs
+
+
+def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Family -> what a recipe for it keeps to in sections that all families share."""
+    rules = {}
+    for kinds in every_kind(FAMILY[0], registry):
+        spec = kinds.family
+        schema, own = _schema_of(kinds)
+        ref = schema["properties"]["objective"]["$ref"]
+        sections.setdefault(_name(ref), own[_name(ref)])
+        keys: dict[str, dict[str, Any]] = {}
+        for section, key in SIDES:
+            keys.setdefault(str(section), {})[str(key)] = {"multipleOf": spec.shapes.multiple_px}
+        for name in spec.unread:
+            section, _, key = name.partition(".")
+            keys.setdefault(section, {})[key] = False
+        if not spec.text_components:
+            keys.setdefault("lora", {})["train_text_encoder"] = {"const": False}
+        shared = {section: {"properties": known} for section, known in keys.items()}
+        rules[spec.name] = {"properties": {"objective": {"$ref": ref}, **shared}}
+    return rules
+
+
+def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """What holds for recipes of each family: without a base also where no family is named, for that of the default."""
+    rules = _rules_of_families(registry, sections)
+    if len(rules) == 1:
+        return list(rules.values())
+    section, key = FAMILY
+    unnamed = {"not": {"anyOf": [{"required": ["base"]}, {"properties": {section: {"required": [key]}}}]}}
+    found = []
+    for name, rule in rules.items():
+        named = {
+            "properties": {section: {"properties": {key: {"const": name}}, "required": [key]}},
+            "required": [section],
+        }
+        found.append({"if": {"anyOf": [named, unnamed]} if name == registry.names[0] else named, "then": rule})
+    return found
+
+
+def reference_page(registry: Registry = PRODUCT) -> str:
+    """Markdown: a table for each section, one for each kind of it, and one for the entries of ``data.sources``."""
+    schema, sections = _schema_of(kinds_of({}, registry))
+    named_by = {**{key[0]: ".".join(key) for key in NAMED_BY}, "objective": ".".join(FAMILY)}
     parts = [HEAD]
     for name, value in schema["properties"].items():
-        if name != "base":
-            parts.append(_table(name, schema["$defs"][_ref(value)]))
-    parts.append(_table("data.sources[]", schema["$defs"]["DataSource"]))
-    parts.append(_names_table())
+        discriminator = named_by.get(name, "")
+        kinds = every_kind(discriminator.partition(".")[0], registry)
+        if len(kinds) == 1:
+            parts.append(_table(name, sections[_ref(value)], registry))
+        else:
+            parts += _tables_of_kinds(name, discriminator, kinds, registry)
+    parts.append(_table("data.sources[]", sections["DataSource"], registry))
+    parts += [_moved_table(), _names_table()]
     return "\n".join(parts)
+
+
+def _tables_of_kinds(name: str, discriminator: str, kinds: Sequence[Kinds], registry: Registry) -> Iterator[str]:
+    """A table of the keys that all kinds of a section have, then one for each kind with its own keys and defaults."""
+    found = {}
+    for kind in kinds:
+        schema, sections = _schema_of(kind)
+        found[kind.name_of(name)] = sections[_ref(schema["properties"][name])]
+    first = next(iter(found.values()))
+    all_have = {
+        key: value
+        for key, value in first["properties"].items()
+        if all(section["properties"].get(key) == value for section in found.values())
+    }
+    section, _, key = discriminator.partition(".")
+    if section == name:
+        choices = ", ".join(f"`{choice}`" for choice in found)
+        all_have = {key: {**first["properties"][key], "names": choices}, **all_have}
+    general = {"description": GENERAL[name], "properties": all_have}
+    yield _table(name, general, registry) if all_have else f"## {name}\n\n{GENERAL[name]}\n"
+    for choice, of_kind in found.items():
+        own = {key: value for key, value in of_kind["properties"].items() if key not in all_have}
+        if own:
+            heading = f"{discriminator}: {choice}" if section == name else f"{name} with {discriminator}: {choice}"
+            yield _table(heading, {**of_kind, "properties": own}, registry, level=3)
+
+
+def _moved_table() -> str:
+    """Places of keys that are still read."""
+    return "\n".join([
+        "## Keys that have moved",
+        "",
+        "The old place is still read, with a notice.",
+        "",
+        "| key | old place |",
+        "|---|---|",
+        *(f"| `{dotted(new)}` | `{dotted(old)}` |" for old, new in MOVED.items()),
+        "",
+    ])  # fmt: skip
 
 
 def _names_table() -> str:
@@ -103,13 +222,27 @@ def _names_table() -> str:
 
 def _ref(value: dict[str, Any]) -> str:
     """Name of the section that a property refers to."""
-    return str(value["$ref"]).rpartition("/")[2]
+    return _name(value["$ref"])
 
 
-def _table(title: str, section: dict[str, Any]) -> str:
-    lines = [f"## {title}", "", section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"]
+def _name(ref: str) -> str:
+    return ref.rpartition("/")[2]
+
+
+def _table(title: str, section: dict[str, Any], registry: Registry, level: int = 2) -> str:
+    lines = [
+        f"{'#' * level} {title}",
+        "",
+        section["description"],
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
     for name, value in section["properties"].items():
         meaning = value.get("description", "The default is that of `data`." if title == "data.sources[]" else "")
+        if (title, name) in SIDES:
+            steps = " and ".join(f"{spec.shapes.multiple_px} ({spec.title})" for spec in registry)
+            meaning += f" A multiple of {steps}."
         if value.get("resume"):
             meaning += " *resume*"
         lines.append(f"| `{name}` | {_type(value)} | {_default(value)} | {meaning.strip()} |")
@@ -117,6 +250,8 @@ def _table(title: str, section: dict[str, Any]) -> str:
 
 
 def _type(value: dict[str, Any]) -> str:
+    if "names" in value:
+        return str(value["names"])
     if "anyOf" in value:
         return " or ".join(_type(part) for part in value["anyOf"] if part.get("type") != "null")
     if "enum" in value:

@@ -7,19 +7,25 @@ what anybody trains with, so that a slip of the finger is found before it takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-LATENT_PX = 8  # one number of the latents stands for so many pixels a side
+if TYPE_CHECKING:
+    from lora_rocm.families.spec import FamilySpec
+
 MAX_STEPS = 100_000_000
 MAX_EPOCHS = 1_000_000
 MAX_BATCH = 4096
 MAX_RANK = 2048
 MAX_SIDE_PX = 16_384
+MAX_BUCKET_STEP = 1024
 MAX_TAGS = 1000
 MAX_SAMPLE_STEPS = 1000  # a base model has so many noise levels
 MAX_GUIDANCE = 1000.0
@@ -33,6 +39,39 @@ Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """What the program does with a path of a recipe.
+
+    Attributes:
+        absolute: when it is made absolute, since the worker and a later resume run elsewhere. A hub id stays as it is,
+            "if there"; what ships with the program is no path, "unless builtin".
+        must_be: what has to be there before a run; "": nothing, or what is there is looked at later.
+    """
+
+    absolute: Literal["always", "unless builtin", "if there"]
+    must_be: Literal["folder", "file", ""] = ""
+
+
+InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
+InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
+PathOrHubId = Annotated[PathText, PathRule("if there")]
+OutputFolder = Annotated[PathText, PathRule("always")]
+
+
+def path_rule(field: FieldInfo) -> PathRule | None:
+    """The rule for the path that a field holds; None if it holds none."""
+    return next(
+        (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
+    )
+
+
+def _metadata_in(annotation: Any) -> Iterator[Any]:
+    yield from getattr(annotation, "__metadata__", ())
+    for part in get_args(annotation):
+        yield from _metadata_in(part)
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
@@ -58,7 +97,7 @@ class ModelSection(Section):
     """The base model."""
 
     family: str = Field(description="Model family.")
-    name_or_path: PathText = Field(description="The base model: a folder, a file or a hub id.")
+    name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
 
 
@@ -88,8 +127,8 @@ class SourceOptions(Section):
 class DataSource(Section):
     """One source: a folder of pictures, or a ``datasets`` source. Unset options come from ``data``."""
 
-    path: PathText | None = Field(None, description="A folder of pictures, with its sub-folders.")
-    dataset: PathText | None = Field(
+    path: InputFolder | None = Field(None, description="A folder of pictures, with its sub-folders.")
+    dataset: PathOrHubId | None = Field(
         None,
         description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
         "(imagefolder), or a folder written by save_to_disk.",
@@ -121,12 +160,12 @@ class DataSource(Section):
 class DataSection(SourceOptions):
     """Where the pictures are and how they are cut."""
 
-    path: PathText | None = Field(None, description="A folder of pictures (for several, use sources).")
+    path: InputFolder | None = Field(None, description="A folder of pictures (for several, use sources).")
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
     bucket_step: int = Field(
-        64, gt=0, le=1024, multiple_of=8, description="Bucket sides are multiples of this many pixels."
+        64, gt=0, le=MAX_BUCKET_STEP, description="Bucket sides are multiples of this many pixels."
     )
     bucket_max_aspect: float = Field(2.5, ge=1.0, le=100.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
@@ -187,7 +226,7 @@ class AdapterSection(Section):
     weight_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
     )
-    init_from: PathText | None = Field(
+    init_from: InputFile | None = Field(
         None,
         description="Start from this file (kohya, diffusers or PEFT), of the same type. Modules of a lower rank are "
         "filled up to rank; the effect is the file's.",
@@ -238,7 +277,15 @@ class LokrSection(AdapterSection):
 
 
 class OptimSection(Section):
-    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates."""
+    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
+
+    Attributes:
+        usual_rates: lowest and highest learning rate that is not questioned.
+        rate_advice: half a sentence on the rate that it usually takes.
+    """
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    rate_advice: ClassVar[str] = ""
 
     optimizer: str = Field(description="Optimizer.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
@@ -256,9 +303,41 @@ class OptimSection(Section):
 class AdamwSection(OptimSection):
     """Optimizer and schedule. Steps are optimizer updates."""
 
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
+    rate_advice: ClassVar[str] = (
+        "which usually takes 1.0e-4. Rates near 1 are meant for Prodigy: for that set optim.optimizer: prodigy."
+    )
+
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
+
+
+class ProdigySection(OptimSection):
+    """Optimizer and schedule. Steps are optimizer updates. Prodigy estimates the learning rate (arXiv 2306.06101)."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
+    rate_advice: ClassVar[str] = (
+        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
+    )
+
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
+    learning_rate: float = Field(1.0, gt=0, description="Factor of the estimated learning rate.")
+    text_encoder_learning_rate: float | None = Field(
+        None, gt=0, description="Factor for the text encoders; unset means learning_rate."
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
+    beta3: Decay | None = Field(
+        None, description="Decay of the sums that the estimate is made of; unset means the root of the second beta."
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
+    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
+    use_bias_correction: bool = Field(False, description="Adam's correction of the moments, which are zero at first.")
+    safeguard_warmup: bool = Field(
+        False,
+        description="Keep a warm-up of the learning rate from raising the estimate; for lr_warmup_steps.",
+    )
 
 
 class ObjectiveSection(Section):
@@ -332,12 +411,8 @@ class SampleSection(Section):
     seed: int = on_resume(1234, "Seed of the first picture; the next ones count up.", ge=0, lt=2**31)
     guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
-    width: int | None = on_resume(
-        None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
-    )
-    height: int | None = on_resume(
-        None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX, multiple_of=LATENT_PX
-    )
+    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
+    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
 
 
 class RuntimeSection(Section):
@@ -428,14 +503,14 @@ class TimeoutsSection(Section):
 class CacheSection(Section):
     """Where encoded pictures and captions are kept between runs."""
 
-    dir: PathText = on_resume("cache", "Cache folder, relative to where the command runs.")
+    dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
 
 
 class OutputSection(Section):
     """What is written, and where."""
 
     name: str = on_resume("lora", "Title in the file's metadata.")
-    dir: PathText = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
+    dir: OutputFolder = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
     save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0, le=MAX_STEPS)
     keep_last: int = on_resume(
         2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0, le=10_000
@@ -450,7 +525,9 @@ class OutputSection(Section):
 
 
 class Recipe(Section):
-    """A whole recipe. Its instances are of the classes that ``recipe_class`` makes."""
+    """A whole recipe. Its instances are of the classes that ``recipe_class`` makes; ``spec`` is that of the family."""
+
+    spec: ClassVar[FamilySpec]
 
     model: ModelSection
     data: DataSection
@@ -466,51 +543,35 @@ class Recipe(Section):
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as asked, else the resolution, cut to whole latents."""
-        side = max(self.data.resolution // LATENT_PX, 1) * LATENT_PX
+        """(width, height) of previews in pixels: as asked, else the resolution, cut to what the family takes."""
+        step = self.spec.shapes.multiple_px
+        side = max(self.data.resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
-OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection}
+OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Places of keys that are still read, and where each of them is now."""
 
 
-class FamilySections(Protocol):
-    """The sections of a model family (``families.spec.FamilySpec`` has more)."""
-
-    @property
-    def model_section(self) -> type[ModelSection]: ...
-
-    @property
-    def objective_section(self) -> type[ObjectiveSection]: ...
-
-
-def recipe_class(family: FamilySections, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
+@cache
+def recipe_class(family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
     """The class of recipes of these kinds: ``Recipe`` with their sections in the place of the general ones.
 
     The same kinds give the same class.
     """
-    return _recipe_class(family.model_section, family.objective_section, adapter, optimizer)
-
-
-@cache
-def _recipe_class(
-    model: type[ModelSection],
-    objective: type[ObjectiveSection],
-    adapter: type[AdapterSection],
-    optimizer: type[OptimSection],
-) -> type[Recipe]:
-    return create_model(
+    made = create_model(
         "Recipe",
         __base__=Recipe,
         __doc__="A whole recipe.",
         __module__=__name__,
-        model=(model, ...),
+        model=(family.model_section, ...),
         lora=(adapter, adapter.model_validate({})),
         optim=(optimizer, optimizer.model_validate({})),
-        objective=(objective, objective()),
+        objective=(family.objective_section, family.objective_section()),
     )
+    made.spec = family
+    return made

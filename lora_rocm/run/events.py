@@ -22,7 +22,7 @@ from lora_rocm.host.files import make_folder, open_in_place
 from lora_rocm.host.printable import legible
 
 WHOLE, NUMBER, TEXT, TRUTH, TEXTS = "whole number", "number", "text", "truth", "texts"
-COUNTS, PROBLEMS, ANYTHING = "counts", "problems", "anything"
+COUNTS, NUMBERS, PROBLEMS, ANYTHING = "counts", "numbers", "problems", "anything"
 MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # products and sums of them are finite
 
 
@@ -59,7 +59,7 @@ EVENT_FIELDS: dict[str, dict[str, str]] = {
     # a damaged cache entry was encoded again: kind (image, text), the picture or caption, what was wrong
     "repaired": {"kind": TEXT, "item": TEXT, "reason": TEXT},
     # one confirmed update; seconds: the whole step, waiting for the loader, copies to the device, checking them there,
-    # waiting for the verdict
+    # waiting for the verdict; optimizer: name -> what the optimizer tells of itself (optim/rule.py)
     "step": {
         "updates": WHOLE,
         "max_train_steps": WHOLE,
@@ -77,6 +77,7 @@ EVENT_FIELDS: dict[str, dict[str, str]] = {
         "transfer_checks": WHOLE,
         "transfer_failures": WHOLE,
         "loss_scale": or_null(NUMBER),
+        "optimizer": NUMBERS,
     },
     # kind: transfer, nonfinite, fp16-overflow, out-of-memory
     "incident": {
@@ -321,7 +322,7 @@ def _fits(kind: str, value: Any) -> bool:
         case "whole number":
             return _is_whole(value)
         case "number":
-            return _is_whole(value) or (isinstance(value, float) and abs(value) < MAX_NUMBER)
+            return _is_number(value)
         case "text":
             return isinstance(value, str)
         case "truth":
@@ -330,6 +331,8 @@ def _fits(kind: str, value: Any) -> bool:
             return isinstance(value, list) and all(isinstance(item, str) for item in value)
         case "counts":
             return isinstance(value, dict) and all(map(_is_whole, value.values()))
+        case "numbers":
+            return isinstance(value, dict) and all(map(_is_number, value.values()))
         case "problems":
             return isinstance(value, list) and all(map(_is_problem, value))
         case _:
@@ -338,6 +341,10 @@ def _fits(kind: str, value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return type(value) is int and abs(value) < MAX_WHOLE
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and abs(value) < MAX_NUMBER)
 
 
 def _is_problem(value: Any) -> bool:

@@ -95,9 +95,10 @@ class SmallerAdapter:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one recipe, at its largest pictures.
+    """Of one recipe, at its largest samples.
 
     Attributes:
+        shape: of these samples, in words; cost: what activations and work are proportional to.
         weight_bytes: frozen weights, on the device where nothing is offloaded.
         adapter_bytes: trained weights, a pass's gradients, moments and average.
         gradient_bytes: the buffer in which gradients add up: made when activations have gone, unless it is kept.
@@ -110,8 +111,8 @@ class Footprint:
         smaller: the adapter with milder settings, the mildest first.
     """
 
-    height: int
-    width: int
+    shape: str
+    cost: int
     weight_bytes: int
     adapter_bytes: int
     gradient_bytes: int
@@ -143,9 +144,8 @@ class Footprint:
             landing_bytes=smaller.landing_bytes,
         )
 
-    def with_area(self, height: int, width: int) -> Footprint:
-        """For pictures of another size: activations and work go with the area (attention is fused)."""
-        share = height * width / (self.height * self.width)
+    def scaled(self, share: float) -> Footprint:
+        """For samples of another cost: activations and work are proportional to it (attention is fused)."""
         blocks = tuple(
             replace(
                 block,
@@ -159,9 +159,16 @@ class Footprint:
             for block in self.blocks
         )
         moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
-        recomputed = None if self.recomputed_bytes is None else int(self.recomputed_bytes * share)
-        scaled = replace(self, blocks=blocks, moments=moments, work=_scaled(self.work, share))
-        return replace(scaled, height=height, width=width, recomputed_bytes=recomputed)
+        recomputed_bytes = None if self.recomputed_bytes is None else int(self.recomputed_bytes * share)
+        work = _scaled(self.work, share)
+        return replace(
+            self,
+            cost=int(self.cost * share),
+            blocks=blocks,
+            moments=moments,
+            work=work,
+            recomputed_bytes=recomputed_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.environ import plan as environment_plan
 from lora_rocm.host.files import write_json
 from lora_rocm.host.here import situation_here
@@ -72,7 +73,9 @@ class RecipeJob(Job):
     eager_modes: tuple[Mode, ...] = MODES
 
 
-def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool) -> int:
+def plan(
+    recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool, registry: Registry = PRODUCT
+) -> int:
     """Print what each way of computing a step takes, and the one that training would choose.
 
     Args:
@@ -80,11 +83,12 @@ def plan(recipe_path: str, overrides: Sequence[str], *, card: str | None, as_jso
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
         as_json: print one object.
+        registry: the families there are.
 
     Raises:
         LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
     """
-    loaded = load_recipe(recipe_path, overrides)
+    loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
@@ -214,7 +218,7 @@ def _milder_first(
 
 def _reduced(recipe: Recipe, footprint: Footprint, side: int, adapter: SmallerAdapter | None) -> Footprint:
     share = (side / _resolution(recipe)) ** 2
-    smaller = footprint.with_area(int(footprint.height * share), footprint.width) if share != 1 else footprint
+    smaller = footprint.scaled(share) if share != 1 else footprint
     return smaller if adapter is None else smaller.with_adapter(adapter)
 
 
@@ -279,8 +283,8 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 def _facts(footprint: Footprint) -> dict[str, Any]:
     """What is worth printing of a footprint."""
     whole = footprint.to_json()
-    keys = ("height", "width", "weight_bytes", *ADAPTER, "work")
-    return {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
+    keys = ("weight_bytes", *ADAPTER, "work")
+    return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
 
 
 def _lines(
@@ -295,7 +299,7 @@ def _lines(
 ) -> Iterator[str]:
     train = recipe.train
     yield (
-        f"{name}: {footprint.width} x {footprint.height} pixels, batch {train.batch_size} x "
+        f"{name}: {footprint.shape}, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))

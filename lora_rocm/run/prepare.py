@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.errors import RecipeError, ResumeError, storage_error
+from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
 from lora_rocm.host.files import fsync_folder, rename, write_atomic
 from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
@@ -221,3 +221,15 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def open_run(path: Path) -> RunDir:
+    """The run directory at ``path``.
+
+    Raises:
+        UserError: there is no run there.
+    """
+    run_dir = RunDir(path.absolute())
+    if not run_dir.path.is_dir() or not holds_run(run_dir):
+        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
+    return run_dir

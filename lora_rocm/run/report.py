@@ -14,14 +14,15 @@ from lora_rocm.host.plain import read_plain
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import current_steps, read_events
+from lora_rocm.run.incidents import last_word, trouble_of
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.page import header, page, paragraph, picture, picture_table, preformatted, section, table
 from lora_rocm.run.plot import Point, Series, line_plot
+from lora_rocm.run.results import result_files
 from lora_rocm.run.slow import spilled
 from lora_rocm.run.smoothing import Smoothed
 from lora_rocm.run.spikes import spikes_section
-from lora_rocm.run.status import result_files
-from lora_rocm.run.trouble import failure_text, last_word, trouble_of, trouble_section
+from lora_rocm.run.trouble import failure_text, trouble_section
 from lora_rocm.run.wording import number_text, rate_text, size_text, time_text
 
 MAX_ROUNDS = 12
@@ -194,10 +195,16 @@ def _curves(facts: Facts) -> str:
             smooth.append((updates, now))
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
     held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
+    told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
+    of_optimizer: dict[str, list[Point]] = {
+        name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
+        for name in told
+    }
     plots = [
         ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
         ("Held-out loss", [Series("held-out loss", sorted(dict(held_out).items()), "dots")]),
         ("Learning rate", [Series("learning rate", rate)]),
+        *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
     ]
     parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
     return section("Curves", *parts)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_rocm.host.files import write_json
@@ -140,3 +141,10 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
         return f"{wanted.path} is not there."
     found = FileDigest.of_file(run_dir, wanted.path)
     return "" if found == wanted else f"{wanted.path} is not what was written: it was damaged or changed."
+
+
+def result_files(run_dir: RunDir) -> list[Path]:
+    """What a user may want from a run: LoRA files, newest step last, and the report."""
+    finals = [run_dir.lora, run_dir.diffusers_lora, run_dir.peft_dir]
+    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
+    return [path for path in (*steps, *finals, run_dir.report) if path.exists()]

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import UserError
 from lora_rocm.run.events import current_steps, read_events
+from lora_rocm.run.incidents import last_word, trouble_of
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import is_running
-from lora_rocm.run.prepare import holds_run
+from lora_rocm.run.results import result_files
 from lora_rocm.run.smoothing import Smoothed
-from lora_rocm.run.trouble import last_word, trouble_of
 from lora_rocm.run.wording import number_text, rate_text, time_text
 
 RATE_STEPS = 50
-
-
-def open_run(path: Path) -> RunDir:
-    """The run directory at ``path``.
-
-    Raises:
-        UserError: there is no run there.
-    """
-    run_dir = RunDir(path.absolute())
-    if not run_dir.path.is_dir() or not holds_run(run_dir):
-        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
-    return run_dir
 
 
 def status(run_dir: RunDir) -> dict[str, Any]:
@@ -71,13 +57,6 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in result_files(run_dir)],
     }
-
-
-def result_files(run_dir: RunDir) -> list[Path]:
-    """What a user may want from a run: LoRA files, newest step last, and the report."""
-    finals = [run_dir.lora, run_dir.diffusers_lora, run_dir.peft_dir]
-    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
-    return [path for path in (*steps, *finals, run_dir.report) if path.exists()]
 
 
 def status_text(found: dict[str, Any]) -> str:

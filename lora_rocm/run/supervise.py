@@ -27,6 +27,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.events import EventWriter, read_events
 from lora_rocm.run.exits import size_of
 from lora_rocm.run.heartbeat import read_heartbeat
+from lora_rocm.run.incidents import trouble_of
 from lora_rocm.run.judge import (
     PAUSES_S,
     REMEMBERED,
@@ -57,7 +58,6 @@ from lora_rocm.run.process import (
     unkillable,
 )
 from lora_rocm.run.team import DIED, End, environments, verdict
-from lora_rocm.run.trouble import trouble_of
 from lora_rocm.run.watch import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import MachineError, UserError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.files import write_json
 from lora_rocm.host.here import plan_here
-from lora_rocm.recipe.schema import LATENT_PX, Recipe
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.run import results
 from lora_rocm.run.children import run_tool
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.prepare import holds_run
-from lora_rocm.run.status import open_run
+from lora_rocm.run.prepare import holds_run, open_run
 from lora_rocm.run.wording import number_text
 
 TOOLS_MODULE = "lora_rocm.train.tools"
@@ -26,13 +26,25 @@ RESULTS = {"sample": "drawn", "export": "export"}
 """The event with which each tool names what it made."""
 
 
-def sample(source: Path, *, output: Path | None, base: str | None, config: Path | None, **options: Any) -> int:
+def sample(
+    source: Path,
+    *,
+    output: Path | None,
+    base: str | None,
+    config: Path | None,
+    family: str | None = None,
+    registry: Registry = PRODUCT,
+    **options: Any,
+) -> int:
     """Draw pictures; the job holds ``options`` as they are, and absolute paths.
 
     Raises:
         LoraRocmError: what the child met.
     """
     source = _existing(source)
+    if family is not None and family not in registry:
+        what, fix = registry.refusal(family)
+        raise UserError("family-unknown", f"{what[:1].upper()}{what[1:]}.", where=f"--family {family!a:.60}", fix=fix)
     _check_options(options, config if base is None else None)
     if output is None:
         output = RunDir(source).asked if source.is_dir() else Path("samples")
@@ -40,6 +52,7 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
         **options,
         "source": str(source),
         "output": str(output.absolute()),
+        "family": family,
         "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
         "config": str(config.absolute()) if config else None,
     }
@@ -47,12 +60,6 @@ def sample(source: Path, *, output: Path | None, base: str | None, config: Path 
 
 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
-    for name in ("width", "height"):
-        side = options.get(name)
-        if side is not None and side % LATENT_PX:
-            near = f"{side // LATENT_PX * LATENT_PX} or {-(-side // LATENT_PX) * LATENT_PX}"
-            what = f"The sides of a picture are multiples of {LATENT_PX} pixels."
-            raise UserError("picture-size", what, where=f"--{name} {side}", fix=f"Take {near}.")
     for name in ("prompt", "negative_prompt"):
         if not is_clean(options.get(name, "")):
             where = f"--{name.replace('_', '-')} {options[name]!a:.60}"

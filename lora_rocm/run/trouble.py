@@ -1,19 +1,13 @@
-"""What went wrong in a run and was got over: failures, changes and restarts, from all event files, by time."""
+"""Failures, changes and restarts of a run, in words and as a part of the report."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from lora_rocm.run.events import read_events
-from lora_rocm.run.layout import SUPERVISOR, RunDir
+from lora_rocm.run.incidents import Event
 from lora_rocm.run.page import paragraph, preformatted, section, table
 
-Event = dict[str, Any]
-
-TYPES = ("failure", "change", "restart")
 MAX_ROWS = 200
 MAX_LOGS, MAX_LOG_LINES = 10, 40
 DAY = "%Y-%m-%d %H:%M:%S"
@@ -29,37 +23,6 @@ ROUNDING = (
 OTHER_NOISE = (
     "The run was rolled back to other noise: from there on it is another run of the same recipe, as sound as the first."
 )
-
-
-def trouble_of(run_dir: RunDir, events: Sequence[Event]) -> list[Event]:
-    """``in_time`` for a run. ``events``: of rank 0, which are at hand.
-
-    Raises:
-        StorageError: see ``events.read_events``.
-    """
-    others = [read_events(path, *TYPES) for path in run_dir.events_of_others()]
-    return in_time(read_events(run_dir.events(SUPERVISOR)), [events, *others])
-
-
-def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> list[Event]:
-    """Failures, changes and restarts of the supervisor and of all ranks, in the order of time.
-
-    Ranks that train together run out of memory together: what several of them changed at one start is there once.
-    """
-    found = [event for event in supervisor if event["type"] in TYPES]
-    made = Counter[tuple[int, str]]()
-    for events in ranks:
-        here = Counter[tuple[int, str]]()
-        for event in events:
-            if event["type"] == "change":
-                change = (event["session"], event["id"])
-                here[change] += 1
-                if here[change] > made[change]:
-                    found.append(event)
-            elif event["type"] in TYPES:
-                found.append(event)
-        made |= here
-    return sorted(found, key=lambda event: float(event["time"]))
 
 
 def failure_text(event: Event) -> str:
@@ -96,17 +59,6 @@ def restart_text(event: Event) -> str:
 
 
 TEXTS = {"failure": failure_text, "change": change_text, "restart": restart_text}
-
-
-def last_word(events: Iterable[Event], trouble: Iterable[Event]) -> Event | None:
-    """The failure of the last start, where the worker itself said nothing of its end (it hung, or was killed)."""
-    last = next((event for event in reversed(list(trouble)) if event["type"] == "failure"), None)
-    for event in reversed(list(events)):
-        if event["type"] in ("error", "end"):
-            return None
-        if event["type"] == "start":
-            return last if last is not None and last["time"] >= event["time"] else None
-    return last
 
 
 def promise(events: Iterable[Event]) -> str:

@@ -21,6 +21,7 @@ from lora_rocm.device.world import World
 from lora_rocm.errors import DataError, ExportError, MachineError, StateError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.host.files import write_json
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
@@ -31,7 +32,6 @@ from lora_rocm.train.facts import Facts
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.memory import Memory
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import Room
 from lora_rocm.train.session import Session
@@ -52,7 +52,7 @@ class Artifacts:
     family: ModelFamily
     model: LoadedModel
     adapter: Adapter
-    optimizer: GatedAdamW
+    optimizer: GatedOptimizer
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared
@@ -266,7 +266,7 @@ class Artifacts:
             num_epochs=self.recipe.train.epochs or epochs + 1,
             num_images=sum(found.bucket_counts.values()),
             tag_frequency=found.tag_frequency,
-            buckets={f"{width}x{height}": count for (height, width), count in found.bucket_counts.items()},
+            buckets={str(shape): count for shape, count in found.bucket_counts.items()},
             dataset_dirs=found.folders,
             base_name=Path(self.recipe.model.name_or_path).name,
             vae_name=Path(self.recipe.model.vae).name if self.recipe.model.vae else "",

@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.data.batches import Batch, BatchPlan, loader
+from lora_rocm.data.batch import Batch
+from lora_rocm.data.batches import BatchPlan, loader
 from lora_rocm.families.base import Tensors
 from lora_rocm.train import compiling
 from lora_rocm.train.artifacts import Artifacts

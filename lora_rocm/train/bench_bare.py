@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.bench_setup import Bench
 from lora_rocm.train.loop import seed_for
@@ -49,12 +50,12 @@ def inputs_of(bench: Bench) -> Inputs:
     """The first micro-batch of a run, and how it computes now."""
     trainer = bench.trainer
     batch = next(trainer.open_batches(0))
-    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch["positions"]]
+    seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch.positions]
     layers: dict[str, list[str]] = {}
     for component, path, _ in bench.artifacts.adapter.modules.values():
         layers.setdefault(component, []).append(path)
-    tensors = {name: tensor.clone() for name, tensor in batch["tensors"].items()}
-    return Inputs(tensors, trainer.family.draw(tensors, seeds).tensors, layers, trainer.relief.recomputes)
+    tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+    return Inputs(tensors, trainer.family.objective.draw(tensors, seeds).tensors, layers, trainer.relief.recomputes)
 
 
 class BareStep:
@@ -81,7 +82,7 @@ class BareStep:
         )
 
     def __call__(self) -> None:
-        loss_B = self.family.loss(self.model, self.batch, self.draws).loss_B
+        loss_B = losses(self.family, self.model, self.batch, self.draws)
         self.loss: Tensor = loss_B.mean()
         self.loss.backward()
         self.optimizer.step()

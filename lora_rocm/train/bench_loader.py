@@ -20,10 +20,12 @@ import torch
 
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.fill import pixels_of
+from lora_rocm.data.encoding import Encoding
+from lora_rocm.data.entry_spec import IMAGE
 from lora_rocm.data.pictures import cut
 from lora_rocm.data.plan import Item
 from lora_rocm.data.reader import Order, Orders, Read
+from lora_rocm.data.ready import pixels_of
 from lora_rocm.data.samples import Sample, load_image
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.apply import apply
@@ -46,23 +48,29 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True)
 class Decoder:
-    """Reads the pictures themselves: decodes, scales and cuts them, as when the cache is filled."""
+    """Reads the images themselves: decodes, scales and cuts them, as when the cache is filled.
 
-    pictures: Mapping[str, tuple[Item, Sample]]
+    entry: one that is made from images alone. images: by the keys of its entries.
+    """
+
+    entry: str
+    images: Mapping[str, tuple[Item, Sample]]
 
     def __getitem__(self, order: Order, /) -> Read:
         pixels = []
-        for key in order.keys["image"]:
-            item, sample = self.pictures[key]
-            flip = key != item.image_keys[0]
+        for key in order.keys[self.entry]:
+            item, sample = self.images[key]
+            assert item.geometry is not None, "its image is read"
+            flip = key != item.keys[self.entry][0][0]
             pixels.append(pixels_of(cut(load_image(sample), item.geometry, flip)))
         return Read(order, {"pixels": torch.stack(pixels)}, {})
 
 
-def pictures_of(prepared: Prepared) -> dict[str, tuple[Item, Sample]]:
-    """Item and sample by the keys of their cached pictures."""
+def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
+    """What decodes the images of a run."""
+    entry = next(encoder.entry.name for encoder in family.encoders() if encoder.entry.inputs == (IMAGE,))
     pairs = zip(prepared.items, prepared.samples, strict=True)
-    return {key: (item, sample) for item, sample in pairs for key in item.image_keys}
+    return Decoder(entry, {key: (item, sample) for item, sample in pairs for (key,) in item.keys[entry]})
 
 
 def worker_counts() -> list[int]:
@@ -105,7 +113,7 @@ def works_of(
             runtime = recipe.runtime.model_copy(update={"workers": count, "workers_on_windows": True})
             workers = open_workers(cache, family, runtime, said.append)
             if source == "pictures":
-                workers.source = Decoder(pictures_of(prepared))
+                workers.source = decoder_of(prepared, family)
             fields = {"source": source, "workers": count, "batch_size": plan.batch_size}
             works.append(Work(fields, plan.batch_size, partial(reading, found, workers, said, plan), found))
     return works
@@ -126,7 +134,7 @@ def main() -> int:
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     family, cache = family_for(recipe), LatentCache(Path(recipe.cache.dir))
-    prepared = prepare(recipe, family, cache, device, lambda *progress: None)
+    prepared = prepare(recipe, family, Encoding(cache, device))
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
     emit("machine", **machine(device), pictures=len(prepared.items))
     measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)

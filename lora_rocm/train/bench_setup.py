@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_rocm.data.batches import Facts, Item, Prepared
-from lora_rocm.data.buckets import Geometry, bucket_sizes
+from lora_rocm.data.buckets import Geometry, square_shape
 from lora_rocm.data.cache import LatentCache
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import StorageError
@@ -147,32 +147,32 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
         StorageError: they cannot be written.
     """
     data, train = recipe.data, recipe.train
-    square = max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0))
-    example = family.example(*square, 1)
+    square = square_shape(data)
+    size_hw = square["h"], square["w"]
+    example = family.example(square, 1)
     count = max(MIN_ITEMS, ROUNDS_OF_ITEMS * train.batch_size * train.gradient_accumulation_steps)
+    entries = [encoder.entry for encoder in family.encoders()]
     for encoder in family.encoders():
         for number in range(count + 1):  # the last caption is the empty one
             rng = torch.Generator().manual_seed(number)
-            tensors: Tensors = {name: _random(example[name][0], rng) for name in encoder.outputs}
-            cache.put(encoder.kind, _key(encoder.kind, number), tensors, f"made-up entry {number}")
+            tensors: Tensors = {name: _random(example[name][0], rng) for name in encoder.entry.tensors}
+            cache.put(encoder.entry.name, _key(number), tensors, f"made-up entry {number}")
     items = tuple(
         Item(
             key=f"made-up-{number:04d}",
-            geometry=Geometry(square, square, (0, 0), square),
-            image_keys=(_key("image", number),),
-            text_keys=(_key("text", number),),
-            dropout_key=_key("text", count),
+            geometry=Geometry(size_hw, size_hw, (0, 0), size_hw),
+            shape=square,
+            keys={e.name: ((_key(number), _key(count)) if e.has_captions else (_key(number),),) for e in entries},
             dropout_rate=data.caption_dropout_rate,
-            repeats=1,
-            picture_keys=(_key("image", number),),
+            content=((_key(number),),),
         )
         for number in range(count)
     )
     return Prepared(items, (), (), (), (), Facts({}, {square: count}, {}), lambda text: {}, _cannot_repair)
 
 
-def _key(kind: str, number: int) -> str:
-    return f"{number:02x}-{kind}"
+def _key(number: int) -> str:
+    return f"{number:02x}-made-up"
 
 
 def _random(example: torch.Tensor, rng: torch.Generator) -> torch.Tensor:

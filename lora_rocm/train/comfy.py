@@ -81,4 +81,5 @@ def _decompose(weight: Tensor, patched: Tensor, dora_scale: Tensor, norm_of_base
         norm = measured.flatten(1).norm(dim=1).reshape(-1, *[1] * (weight.ndim - 1))
     else:
         norm = patched.transpose(0, 1).flatten(1).norm(dim=1).reshape(1, -1, *[1] * (weight.ndim - 2))
-    return patched * (dora_scale / (norm + torch.finfo(weight.dtype).eps))
+    scaled: Tensor = patched * (dora_scale / (norm + torch.finfo(weight.dtype).eps))
+    return scaled

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import device_fault, out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
@@ -59,7 +60,7 @@ class Compiler:
 
     Attributes:
         how: see ``how_asked``.
-        sizes_hw: height and width of the buckets, in pixels; their number, times the parts, bounds what is compiled.
+        shapes: of the buckets; their number, times the parts, bounds what is compiled.
         say: gets a sentence where it is done.
         tell: gets the events ``compile``.
         beat: called after each piece: it is progress.
@@ -68,7 +69,7 @@ class Compiler:
     """
 
     how: How
-    sizes_hw: Sequence[tuple[int, int]]
+    shapes: Sequence[Shape]
     say: Callable[[str], None]
     tell: Callable[..., object]
     beat: Callable[[str], None]
@@ -81,7 +82,7 @@ class Compiler:
         from torch._dynamo.backends.registry import lookup_backend
 
         parts = family.blocks(model) if self.how == "regional" else list(model.components.values())
-        limit = USES * len(parts) * len(self.sizes_hw)
+        limit = USES * len(parts) * len(self.shapes)
         config.cache_size_limit = max(config.cache_size_limit, limit)
         config.accumulated_cache_size_limit = max(config.accumulated_cache_size_limit, limit)
         inner = lookup_backend(self.backend)
@@ -96,27 +97,27 @@ class Compiler:
             part.compile(backend=counted, fullgraph=True, dynamic=False)
         self._tell(0)
 
-    def warm_up(self, run: Callable[[int, int], object]) -> None:
-        """A pass of each size (given height and width), the largest first; its gradients are the caller's to drop.
+    def warm_up(self, run: Callable[[Shape], object]) -> None:
+        """A pass of each shape, the largest first; its gradients are the caller's to drop.
 
         Raises:
             LoraRocmError: as ``explained``.
         """
-        for done, (height, width) in enumerate(self._ordered, 1):
+        for done, shape in enumerate(self._ordered, 1):
             with self.explained():
-                run(height, width)
+                run(shape)
             self.beat("compile")
             self._tell(done)
-        self.say(f"Compiled: {self.pieces} pieces for {len(self.sizes_hw)} sizes. They are kept for the next run.")
+        self.say(f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run.")
 
     @property
-    def _ordered(self) -> list[tuple[int, int]]:
-        return sorted(self.sizes_hw, key=lambda hw: -hw[0] * hw[1])
+    def _ordered(self) -> list[Shape]:
+        return sorted(self.shapes, key=lambda shape: -shape.cost)
 
     def _tell(self, done: int) -> None:
         following = next(iter(self._ordered[done:]), None)
-        size = "" if following is None else f"{following[1]}x{following[0]}"
-        self.tell("compile", size=size, done=done, total=len(self.sizes_hw))
+        size = "" if following is None else str(following)
+        self.tell("compile", size=size, done=done, total=len(self.shapes))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -130,7 +131,7 @@ class Compiler:
         try:
             yield
         except FailOnRecompileLimitHit as error:
-            what = f"More is compiled than {len(self.sizes_hw)} sizes of pictures explain ({self.pieces} pieces)."
+            what = f"More is compiled than {len(self.shapes)} shapes of samples explain ({self.pieces} pieces)."
             raise _refused("compile-limit", what, error) from error
         except TorchDynamoException as error:
             if device_fault(error) is not None or out_of_memory(error) is not None:
@@ -141,21 +142,21 @@ class Compiler:
 def for_run(
     recipe: Recipe,
     device: torch.device,
-    sizes_hw: Iterable[tuple[int, int]],
+    shapes: Iterable[Shape],
     say: Callable[[str], None],
     tell: Callable[..., object],
     beat: Callable[[str], None],
 ) -> Compiler | None:
-    """The compiler of a run over pictures of these sizes; None where nothing is to be compiled."""
+    """The compiler of a run over samples of these shapes; None where nothing is to be compiled."""
     how = how_asked(recipe.runtime.compile, device)
-    return None if how is None else Compiler(how, tuple(sizes_hw), say, tell, beat)
+    return None if how is None else Compiler(how, tuple(shapes), say, tell, beat)
 
 
 def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
-) -> Callable[[int, int], object]:
-    """What runs a micro-batch of zeros of a size: for ``Compiler.warm_up``."""
-    return lambda height, width: run(*send_zeros(family, transfer, height, width, rows))
+) -> Callable[[Shape], object]:
+    """What runs a micro-batch of zeros of a shape: for ``Compiler.warm_up``."""
+    return lambda shape: run(*send_zeros(family, transfer, shape, rows))
 
 
 def explained(compiler: Compiler | None) -> Any:

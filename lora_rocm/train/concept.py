@@ -50,7 +50,8 @@ def descriptor(picture: Image.Image) -> Vector:
         weights=strength_HW.ravel(),
         minlength=CELLS**2 * ORIENTATIONS,
     )
-    return np.concatenate([_unit(colours), _unit(np.sqrt(bins))]) / np.sqrt(2)
+    described: Vector = np.concatenate([_unit(colours), _unit(np.sqrt(bins))]) / np.sqrt(2)
+    return described
 
 
 def _unit(vector: Vector) -> Vector:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.train.graphs import Graphs, Passed
 
 
-def send_zeros(
-    family: ModelFamily, transfer: DeviceTransfer, height: int, width: int, rows: int
-) -> tuple[Tensors, Tensors]:
-    """(batch, draws) on the device for a pass of which only the size matters, in pixels; all weigh nothing."""
-    batch = family.example(height, width, rows)
-    draws = family.draw(batch, [0] * rows).tensors
+def send_zeros(family: ModelFamily, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
+    """(batch, draws) on the device for a pass of which only the shape matters; every row has weight 0."""
+    batch = family.example(shape, rows)
+    draws = family.objective.draw(batch, [0] * rows).tensors
     batch["weight"] = torch.zeros(rows)
     tensors = {**batch, **draws}
     sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
@@ -55,7 +55,7 @@ class Engine:
     def losses(self, batch: Tensors, draws: Tensors) -> Tensor:
         """Unweighted loss of each sample, float32 [B]."""
         with self.autocast():
-            return self.family.loss(self.model, batch, draws).loss_B
+            return losses(self.family, self.model, batch, draws)
 
     def release(self) -> None:
         """Give back what captured passes hold: they are captured again when their shapes come."""

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -49,11 +51,11 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         facts: what happened.
         network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
     """
-    optim, train = recipe.optim, recipe.train
+    optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
     values: dict[str, Any] = {
-        "ss_v2": "False",
-        "ss_base_model_version": family.base_version,
+        **names.extra,
+        "ss_base_model_version": names.base_version or None,
         **network,
         "ss_output_name": recipe.output.name,
         "ss_steps": facts.steps,
@@ -69,7 +71,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.learning_rate,
         "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
-        "ss_optimizer": f"torch.optim.AdamW(weight_decay={optim.weight_decay},betas={optim.betas},eps={optim.epsilon})",
+        "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_max_grad_norm": optim.max_grad_norm,
@@ -102,8 +104,8 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
     side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
-        "architecture": family.architecture,
-        "implementation": family.implementation,
+        "architecture": recipe.spec.metadata.architecture,
+        "implementation": recipe.spec.metadata.implementation,
         "title": recipe.output.name,
         "resolution": f"{side}x{side}",
         "description": recipe.output.description,
@@ -118,7 +120,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
-    shapes = [([int(side) for side in name.split("x")], count) for name, count in sorted(buckets.items())]
+    shapes = [(Shape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
     return {"buckets": {str(i): {"resolution": shape, "count": count} for i, (shape, count) in enumerate(shapes)}}
 
 

@@ -29,18 +29,23 @@ from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
 from lora_rocm.adapters.kinds import kind_for
-from lora_rocm.data.buckets import bucket_sizes
+from lora_rocm.data.buckets import largest_shape
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import machine_error
 from lora_rocm.device.measure import seconds_of
 from lora_rocm.device.memory import device_budget
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.random_weights import PREFIX
 from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.files import write_json
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.kernels.choice import available
+from lora_rocm.optim.base import AVERAGE_ITEMSIZE
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.memory_plan import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
@@ -142,19 +147,19 @@ def counted(
     family: ModelFamily,
     dtype: torch.dtype,
     settings: Settings,
-    bucket_hw: tuple[int, int],
+    shape: Shape,
     on_gpu: bool = True,
 ) -> Footprint:
-    """The footprint at pictures of a size; remembered beside the caches, since counting takes seconds."""
+    """The footprint at samples of a shape; remembered beside the caches, since counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, [plain, *bucket_hw, on_gpu])
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
             return Footprint.from_json(kept[key])
-    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, *bucket_hw, plain)
+    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found
@@ -165,7 +170,8 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    parts = [software, family.name, family.structure, lora, bool(recipe.train.ema_decay), kernels]
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    parts = [software, family.name, family.structure, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -175,14 +181,6 @@ def _remembered(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def largest_bucket(recipe: Recipe) -> tuple[int, int]:
-    """(height, width) of the bucket with the largest area, whether or not a picture falls into it."""
-    data = recipe.data
-    resolution = max(source.resolution for source in data.resolved_sources())
-    sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)
-    return max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1])))
 
 
 def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
@@ -195,20 +193,21 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
-    for component in model.components.values():
+    for name, component in model.components.items():
         component.to(META).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        family.weight_format(name).pack(component)
     family.fuse(model, triton=on_gpu)
     return model
 
 
 def count(
-    family: ModelFamily, model: LoadedModel, recipe: Recipe, height: int, width: int, plain_attention: bool = False
+    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
 ) -> Footprint:
     """One pass of one sample over a model on the meta device."""
-    batch, draws = _inputs(family, height, width)
+    batch, draws = _inputs(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
     buffers = [b for component in model.components.values() for b in component.buffers()]
     trained = [p for p in parameters if p.requires_grad]
@@ -218,10 +217,10 @@ def count(
     try:
         with fused_attention(not plain_attention), ledger:
             with torch.no_grad():  # a block that is to be recomputed passes so
-                family.loss(model, batch, draws)
+                losses(family, model, batch, draws)
             watch.begin()
             with saved_tensors_hooks(watch.save, lambda tensor: tensor):
-                loss = family.loss(model, batch, draws).loss_B.sum()
+                loss = losses(family, model, batch, draws).sum()
             watch.forward_is_over()
             loss.backward()
             watch.note()
@@ -237,8 +236,8 @@ def count(
     adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
-        height=height,
-        width=width,
+        shape=str(shape),
+        cost=shape.cost,
         weight_bytes=sum(map(_bytes, frozen.values())),
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
@@ -266,7 +265,7 @@ def _recomputed(
     """The most that a pass takes which computes all blocks again."""
     family.recompute_activations(model, again)
     ledger.mark()
-    family.loss(model, batch, draws).loss_B.sum().backward()
+    losses(family, model, batch, draws).sum().backward()
     family.recompute_activations(model, Recomputing(model, chosen=()))
     return ledger.mark()
 
@@ -274,15 +273,16 @@ def _recomputed(
 def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
     """Of so many trained weights, (always, the gradients' buffer, where they land).
 
-    Always: masters and two moments, what the layers work with where these compute in another format (the weights once
-    more), and the gradients that a pass makes.
+    Always: masters and the optimizer's state, what the layers work with where these compute in another format (the
+    weights once more), and the gradients that a pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
     leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
-    average = 4 if recipe.train.ema_decay else 0  # float32 beside any master
+    state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
+    average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (3 * master + average + working + leaf), count * 4, count * leaf
+    return count * (master + state + average + working + leaf), count * 4, count * leaf
 
 
 def _block(name: str, seen: _Seen) -> Block:
@@ -308,18 +308,18 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(family: ModelFamily, height: int, width: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    batch = family.example(height, width, 1)
-    draws = family.draw(batch, [0]).tensors
+def _inputs(family: ModelFamily, shape: Shape) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    batch = family.example(shape, 1)
+    draws = family.objective.draw(batch, [0]).tensors
     to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 
 
-def main() -> int:
+def main(registry: Registry = PRODUCT) -> int:
     """Count the recipe in the job file that the first argument names."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(recipe_from(job["recipe"]), settings_from(os.environ), job["for_card"])
+        found = _found(recipe_from(job["recipe"], registry), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
@@ -343,7 +343,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
-    how, is_here = (dtype, settings, largest_bucket(recipe), on_gpu), True
+    how, is_here = (dtype, settings, largest_shape(recipe.data), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
         found = counted(recipe, family_for(recipe), *how)

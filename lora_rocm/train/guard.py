@@ -16,7 +16,7 @@ from lora_rocm.device.memory import afterwards
 from lora_rocm.device.selftest_judge import WrongAnswerError
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
-from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.optim.base import GatedOptimizer
 
 NAMED = 3  # how many tensors an error names
 ENCODERS = "encoders' weights"
@@ -80,7 +80,7 @@ class Guard:
     """Looks at kernels and state, and raises before a file could be made of them."""
 
     canary: Canary
-    optimizer: GatedAdamW
+    optimizer: GatedOptimizer
     emit: Callable[..., Any]
     _sound_at: int | None = field(default=None, init=False)  # updates when the canary last passed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_rocm.data.batches import Batch, split
+from lora_rocm.data.batch import Batch, split
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.host.files import refuse_link
 from lora_rocm.train.loop import Trainer, seed_for
@@ -57,7 +57,7 @@ class Validation:
         trainer.beat("loader")
         for batch in self.open_batches():
             for part in split(batch, trainer.relief.parts):  # what is trained in parts does not fit whole here either
-                real = part["tensors"]["weight"] > 0
+                real = part.tensors["weight"] > 0
                 for place in VALIDATION_POSITIONS:
                     trainer.beat("validation")
                     losses_B = self._losses(trainer, part, place)
@@ -70,14 +70,14 @@ class Validation:
 
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
         """Per-sample loss on the CPU; a sample's noise depends on the sample alone. Checked like a training batch."""
-        seeds = [seed_for("validation", key, place) for key in batch["sample_keys"]]
-        draws = trainer.family.fixed_draw(batch["tensors"], seeds, place).tensors
-        fingerprints = {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
+        seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
+        draws = trainer.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
+        fingerprints = {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
         while True:
-            tensors, _ = trainer.transfer.send({**batch["tensors"], **draws}, fingerprints)
+            tensors, _ = trainer.transfer.send({**batch.tensors, **draws}, fingerprints)
             if not bool(trainer.transfer.bad):
                 break
-            trainer.transfer.failed(f"validation, samples {', '.join(batch['sample_keys'])}")
+            trainer.transfer.failed(f"validation, samples {', '.join(batch.sample_keys)}")
         trainer.transfer.succeeded()
         sent_draws = {name: tensors.pop(name) for name in draws}
         return trainer.engine.losses(tensors, sent_draws).float().cpu()
@@ -107,6 +107,8 @@ class TensorBoard:
         with self._given_up():
             for name in self.SCALARS.get(event["type"], ()) if self._writer else ():
                 self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
+            for name, value in event.get("optimizer", {}).items() if self._writer else ():
+                self._writer.add_scalar(f"{event['type']}/{name}", value, event["updates"])
             if event["type"] in ("end", "error") and self._writer:
                 self._writer.close()
                 self._writer = None

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import Batch, split
+from lora_rocm.data.batch import Batch, split
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import usage
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.device.world import World
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import Relief
 
 MAX_NONFINITE_IN_A_ROW = 4
@@ -59,7 +59,7 @@ class Pending:
     loading_s: float
     stop: bool  # this process was asked to stop
     lost: bool  # see Work
-    on_device: Tensor  # float64 [11 + samples]: see Trainer._update
+    on_device: Tensor  # float64 [11 + what the optimizer logs + samples]: see Trainer._update
     on_host: Tensor  # its copy, perhaps still on its way
     arrived: torch.cuda.Event | None
 
@@ -120,7 +120,7 @@ class Trainer:
     family: ModelFamily
     model: LoadedModel
     engine: Engine
-    optimizer: GatedAdamW
+    optimizer: GatedOptimizer
     transfer: DeviceTransfer
     open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
     accumulation: int
@@ -205,15 +205,17 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
         """One micro-batch, or a part of one: the gradient of the weighted sum accumulates."""
-        work.iteration = batch["iteration"]
-        work.samples += batch["sample_keys"]
-        where = (self.seed, self.position.attempt, batch["iteration"])
-        draws = self.family.draw(batch["tensors"], [seed_for(*where, index) for index in batch["positions"]]).tensors
+        work.iteration = batch.iteration
+        work.samples += batch.sample_keys
+        where = (self.seed, self.position.attempt, batch.iteration)
+        draws = self.family.objective.draw(
+            batch.tensors, [seed_for(*where, index) for index in batch.positions]
+        ).tensors
         if self.dropout:  # PEFT's dropout draws from the global generator
-            torch.manual_seed(seed_for(*where, "dropout", batch["positions"][0]))
+            torch.manual_seed(seed_for(*where, "dropout", batch.positions[0]))
         tensors, clock = self.transfer.send(
-            {**batch["tensors"], **draws},
-            {**batch["fingerprints"], **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
+            {**batch.tensors, **draws},
+            {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
         )
         work.clocks.append(clock)
         sent_draws = {name: tensors.pop(name) for name in draws}
@@ -239,7 +241,7 @@ class Trainer:
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
         values = (stamp, said.loss, stats.grad_norm, said.blocked, stats.nonfinite, stats.loss_scale)
-        values += (own, said.wrong, said.guilty, said.stop, changed)
+        values += (own, said.wrong, said.guilty, said.stop, changed, *stats.logged.values())
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
@@ -252,8 +254,10 @@ class Trainer:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
         self.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *losses = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
+        names = self.optimizer.logged_names
+        logged, losses = dict(zip(names, more, strict=False)), more[len(names) :]
         position = self.position
         if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
@@ -286,6 +290,7 @@ class Trainer:
             transfer_checks=self.transfer.checks,
             transfer_failures=self.transfer.failures,
             loss_scale=scale,
+            optimizer=logged,
             **self.step_extras(position),
         )
         self._settled_at = now

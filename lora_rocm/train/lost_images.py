@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lora_rocm.data.manifest import Facts
+from lora_rocm.data.shape import Shape
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import state
 
@@ -30,8 +31,7 @@ def data_of_checkpoint(checkpoint: state.Checkpoint | None, recipe: Recipe, num_
     effective = train.batch_size * train.gradient_accumulation_steps * num_ranks
     try:  # somebody else may have written it
         said, identity = checkpoint.facts["metadata"], checkpoint.facts["data"]
-        sizes = {tuple(map(int, name.split("x"))): int(count) for name, count in said["buckets"].items()}
-        counts = {(height, width): count for (width, height), count in sizes.items()}
+        counts = {Shape.parse(name): int(count) for name, count in said["buckets"].items()}
         facts = Facts(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         return None

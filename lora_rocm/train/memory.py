@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, field, replace
 import torch
 from torch import nn
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.memory import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer
@@ -134,7 +135,7 @@ class Memory:
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
         """Bytes of tensors at most; None where they were too many."""
         assert self.footprint is not None
-        zeros = send_zeros(family, transfer, self.footprint.height, self.footprint.width, rows)
+        zeros = send_zeros(family, transfer, Shape.parse(self.footprint.shape), rows)
         empty_pools()
         reset_peak(transfer.device)
         try:
@@ -206,7 +207,7 @@ def decide(
     device: torch.device,
     dtype: torch.dtype,
     settings: Settings,
-    bucket_hw: tuple[int, int],
+    shape: Shape,
     say: Callable[[str], None],
     shapes: int = 1,
 ) -> Memory:
@@ -218,9 +219,9 @@ def decide(
         device: that will train.
         dtype: of the frozen base.
         settings: what the parent planned for this machine.
-        bucket_hw: height and width of the run's largest pictures, in pixels.
+        shape: of the run's largest samples.
         say: gets a sentence where something is given up.
-        shapes: sizes of the pictures.
+        shapes: how many shapes the run's samples have.
 
     Raises:
         UserError: does-not-fit: by far; where it is close, it is tried.
@@ -232,7 +233,7 @@ def decide(
         only = len(job.modes) == 1 and job.modes[0]
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
         return Memory(job, recomputes, only == "offload", say)
-    footprint = counted(recipe, family, dtype, settings, bucket_hw, on_gpu)
+    footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     budget_bytes = room_bytes(device, settings) if on_gpu else None  # before anything is taken to measure with
     return choose_from(recipe, footprint, job, budget_bytes, say, rates_here(recipe, device, dtype, settings))
 

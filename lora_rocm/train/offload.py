@@ -267,8 +267,8 @@ def _layout(block: nn.Module) -> _Layout:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """From where to where a tensor lies in its memory, in bytes."""
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset()
+    last = int(sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    begin = int(tensor.storage_offset())
     return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
@@ -304,6 +304,6 @@ def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device, transfer: DeviceTransfer, part: _Part) -> Tensor:
     """The bytes of a part of a memory, on the CPU."""
-    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     there: Tensor = whole[part.begin : part.end]
     return there if device.type == "cpu" else transfer.receive({"offloaded weights": there})["offloaded weights"]

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.optim.base import AVERAGE_ITEMSIZE
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.space import Free, free_bytes, require, shortage
 from lora_rocm.run.wording import size_text
 from lora_rocm.train.export import DTYPES
 
-MOMENTS = 2
-AVERAGE_ITEMSIZE = 4  # float32, whatever the weights are
 HEADER_BYTES = 200
 """Of one tensor in a safetensors file: name, shape, place."""
 METADATA_BYTES = 16384
-KINDS = {"images": "image", "captions": "text"}
-"""What the progress of caching calls them -> what the cache does."""
+ENCODED = ("images", "captions")
+"""What encoders make, in the words of the progress of caching."""
 
 
 @dataclass
@@ -72,11 +72,14 @@ class Room:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, moments, and the average where one is kept."""
-        found = self.parameters.values()
-        state = (1 + MOMENTS) * sum(_file_bytes(tensor, tensor.element_size()) for tensor in found)
-        average = sum(_file_bytes(tensor, AVERAGE_ITEMSIZE) for tensor in found)
-        return state + (average if self.recipe.train.ema_decay else 0)
+        """Weights, the optimizer's state for each of them, and the average if one is kept."""
+        found, rule = self.parameters.values(), rule_of(self.recipe.optim)
+        average_itemsizes = [AVERAGE_ITEMSIZE] if self.recipe.train.ema_decay else []
+        return sum(
+            _file_bytes(tensor, itemsize)
+            for tensor in found
+            for itemsize in [tensor.element_size(), *rule.itemsizes(tensor.dtype), *average_itemsizes]
+        )
 
     @property
     def lora_bytes(self) -> int:
@@ -120,12 +123,13 @@ class CacheRoom:
 
     def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
         """What, done, total, per_second, as ``data.fill.Report``."""
-        entries, written_bytes = self.cache.written.get(KINDS.get(what, ""), (0, 0))
-        if entries and what not in self._said:
+        kind = self.cache.writing if what in ENCODED else ""
+        entries, written_bytes = self.cache.written.get(kind, (0, 0))
+        if entries and kind not in self._said:
             needed = (total - done) * (written_bytes // entries)
             told = shortage(self.cache.root, needed, f"{total - done} {what} that are still to be cached", self.free)
             if told:
-                self._said.add(what)
+                self._said.add(kind)
                 self.say(f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays.")
         self.report(what, done, total, per_second)
 

@@ -14,6 +14,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
 from lora_rocm.data.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.graph_check import capture_on_gpu
@@ -22,6 +23,8 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels import proof
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.run.prepare import accept
@@ -34,7 +37,6 @@ from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.memory import Memory, decide
-from lora_rocm.train.optim import GatedAdamW
 from lora_rocm.train.relief import tell
 from lora_rocm.train.room import CacheRoom, Room
 from lora_rocm.train.session import Session
@@ -125,7 +127,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter, triton = _load_model(start, family, transfer, memory)
-    optimizer = GatedAdamW(
+    optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
         recipe.optim,
@@ -177,14 +179,11 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         session.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
-    find = partial(
-        prepare,
-        recipe,
-        family,
+    encoding = Encoding(
         cache,
         start.device,
-        CacheRoom(cache, session.cache_progress, session.notice),
-        say=session.notice,
+        report=CacheRoom(cache, session.cache_progress, session.notice),
+        notice=session.notice,
         repaired=session.repaired,
         tiles=start.settings.vae_tiling,
         tiles_needed=lambda: tell("vae-tiling", session.emit),
@@ -193,16 +192,16 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
     )
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
-        return data_of(start, family, cache, find())
+        return data_of(start, family, cache, prepare(recipe, family, encoding))
     try:
-        prepared = find()
+        prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
         session.notice("The training pictures are not those of the checkpoint, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
         session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
-        prepared = find(facts=kept.facts)
+        prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 
 
@@ -227,7 +226,7 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
         samples=len(prepared.items),
         set_aside=[problem.to_json() for problem in prepared.set_aside],
         notices=list(prepared.notices),
-        buckets={f"{width}x{height}": count for (height, width), count in prepared.facts.bucket_counts.items()},
+        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
         steps_per_epoch=plan.steps_per_epoch,
         max_train_steps=steps,
     )
@@ -245,9 +244,17 @@ def _runtime(start: Start) -> RuntimeSection:
 def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
-    largest_hw = max(sizes, key=lambda hw: hw[0] * hw[1])
-    how = (start.device, start.dtype, start.settings, largest_hw, start.session.notice, len(sizes))
-    return decide(start.recipe, family, *how)
+    largest = max(sizes, key=lambda shape: shape.order)
+    return decide(
+        start.recipe,
+        family,
+        start.device,
+        start.dtype,
+        start.settings,
+        largest,
+        start.session.notice,
+        len(sizes),
+    )
 
 
 def _load_model(
@@ -303,7 +310,7 @@ def _require_same_base_and_data(
 
 
 def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedAdamW
+    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
 ) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door."""
 

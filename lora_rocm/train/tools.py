@@ -17,12 +17,16 @@ import torch
 
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.data.entry_spec import CAPTION
 from lora_rocm.device.apply import apply
 from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import AdapterError, MachineError, StorageError
-from lora_rocm.families.base import LoadedModel, PreviewRequest, family_for
+from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
+from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors, family_for
+from lora_rocm.families.detect import evidence
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
 from lora_rocm.host.files import followed, write_atomic
 from lora_rocm.host.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
@@ -37,23 +41,26 @@ from lora_rocm.train.preview import png
 Job = dict[str, Any]
 
 
-def sample(job: Job) -> None:
+def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw pictures with a LoRA file, on a run's base model or on another."""
     source = Path(job["source"])
     lora = source if source.is_file() else _lora_of(RunDir(source))
-    recipe = _recipe_for(job, lora)
-    text_too = not components_of(family_for(recipe), lora).isdisjoint(family_for(recipe).text_components)
+    recipe = _recipe_for(job, lora, registry)
+    width, height = sides_of(job, recipe)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)
-    encoder = next(encoder for encoder in family.encoders() if encoder.kind == "text")
-    encode = encoder.load(_door(device, settings))
-    encoded = {prompt: encode(prompt) for prompt in (job["prompt"], job["negative_prompt"])}
-    del encode  # the encoders leave before the model comes
+    encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
+    for encoder in family.encoders():
+        if encoder.entry.inputs == (CAPTION,):
+            encode = encoder.load(_door(device, settings))
+            for prompt, tensors in encoded.items():
+                tensors |= encode({CAPTION: prompt})
+            del encode  # it leaves before the next one, or the model, comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
     _send(model, device, settings)
-    width, height = (job[side] or asked for side, asked in zip(("width", "height"), recipe.preview_size, strict=True))
     requests = [
         PreviewRequest(
             job["prompt"],
@@ -76,7 +83,7 @@ def sample(job: Job) -> None:
     emit("drawn", pictures=paths)
 
 
-def export_run(job: Job) -> None:
+def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     """Write the LoRA of a run's newest checkpoint in another form, load it back and compare."""
     run_dir = RunDir(Path(job["source"]))
     if not run_dir.recipe.exists():
@@ -86,7 +93,7 @@ def export_run(job: Job) -> None:
             where=job["source"],
             fix="Give the run directory.",
         )
-    recipe = load_recipe(run_dir.recipe).recipe
+    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
     checkpoint = _checkpoint_of(run_dir, job["updates"])
@@ -146,8 +153,28 @@ def _lora_of(run_dir: RunDir) -> Path:
     )
 
 
-def _recipe_for(job: Job, lora: Path) -> Recipe:
-    """The recipe of the run that the file lies in; with ``--base`` only its model counts."""
+def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
+    """(width, height) of the pictures in pixels: as asked, else as the recipe has its previews.
+
+    Raises:
+        UserError: the family takes no such size.
+    """
+    width, height = recipe.preview_size
+    for name, axis in (("width", recipe.spec.shapes["w"]), ("height", recipe.spec.shapes["h"])):
+        side = job[name]
+        if side is not None and not axis.fits(side):
+            what = f"The sides of {recipe.spec.title} images are multiples of {axis.multiple} pixels."
+            fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
+            raise UserError("image-size", what, where=f"--{name} {side}", fix=fix)
+    return job["width"] or width, job["height"] or height
+
+
+def _recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
+    """The recipe of the run that the file lies in; with ``--base`` only its model counts.
+
+    Raises:
+        UserError: neither the run nor ``--base`` says which base, or its family is not known.
+    """
     recipes = [folder / "recipe.yaml" for folder in (lora.parent, lora.parent.parent)]
     found = next((path for path in recipes if path.exists()), None)
     if found is None and job["base"] is None:
@@ -158,13 +185,36 @@ def _recipe_for(job: Job, lora: Path) -> Recipe:
             fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
         )
     if found is None:
-        model = {"name_or_path": job["base"], "config": job["config"]}
-        return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
-    recipe = load_recipe(found).recipe
+        return _recipe_of_base(job, lora, registry)
+    recipe = load_recipe(found, registry=registry).recipe
+    if job["family"] not in (None, recipe.spec.name):
+        raise AdapterError(
+            "family-of-run",
+            f"This LoRA was trained on {recipe.spec.title}, which its run says.",
+            where=f"--family {job['family']}",
+            fix="Leave --family out.",
+        )
     if job["base"] is None:
         return recipe
-    update = {"name_or_path": job["base"], "config": job["config"]}
+    update = {"name_or_path": job["base"], **_config(job, recipe.spec)}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _recipe_of_base(job: Job, lora: Path, registry: Registry) -> Recipe:
+    """A recipe for a LoRA outside of a run: its family is that of ``--family``, or is recognised."""
+    spec = registry[job["family"]] if job["family"] else registry.detect(evidence(job["base"], lora), job["base"])
+    model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec)}
+    return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
+
+
+def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
+    """The key ``config`` of the model section as the job has it; empty if the family has no such key."""
+    if "config" in spec.model_section.model_fields:
+        return {"config": job["config"]}
+    if job["config"] is not None:
+        what = f"A base of {spec.title} takes no folder of configs."
+        raise UserError("config-unused", what, where=f"--config {job['config']}", fix="Leave it out.")
+    return {}
 
 
 def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
@@ -195,13 +245,13 @@ def _free_name(folder: Path, stem: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job], None]] = {"sample": sample, "export": export_run}
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run}
 
 
-def main() -> int:
+def main(registry: Registry = PRODUCT) -> int:
     """Do one job; every error becomes an event."""
     try:
-        TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+        TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), registry)
         settle()
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error

@@ -25,6 +25,7 @@ from lora_rocm.adapters.names import KeyTable, canonical
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.weightfiles import DTYPES, read_header, read_tensors
+from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.train.comfy import apply_comfy
 
 
@@ -119,7 +120,7 @@ def _compare_in_comfy(
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
     """A layer's base weight, float32 on the CPU."""
-    weight: Tensor = layer.get_base_layer().weight
+    weight = dense_weight(layer.get_base_layer())
     return weight.detach().float().cpu()
 
 

@@ -25,6 +25,7 @@ from lora_rocm.device.failure import settle, told
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.world import World, join
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.host.files import refuse_link
 from lora_rocm.host.ranks import Rank, rank_of
 from lora_rocm.host.settings import settings_from
@@ -45,7 +46,7 @@ PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytor
 """Besides torch: the modules and kernels that a step is made of. Triton has another name in some wheels of torch."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> int:
     """Hold the directory, train, and turn every error into an event; returns the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         # A signal to all of a job reaches the parent too: it decides, and asks this process by the file "stop".
         with stop_signals(), outliving_stdout(), lock:
             session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after, rank=me.rank)
-            recipe = load_recipe(options.recipe or recipe_to_train(run_dir)).recipe
+            recipe = load_recipe(options.recipe or recipe_to_train(run_dir), registry=registry).recipe
             return _train(session, recipe, options, me)
     except filelock.Timeout:
         print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log

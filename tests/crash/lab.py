@@ -18,22 +18,13 @@ from typing import Any
 
 from PIL import Image
 
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 HERE = Path(__file__).parent
 COUNT, EXIT, HALF, FAIL_ONCE, FAIL_FROM, VANISH = range(6)
 KILLED, BROKEN = 137, 70
 JOB_S = 120.0
-UNET = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "block_out_channels": (8, 8),
-    "layers_per_block": 1,
-    "transformer_layers_per_block": (1, 1),
-    "attention_head_dim": (2, 2),
-    "norm_num_groups": 4,
-}
-VAE = {"block_out_channels": (4, 4, 4, 4), "norm_num_groups": 2}
+UNET, VAE = SHALLOW["unet"], SHALLOW["vae"]
 TARGETS = r"mid_block\..*\.(to_q|to_k|net\.0\.proj)"
 NOT_COMPARED = (
     "events",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from lora_rocm.data.caption_length import TokenLimit
-from lora_rocm.families.base import Tensors, TensorSpec
+from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
+from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -28,9 +29,8 @@ from lora_rocm.recipe.schema import DataSection, Recipe
 class FakeEncoder:
     """Remembers every load and every item; the tensors depend on the item and on nothing else."""
 
-    kind: str
+    entry: EntrySpec
     fingerprint: str
-    outputs: Mapping[str, TensorSpec]
     tensors_of: Callable[[Any], Tensors]
     loads: int = 0
     encoded: list[Any] = field(default_factory=list)
@@ -39,10 +39,11 @@ class FakeEncoder:
     def in_tiles(self) -> FakeEncoder | None:
         return self.tiled
 
-    def load(self, door: Any) -> Callable[[Tensor | str], Tensors]:
+    def load(self, door: Any) -> Encode:
         self.loads += 1
 
-        def encode(item: Tensor | str) -> Tensors:
+        def encode(inputs: Inputs) -> Tensors:
+            (item,) = inputs.values() if len(inputs) == 1 else (dict(inputs),)
             self.encoded.append(item)
             return self.tensors_of(item)
 
@@ -71,10 +72,10 @@ class FakeFamily:
     """What prepare and loader use of a family."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
-        image_outputs = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
-        text_outputs = {"embeds": TensorSpec("float32", "SD"), "token_ids": TensorSpec("int64", "S")}
-        self.image_encoder = FakeEncoder("image", "fake-vae-1", image_outputs, latents_of)
-        self.text_encoder = FakeEncoder("text", "fake-text-1", text_outputs, words_of)
+        latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
+        words = {"embeds": TensorSpec("float32", "SD"), "token_ids": TensorSpec("int64", "S")}
+        self.image_encoder = FakeEncoder(EntrySpec("image", (IMAGE,), latents, True), "fake-vae-1", latents_of)
+        self.text_encoder = FakeEncoder(EntrySpec("text", (CAPTION,), words), "fake-text-1", words_of)
 
     def encoders(self) -> list[FakeEncoder]:
         return [self.image_encoder, self.text_encoder]

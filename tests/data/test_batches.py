@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.data.batch import Batch
 from lora_rocm.data.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.workers import Workers
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
@@ -27,7 +29,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
         path=str(tmp_path / "data"), flip_aug=True, shuffle_caption=True, caption_dropout_rate=0.3, repeats=2
     )
     cache = LatentCache(tmp_path / "cache")
-    prepared: Prepared = prepare(make.recipe(data), family, cache, CPU, lambda *progress: None)
+    prepared: Prepared = prepare(make.recipe(data), family, Encoding(cache, CPU))
     plan = BatchPlan(prepared.items, 2, 2, 0)
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
@@ -42,16 +44,18 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
         workers.close()
 
 
-def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+def same(one: list[Batch], other: list[Batch]) -> bool:
     """Whether two lists of batches are equal to the bit."""
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):
-        plain = ("sample_keys", "positions", "bucket", "iteration", "micro")
-        if any(a[name] != b[name] for name in plain) or a["tensors"].keys() != b["tensors"].keys():
+        plain = ("sample_keys", "positions", "shape", "iteration", "micro")
+        if any(getattr(a, name) != getattr(b, name) for name in plain) or a.tensors.keys() != b.tensors.keys():
             return False
         if not all(
-            torch.equal(a[part][name], b[part][name]) for part in ("tensors", "fingerprints") for name in a[part]
+            torch.equal(getattr(a, part)[name], getattr(b, part)[name])
+            for part in ("tensors", "fingerprints")
+            for name in getattr(a, part)
         ):
             return False
     return True
@@ -70,34 +74,35 @@ def damage(path: Path) -> None:
 
 def test_a_batch(ready: SimpleNamespace) -> None:
     batches = list(ready.load(0, ready.plan.steps_per_epoch))
-    assert [(b["iteration"], b["micro"]) for b in batches] == list(
+    assert [(b.iteration, b.micro) for b in batches] == list(
         itertools.product(range(ready.plan.steps_per_epoch), (0, 1))
     )
     for batch in batches:
-        rows = ready.plan.micro(batch["iteration"], batch["micro"])
-        tensors = batch["tensors"]
+        rows = ready.plan.micro(batch.iteration, batch.micro)
+        tensors = batch.tensors
         assert set(tensors) == {"latent_mean", "latent_std", "embeds", "token_ids", "time_ids", "weight"}
-        assert set(batch["fingerprints"]) == set(tensors)
+        assert set(batch.fingerprints) == set(tensors)
         for name, tensor in tensors.items():
             assert tensor.shape[0] == 2 and tensor.is_contiguous()
-            assert torch.equal(batch["fingerprints"][name], fingerprint(tensor))
+            assert torch.equal(batch.fingerprints[name], fingerprint(tensor))
         assert tensors["weight"].dtype == torch.float32 and tensors["weight"].tolist() == pytest.approx(
             [row.weight for row in rows]
         )
         geometry = rows[0].item.geometry
-        assert batch["bucket"] == geometry.target_hw == tuple(tensors["time_ids"][0, 4:].tolist())
+        assert str(batch.shape) == "{1}x{0}".format(*geometry.target_hw)
+        assert geometry.target_hw == tuple(tensors["time_ids"][0, 4:].tolist())
         assert tensors["time_ids"][0].tolist() == [*geometry.original_hw, *geometry.crop_top_left, *geometry.target_hw]
-        assert batch["sample_keys"] == [row.item.key for row in rows]
-        assert batch["positions"] == [row.position for row in rows]
+        assert batch.sample_keys == tuple(row.item.key for row in rows)
+        assert batch.positions == tuple(row.position for row in rows)
 
 
 def test_the_tensors_are_those_of_the_rows(ready: SimpleNamespace) -> None:
     for batch in ready.load(0, 4):
-        for place, row in enumerate(ready.plan.micro(batch["iteration"], batch["micro"])):
-            image = ready.cache.get("image", row.image_key, ready.family.image_encoder.outputs)
-            text = ready.cache.get("text", row.text_key, ready.family.text_encoder.outputs)
+        for place, row in enumerate(ready.plan.micro(batch.iteration, batch.micro)):
+            image = ready.cache.get("image", row.key("image"), ready.family.image_encoder.entry.tensors)
+            text = ready.cache.get("text", row.key("text"), ready.family.text_encoder.entry.tensors)
             for name, tensor in (image.tensors | text.tensors).items():
-                assert torch.equal(batch["tensors"][name][place], tensor)
+                assert torch.equal(batch.tensors[name][place], tensor)
 
 
 def test_starting_anywhere_gives_the_same_batches(ready: SimpleNamespace) -> None:
@@ -114,10 +119,8 @@ def test_ranks_and_splits_read_the_same_samples(ready: SimpleNamespace) -> None:
         found = []
         for rank in range(world):
             for batch in ready.load(0, 4, BatchPlan(items, batch_size, accumulation, 0, world, rank)):
-                weights = batch["tensors"]["weight"].tolist()
-                found += zip(
-                    [batch["iteration"]] * batch_size, batch["positions"], batch["sample_keys"], weights, strict=True
-                )
+                weights = batch.tensors["weight"].tolist()
+                found += zip([batch.iteration] * batch_size, batch.positions, batch.sample_keys, weights, strict=True)
         return sorted(found)
 
     assert samples(4, 1, 1) == samples(2, 2, 1) == samples(1, 4, 1) == samples(2, 1, 2) == samples(1, 1, 4)
@@ -133,8 +136,8 @@ def test_the_global_generator_is_left_alone(ready: SimpleNamespace) -> None:
 def test_a_damaged_entry_is_made_again_and_the_batches_are_the_same(ready: SimpleNamespace) -> None:
     whole = list(ready.load(0, 4))
     row = ready.plan.micro(1, 1)[0]
-    damage(entry_of(ready, "image", row.image_key))
-    damage(entry_of(ready, "text", row.text_key))
+    damage(entry_of(ready, "image", row.key("image")))
+    damage(entry_of(ready, "text", row.key("text")))
     loads = ready.family.image_encoder.loads
     assert same(list(ready.load(0, 4)), whole)
     assert ready.family.image_encoder.loads == loads + 1
@@ -143,12 +146,12 @@ def test_a_damaged_entry_is_made_again_and_the_batches_are_the_same(ready: Simpl
 
 def test_a_missing_entry_is_made_again(ready: SimpleNamespace) -> None:
     whole = list(ready.load(0, 2))
-    entry_of(ready, "image", ready.plan.micro(0, 1)[0].image_key).unlink()
+    entry_of(ready, "image", ready.plan.micro(0, 1)[0].key("image")).unlink()
     assert same(list(ready.load(0, 2)), whole)
 
 
 def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -> None:
-    damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key))
+    damage(entry_of(ready, "image", ready.plan.micro(0, 0)[0].key("image")))
     asked = []
     with pytest.raises(StorageError) as caught:
         list(ready.load(0, 1, repair=lambda kind, key, reason: asked.append((kind, key))))
@@ -156,7 +159,7 @@ def test_an_entry_that_stays_bad_is_the_machines_fault(ready: SimpleNamespace) -
 
 
 def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None:
-    path = entry_of(ready, "image", ready.plan.micro(0, 0)[0].image_key)
+    path = entry_of(ready, "image", ready.plan.micro(0, 0)[0].key("image"))
     damage(path)
     with pytest.raises(DataError) as caught:
         list(ready.load(0, 1, repair=None))
@@ -166,7 +169,7 @@ def test_without_repair_a_damaged_entry_is_named(ready: SimpleNamespace) -> None
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_give_the_same_batches_and_repair(ready: SimpleNamespace, persistent: bool) -> None:
     whole = list(ready.load(0, 4))
-    damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].image_key))
+    damage(entry_of(ready, "image", ready.plan.micro(2, 1)[0].key("image")))
     runtime = RuntimeSection(workers=2, worker_timeout_s=60, persistent_workers=persistent)
     assert same(list(ready.load(0, 4, runtime=runtime)), whole)
     assert len(list(ready.cache.root.rglob("*-1.safetensors"))) == 1 and ready.said == []

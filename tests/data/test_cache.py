@@ -17,16 +17,16 @@ from lora_rocm.data.cache import (
     FileState,
     HashMemory,
     LatentCache,
-    image_key,
+    entry_key,
+    image_parts,
     remembered_line,
-    text_key,
 )
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.base import TensorSpec
 
 SPEC = {"mean": TensorSpec("float32", "CHW"), "ids": TensorSpec("int64", "S")}
-KEY = text_key("a house", "text-1")
+KEY = entry_key("text", ("a house",), "text-1")
 
 
 def tensors(fill: float = 1.0) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ def test_every_damage_is_found(cache: LatentCache) -> None:
 
 
 def test_another_entry_under_this_name_is_found(cache: LatentCache) -> None:
-    other = text_key("a tree", "text-1")
+    other = entry_key("text", ("a tree",), "text-1")
     cache.put("image", other, tensors(), "b.png")
     entry(cache).parent.mkdir(parents=True, exist_ok=True)
     os.replace(entry(cache, other), entry(cache))
@@ -161,7 +161,7 @@ def test_a_full_disk_keeps_what_is_there(cache: LatentCache, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    other = text_key("a tree", "text-1")
+    other = entry_key("text", ("a tree",), "text-1")
     with pytest.raises(StorageError) as caught:
         cache.put("image", other, tensors(), "b.png")
     assert caught.value.code == "disk-full"
@@ -172,16 +172,16 @@ def test_a_full_disk_keeps_what_is_there(cache: LatentCache, monkeypatch: pytest
 def test_keys_tell_everything_apart() -> None:
     cut = Geometry((100, 200), (64, 128), (0, 16), (64, 96))
     keys = {
-        image_key("aa", cut, False, "vae-1"),
-        image_key("ab", cut, False, "vae-1"),
-        image_key("aa", cut, True, "vae-1"),
-        image_key("aa", cut, False, "vae-2"),
-        image_key("aa", Geometry((100, 200), (64, 128), (0, 15), (64, 96)), False, "vae-1"),
-        image_key("aa", Geometry((100, 200), (64, 129), (0, 16), (64, 96)), False, "vae-1"),
-        image_key("aa", Geometry((100, 200), (64, 128), (0, 16), (64, 128)), False, "vae-1"),
-        text_key("aa", "vae-1"),
-        text_key("", "vae-1"),
-        text_key("", "vae-2"),
+        entry_key("image", image_parts("aa", cut, False), "vae-1"),
+        entry_key("image", image_parts("ab", cut, False), "vae-1"),
+        entry_key("image", image_parts("aa", cut, True), "vae-1"),
+        entry_key("image", image_parts("aa", cut, False), "vae-2"),
+        entry_key("image", image_parts("aa", Geometry((100, 200), (64, 128), (0, 15), (64, 96)), False), "vae-1"),
+        entry_key("image", image_parts("aa", Geometry((100, 200), (64, 129), (0, 16), (64, 96)), False), "vae-1"),
+        entry_key("image", image_parts("aa", Geometry((100, 200), (64, 128), (0, 16), (64, 128)), False), "vae-1"),
+        entry_key("text", ("aa",), "vae-1"),
+        entry_key("text", ("",), "vae-1"),
+        entry_key("text", ("",), "vae-2"),
     }
     assert len(keys) == 10
     assert all(len(key) == 40 and key.isalnum() for key in keys)
@@ -189,7 +189,7 @@ def test_keys_tell_everything_apart() -> None:
 
 def test_keys_do_not_change_between_versions_unnoticed() -> None:
     """Whoever changes this line throws away everybody's caches: raise SPEC_VERSION and mean it."""
-    assert text_key("a ü", "text-1") == "2cf3a54879341cc849b070aed15a3566d729cfb7"
+    assert entry_key("text", ("a ü",), "text-1") == "2cf3a54879341cc849b070aed15a3566d729cfb7"
 
 
 def old(path: Path, content: bytes) -> Path:

@@ -13,6 +13,7 @@ import torch
 
 from lora_rocm.data import upkeep
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.fill import Caches
 from tests.data.conftest import FakeFamily
 from tests.program import snapshot
@@ -24,6 +25,7 @@ import sys, time
 from pathlib import Path
 import torch
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.fill import Caches
 from tests.data.conftest import FakeFamily
 
@@ -38,10 +40,8 @@ def slowly(caption):
 family.text_encoder.tensors_of = slowly
 ignore = lambda *facts: None
 repaired = []
-caches = Caches(
-    LatentCache(root), family.image_encoder, family.text_encoder, torch.device("cpu"), ignore, ignore,
-    lambda *facts: repaired.append(facts),
-)
+encoding = Encoding(LatentCache(root), torch.device("cpu"), repaired=lambda *facts: repaired.append(facts))
+caches = Caches(encoding, family.encoders())
 print("ready", flush=True)
 sys.stdin.readline()
 captions = [f"caption {number}" for number in range(int(sys.argv[3]))]
@@ -80,15 +80,8 @@ def encoded(process: subprocess.Popen[bytes]) -> int:
 def undisturbed(tmp_path: Path) -> dict[str, bytes]:
     """In this process: what is left depends on the captions alone."""
     family, cache = FakeFamily(), LatentCache(tmp_path / "undisturbed")
-    caches = Caches(
-        cache,
-        family.image_encoder,
-        family.text_encoder,
-        torch.device("cpu"),
-        lambda *_: None,
-        lambda *_: None,
-        pytest.fail,
-    )
+    encoding = Encoding(cache, torch.device("cpu"), repaired=pytest.fail)
+    caches = Caches(encoding, family.encoders())
     caches.fill_texts([f"caption {number}" for number in range(CAPTIONS)])
     assert len(family.text_encoder.encoded) == CAPTIONS
     return snapshot(tmp_path / "undisturbed")

@@ -18,9 +18,10 @@ from PIL import Image
 
 from lora_rocm.data import ahead, fill, filling, ready
 from lora_rocm.data.cache import LatentCache
-from lora_rocm.data.fill import Caches
+from lora_rocm.data.encoding import Encoding
+from lora_rocm.data.fill import Caches, entries_of
 from lora_rocm.data.prepare import prepare
-from lora_rocm.data.ready import Picture, hash_of, pixels_of
+from lora_rocm.data.ready import Wanted, hash_of, pixels_of
 from lora_rocm.data.samples import geometries, image_bytes, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, MachineError, StoppedError, StorageError
@@ -41,15 +42,15 @@ def stop(what: str, done: int, total: int, per_second: float) -> None:
 
 @pytest.fixture
 def caches(tmp_path: Path, family: Any) -> Caches:
-    return Caches(LatentCache(tmp_path / "cache"), family.image_encoder, family.text_encoder, CPU, ignore, ignore)
+    return Caches(Encoding(LatentCache(tmp_path / "cache"), CPU), family.encoders())
 
 
-def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Picture]:
+def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Wanted]:
     data = make.data(path=str(folder))
     found = scan(data).samples
     cuts, *_ = geometries(found, data)
     flips = (False, True) if flip else (False,)
-    return [Picture(sample, cuts[sample.key], flips, hash_of(image_bytes(sample))) for sample in found]
+    return [Wanted(sample, cuts[sample.key], flips, hash_of(image_bytes(sample))) for sample in found]
 
 
 def test_pixels() -> None:
@@ -109,7 +110,7 @@ def test_the_weights_leave_memory(
     def load(device: torch.device) -> Callable[[Any], Any]:
         module = torch.nn.Linear(2, 2)
         weights.append(weakref.ref(module))
-        return lambda item: family.image_encoder.tensors_of(item) if module else {}
+        return lambda inputs: family.image_encoder.tensors_of(inputs["image"]) if module else {}
 
     monkeypatch.setattr(family.image_encoder, "load", load)
     caches.fill_images(pictures_for(make, tmp_path / "data"))
@@ -127,19 +128,17 @@ def test_stopping_in_the_middle_loses_nothing(
         if what == "images":
             raise KeyboardInterrupt
 
-    caches.report = stop
+    caches.encoding.report = stop
     with pytest.raises(KeyboardInterrupt):
         caches.fill_images(pictures_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 1
-    caches.report = ignore
+    caches.encoding.report = ignore
     caches.fill_images(pictures_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 4
-    assert caches.cache.root != (other := LatentCache(tmp_path / "other")).root
+    assert caches.encoding.cache.root != (other := LatentCache(tmp_path / "other")).root
     fresh = new_family()
-    Caches(other, fresh.image_encoder, fresh.text_encoder, CPU, ignore, ignore).fill_images(
-        pictures_for(make, tmp_path / "data")
-    )
-    files = {path.name: path.read_bytes() for path in caches.cache.root.rglob("*.safetensors")}
+    Caches(Encoding(other, CPU), fresh.encoders()).fill_images(pictures_for(make, tmp_path / "data"))
+    files = {path.name: path.read_bytes() for path in caches.encoding.cache.root.rglob("*.safetensors")}
     assert files == {path.name: path.read_bytes() for path in other.root.rglob("*.safetensors")} and len(files) == 4
 
 
@@ -156,11 +155,11 @@ def test_a_full_disk_in_the_middle(caches: Caches, family: Any, monkeypatch: pyt
     monkeypatch.setattr("os.replace", fill_up)
     with pytest.raises(StorageError) as caught:
         caches.fill_texts(["a", "b", "c", "d"])
-    assert caught.value.code == "disk-full" and len(list(caches.cache.root.rglob("*.*"))) == 2
+    assert caught.value.code == "disk-full" and len(list(caches.encoding.cache.root.rglob("*.*"))) == 2
     monkeypatch.undo()
     caches.fill_texts(["a", "b", "c", "d"])
     assert family.text_encoder.encoded in (["a", "b", "c", "c", "d"], ["a", "b", "c", "d", "c", "d"])
-    assert len(list(caches.cache.root.rglob("*.*"))) == 4
+    assert len(list(caches.encoding.cache.root.rglob("*.*"))) == 4
 
 
 def test_values_that_are_not_finite_stop_the_run(caches: Caches, family: Any) -> None:
@@ -182,7 +181,7 @@ def test_looking_up_a_prompt(caches: Caches, family: Any) -> None:
 
 def test_a_damaged_prompt_is_encoded_again(caches: Caches, family: Any) -> None:
     caches.fill_texts(["a house"])
-    (file,) = caches.cache.root.rglob("*.safetensors")
+    (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     assert torch.equal(caches.text_lookup("a house")["embeds"], family.text_encoder.tensors_of("a house")["embeds"])
     assert family.text_encoder.encoded == ["a house", "a house"]
@@ -192,12 +191,12 @@ def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleN
     path = make.picture(tmp_path / "data" / "a.png", caption="x")
     pictures = pictures_for(make, tmp_path / "data")
     caches.fill_images(pictures)
-    (job,) = caches.jobs_of(pictures[0], pictures[0].sha256)
-    key = job.key
-    (file,) = caches.cache.root.rglob("*.safetensors")
+    (entry,) = entries_of(caches.encoders[0], pictures[0], pictures[0].sha256)
+    key = entry.key
+    (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     caches.repair("image", key, "damaged")
-    assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
+    assert len(list(caches.encoding.cache.root.rglob("*-1.safetensors"))) == 1
     path.unlink()
     with pytest.raises(DataError) as caught:
         caches.repair("image", key, "damaged")
@@ -210,16 +209,16 @@ def test_a_picture_that_has_changed_is_not_encoded_under_the_key_of_the_one_befo
     path = make.picture(tmp_path / "data" / "a.png", seed=1, caption="x")
     pictures = pictures_for(make, tmp_path / "data")
     caches.fill_images(pictures)
-    (job,) = caches.jobs_of(pictures[0], pictures[0].sha256)
-    (file,) = caches.cache.root.rglob("*.safetensors")
+    (entry,) = entries_of(caches.encoders[0], pictures[0], pictures[0].sha256)
+    (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     make.picture(path, seed=2)  # of the same size
     with pytest.raises(DataError, match="has changed since the run began") as caught:
-        caches.repair("image", job.key, "damaged")
-    assert str(path) in caught.value.where and not list(caches.cache.root.rglob("*-1.safetensors"))
+        caches.repair("image", entry.key, "damaged")
+    assert str(path) in caught.value.where and not list(caches.encoding.cache.root.rglob("*-1.safetensors"))
     make.picture(path, seed=1)  # negative control
-    caches.repair("image", job.key, "damaged")
-    assert len(list(caches.cache.root.rglob("*-1.safetensors"))) == 1
+    caches.repair("image", entry.key, "damaged")
+    assert len(list(caches.encoding.cache.root.rglob("*-1.safetensors"))) == 1
 
 
 def test_pictures_that_are_only_hashed_anew_are_told_of_and_can_be_left(
@@ -230,12 +229,12 @@ def test_pictures_that_are_only_hashed_anew_are_told_of_and_can_be_left(
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     pictures, said = pictures_for(make, tmp_path / "data"), list[tuple[str, int, int, float]]()
     caches.fill_images(pictures)
-    caches.report = lambda *facts: said.append(facts)
+    caches.encoding.report = lambda *facts: said.append(facts)
     caches.fill_images(pictures)
     images = [facts for facts in said if facts[0] == "images"]
     assert len(family.image_encoder.encoded) == 5 and images[0][1:] == (1, 5, 0.0) and images[-1][1:] == (5, 5, 0.0)
 
-    caches.report = stop
+    caches.encoding.report = stop
     with pytest.raises(StoppedError):
         caches.fill_images(pictures)
 
@@ -250,10 +249,10 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
     now = [0.0]
 
     def load(device: torch.device) -> Callable[[Any], Any]:
-        def encode(item: Any) -> Any:
+        def encode(inputs: Any) -> Any:
             ways.append(torch.backends.cudnn.enabled)
             now[0] += 30.0 if torch.backends.cudnn.enabled else 0.5
-            return family.image_encoder.tensors_of(item)
+            return family.image_encoder.tensors_of(inputs["image"])
 
         return encode
 
@@ -261,7 +260,7 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
         return WatchedEncoder(encode, device, say, clock=lambda: now[0])
 
     said: list[str] = []
-    caches.say = said.append
+    caches.encoding.notice = said.append
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
     monkeypatch.setattr(filling, "watched", watch)
     monkeypatch.setattr(family.image_encoder, "load", load)
@@ -275,14 +274,14 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     tmp_path: Path, make: SimpleNamespace, caches: Caches
 ) -> None:
     told: list[tuple[str, str, str]] = []
-    caches.repaired = lambda *facts: told.append(facts)
+    caches.encoding.repaired = lambda *facts: told.append(facts)
     for index in range(3):
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     pictures = pictures_for(make, tmp_path / "data")
     caches.fill_images(pictures)
     caches.fill_texts(["a", "b"])
     assert told == []  # what was missing is no damage
-    images, texts = (sorted((caches.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    images, texts = (sorted((caches.encoding.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
     images[0].write_bytes(b"")
     texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
     images[1].unlink()
@@ -320,7 +319,7 @@ class Crowded:
         recipe = make.recipe(make.data(path=str(root / "data"), resolution=256))
         cache = LatentCache(root / "cache")
         how.setdefault("tiles_needed", lambda: changed.append("tiles"))
-        return prepare(recipe, self.family, cache, CPU, ignore, **how), changed
+        return prepare(recipe, self.family, Encoding(cache, CPU, **how)), changed
 
 
 @pytest.fixture
@@ -343,14 +342,14 @@ def test_a_picture_that_does_not_fit_is_encoded_in_tiles_under_a_key_of_its_own(
     encoder = crowded.family.image_encoder
     assert changed == ["tiles"] and len(prepared.items) == 4 and prepared.set_aside == ()
     assert (encoder.loads, encoder.tiled.loads, len(encoder.encoded), len(encoder.tiled.encoded)) == (1, 1, 3, 2)
-    keys = [(item.image_keys, item.picture_keys) for item in prepared.items]
+    keys = [(item.keys["image"][0], item.content[0]) for item in prepared.items]
     assert [same == plain for same, plain in keys] == [True, True, False, False]
     tiled = files_of(mixed)
 
     roomy = Crowded(new_family, most=float("inf"))
     shutil.rmtree(mixed / "cache")
     whole, changed = roomy.prepare(make, mixed)
-    assert changed == [] and [item.picture_keys for item in whole.items] == [plain for _, plain in keys]
+    assert changed == [] and [item.content[0] for item in whole.items] == [plain for _, plain in keys]
     plain = files_of(mixed)
     assert len(tiled) == len(plain) == 4 and len(tiled.keys() & plain.keys()) == 2
     assert all(tiled[name] == plain[name] for name in tiled.keys() & plain.keys())  # no key for two kinds of bytes
@@ -371,14 +370,14 @@ def test_a_start_that_is_told_encodes_in_tiles_only_what_is_missing(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
 ) -> None:
     first, _ = Crowded(new_family, most=float("inf")).prepare(make, mixed)
-    (mixed / "cache" / "image" / first.items[0].image_keys[0][:2]).joinpath(
-        f"{first.items[0].image_keys[0]}.safetensors"
+    (mixed / "cache" / "image" / first.items[0].keys["image"][0][0][:2]).joinpath(
+        f"{first.items[0].keys['image'][0][0]}.safetensors"
     ).unlink()
     crowded = Crowded(new_family)
     again, changed = crowded.prepare(make, mixed, tiles=True)
     assert changed == [] and len(crowded.family.image_encoder.tiled.encoded) == 1
-    assert [item.picture_keys for item in again.items] == [item.picture_keys for item in first.items]
-    assert [item.image_keys for item in again.items[1:]] == [item.image_keys for item in first.items[1:]]
+    assert [item.content[0] for item in again.items] == [item.content[0] for item in first.items]
+    assert [item.keys["image"] for item in again.items[1:]] == [item.keys["image"] for item in first.items[1:]]
 
 
 def test_a_picture_that_does_not_fit_in_tiles_either_is_said_by_name(
@@ -413,7 +412,7 @@ def test_a_damaged_entry_is_made_again_the_way_that_its_key_says(
     crowded = Crowded(new_family)
     told: list[tuple[str, str, str]] = []
     prepared, _ = crowded.prepare(make, mixed, repaired=lambda *facts: told.append(facts))
-    key = prepared.items[number].image_keys[0]
+    key = prepared.items[number].keys["image"][0][0]
     before = files_of(mixed)[f"{key}.safetensors"]
     file = next((mixed / "cache").rglob(f"{key}.safetensors"))
     file.write_bytes(before[:-8] + bytes(8))
@@ -430,7 +429,7 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     crowded = Crowded(new_family)
     prepared, _ = crowded.prepare(make, mixed)
     encoder = {"image": crowded.family.image_encoder, "text": crowded.family.text_encoder}[kind]
-    key = {"image": prepared.items[0].image_keys[0], "text": prepared.items[0].text_keys[0]}[kind]
+    key = {"image": prepared.items[0].keys["image"][0][0], "text": prepared.items[0].keys["text"][0][0]}[kind]
     (file,) = (mixed / "cache").rglob(f"{key}.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     load, devices = encoder.load, list[str]()
@@ -446,8 +445,10 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
 
     monkeypatch.setattr(encoder, "load", full)
     caches = prepared.repair.__self__
-    caches.device, caches.open_door = torch.device("cuda", 0), door_to
-    caches.report = stop  # there is no progress to tell of, and a step of training to be finished before a stop
+    caches.encoding.device, caches.encoding.open_door = torch.device("cuda", 0), door_to
+    caches.encoding.report = (
+        stop  # there is no progress to tell of, and a step of training to be finished before a stop
+    )
     prepared.repair(kind, key, "damaged")
     assert devices == ["cuda", "cpu"] and file.with_name(f"{key}-1.safetensors").exists()
     monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))
@@ -475,7 +476,7 @@ def test_neither_order_nor_bytes_depend_on_the_threads(
         cache = LatentCache(root)
         write = cache.write
         monkeypatch.setattr(cache, "write", lambda *args, s=write_s, w=write: (time.sleep(s), w(*args)))
-        Caches(cache, family.image_encoder, family.text_encoder, CPU, ignore, ignore).fill_images(pictures)
+        Caches(Encoding(cache, CPU), family.encoders()).fill_images(pictures)
         seen.append([pixels_CHW.sum().item() for pixels_CHW in family.image_encoder.encoded])
         files.append({path.name: path.read_bytes() for path in root.rglob("*.safetensors")})
     assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 16
@@ -526,7 +527,7 @@ def test_copies_are_encoded_once_and_a_picture_whose_hash_is_new_but_not_its_con
         make.picture(tmp_path / "data" / name, seed=1, caption="x")
     found: dict[int, Any] = {}
     unknown = [dataclasses.replace(picture, sha256="") for picture in pictures_for(make, tmp_path / "data")]
-    caches.fill_images(unknown, found=lambda index, looked: found.update({index: looked}))
+    caches.fill_images(unknown, found=lambda index, entry, looked: found.update({index: looked}))
     assert len(family.image_encoder.encoded) == 1 and found[0].sha256 == found[1].sha256
     assert found[0].entries[0].key == found[1].entries[0].key and not found[1].entries[0].fault
     caches.fill_images(unknown)

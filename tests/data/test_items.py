@@ -1,4 +1,4 @@
-"""Pictures and items in columns say what the objects would."""
+"""Samples and items in columns say what the objects would."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import hashlib
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from lora_rocm.data.batches import BatchPlan
 from lora_rocm.data.columns import Keys
-from lora_rocm.data.items import Items, Pictures, identity
+from lora_rocm.data.entry_spec import CAPTION, IMAGE, EntrySpec
+from lora_rocm.data.items import ANY_SHAPE, Items, Usable, identity
 from lora_rocm.data.plan import Item, outline_of
 from lora_rocm.data.ready import Entry, Looked
 from lora_rocm.data.samples import geometry_of, scan
+
+BOTH = (EntrySpec("image", (IMAGE,), {}, True), EntrySpec("text", (CAPTION,), {}))
 
 
 def key_of(*parts: object) -> str:
@@ -23,61 +25,68 @@ def key_of(*parts: object) -> str:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, make: SimpleNamespace) -> Pictures:
-    return pictures_of(tmp_path, make, flip_aug=True)
+def usable(tmp_path: Path, make: SimpleNamespace) -> Usable:
+    return usable_of(tmp_path, make, flip_aug=True)
 
 
-def pictures_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Pictures:
+def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
     for index in range(4):
         make.picture(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
     data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
     samples = scan(data).samples
-    made = Pictures(samples)
+    made = Usable(samples, ["image"])
     for index, sample in enumerate(samples):
         if index != 1:
             made.append(index, geometry_of(sample, data))
     return made
 
 
-def looked_at(pictures: Pictures, place: int, in_tiles: bool) -> Looked:
-    picture = pictures[place]
-    entries = []
-    for flip in picture.flips:
-        plain, tiled = key_of(place, flip), key_of(place, flip, "tiles")
-        job: Any = SimpleNamespace(key=plain, tiled_key=tiled, geometry=picture.geometry)
-        entries.append(Entry(job, tiled if in_tiles else plain, ""))
+def looked_at(usable: Usable, place: int, in_tiles: bool) -> Looked:
+    entries = [
+        Entry(flip, None, key_of(place, flip), key_of(place, flip, "tiles"), in_tiles=in_tiles)
+        for flip in usable[place].flips
+    ]
     return Looked(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
 
 
-def test_a_picture_is_found_again_whole(pictures: Pictures) -> None:
-    assert len(pictures) == 3 and [p.sample.key for p in pictures] == ["0.png", "2.png", "3.png"]
-    assert list(pictures.ready) == [] and pictures[2].sha256 == "" and pictures[2].flips == (False, True)
-    pictures.found(2, looked_at(pictures, 2, in_tiles=False))
-    pictures.found(0, looked_at(pictures, 0, in_tiles=True))
-    assert list(pictures.ready) == [0, 2] and pictures[2].sha256 == hashlib.sha256(b"\2").hexdigest()
-    assert pictures[2].geometry.original_hw == (64, 192) and pictures.target_hw(2) == pictures[2].geometry.target_hw
-    assert pictures[-1] == pictures[2] and pictures[1:] == [pictures[1], pictures[2]]
+def test_a_sample_is_found_again_whole(usable: Usable) -> None:
+    assert len(usable) == 3 and [wanted.sample.key for wanted in usable] == ["0.png", "2.png", "3.png"]
+    assert list(usable.ready) == [] and usable[2].sha256 == "" and usable[2].flips == (False, True)
+    usable.found(2, "image", looked_at(usable, 2, in_tiles=False))
+    usable.found(0, "image", looked_at(usable, 0, in_tiles=True))
+    assert list(usable.ready) == [0, 2] and usable[2].sha256 == hashlib.sha256(b"\2").hexdigest()
+    assert usable[2].geometry.original_hw == (64, 192) and usable.shape(2) == usable[2].geometry.shape
+    assert usable[-1] == usable[2] and usable[1:] == [usable[1], usable[2]]
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> None:
+def test_an_item_is_that_of_the_object(usable: Usable, held_out: bool) -> None:
     for place in range(3):
-        pictures.found(place, looked_at(pictures, place, in_tiles=place == 0))
-    texts = Keys()
+        usable.found(place, "image", looked_at(usable, place, in_tiles=place == 0))
+    captions = Keys()
     for place in (0, 2):
-        texts.append([key_of("text", place, n) for n in range(place + 1)])
-    items = Items(pictures, (0, 2), texts, key_of("empty"), held_out)
+        captions.append([*(key_of("text", place, n) for n in range(place + 1)), key_of("empty")])
+    items = Items(usable, (0, 2), {"text": captions}, BOTH, held_out)
     count = 1 if held_out else 2
     whole = tuple(
         Item(
             key=f"{name}.png",
-            geometry=pictures[place].geometry,
-            image_keys=tuple(key_of(place, flip, *(["tiles"] if place == 0 else [])) for flip in (False, True)[:count]),
-            text_keys=tuple(key_of("text", place, n) for n in range(place + 1)),
-            dropout_key=key_of("empty"),
+            shape=usable[place].geometry.shape,
+            keys={
+                "image": tuple(
+                    (key_of(place, flip, *(["tiles"] if place == 0 else [])),) for flip in (False, True)[:count]
+                ),
+                "text": ((*(key_of("text", place, n) for n in range(place + 1)), key_of("empty")),),
+            },
+            num_views=count,
+            num_captions=place + 1,
             dropout_rate=0.0,
             repeats=1 if held_out else 3,
-            picture_keys=tuple(key_of(place, flip) for flip in (False, True)[:count]),
+            geometry=usable[place].geometry,
+            content=(
+                tuple(key_of(place, flip) for flip in (False, True)[:count]),
+                (*(key_of("text", place, n) for n in range(place + 1)), key_of("empty")),
+            ),
         )
         for place, name in ((0, 0), (2, 3))
     )
@@ -85,30 +94,54 @@ def test_an_item_is_that_of_the_object(pictures: Pictures, held_out: bool) -> No
     for field in fields(Item):
         assert getattr(items[0], field.name) == getattr(whole[0], field.name)
     assert identity(items) == identity(whole) != identity(whole[::-1])
-    said = repr([(item.key, item.repeats, item.picture_keys, item.text_keys) for item in whole])
+    said = repr([(item.key, item.repeats, item.content) for item in whole])
     assert identity(items) == hashlib.sha256(said.encode("utf-8")).hexdigest(), "checkpoints have this one"
     rows, expected = (BatchPlan(source, 2, 1, seed=3).rows(0) for source in (items, whole))
     assert rows == expected
     outline, expected_outline = outline_of(items), outline_of(whole)
     assert list(outline.keys) == list(outline.keys) == expected_outline.keys
-    assert outline.target_hw_N2.tolist() == expected_outline.target_hw_N2.tolist()
+    shapes, expected_shapes = ([o.shapes[number] for number in o.shape_N] for o in (outline, expected_outline))
+    assert shapes == expected_shapes
     assert outline.repeats_N.tolist() == expected_outline.repeats_N.tolist()
 
 
 @pytest.mark.parametrize("flip_aug", [False, True])
-def test_an_item_has_as_many_entries_as_were_found(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> None:
-    pictures = pictures_of(tmp_path, make, flip_aug)
-    pictures.found(1, looked_at(pictures, 1, in_tiles=False))
-    (item,) = Items(pictures, (1,), Keys(), key_of("empty"))
-    assert item.image_keys == item.picture_keys == tuple(key_of(1, flip) for flip in (False, True)[: 1 + flip_aug])
+def test_an_item_has_as_many_views_as_its_source_asks_for(
+    tmp_path: Path, make: SimpleNamespace, flip_aug: bool
+) -> None:
+    usable = usable_of(tmp_path, make, flip_aug)
+    usable.found(1, "image", looked_at(usable, 1, in_tiles=False))
+    (item,) = Items(usable, (1,), {}, BOTH[:1])
+    expected = tuple(key_of(1, flip) for flip in (False, True)[: 1 + flip_aug])
+    assert item.keys == {"image": tuple((key,) for key in expected)} and item.content == (expected,)
 
 
-def test_a_plan_makes_the_items_of_a_batch_only(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable) -> None:
+    both = EntrySpec("pair", (IMAGE, CAPTION), {})
+    usable.found(0, "image", looked_at(usable, 0, in_tiles=False))
+    keys = Keys()
+    keys.append([key_of(view, caption) for view in range(2) for caption in ("a", "b", "")])
+    (item,) = Items(usable, (0,), {"pair": keys}, [BOTH[0], both])
+    assert item.num_views == 2 and item.num_captions == 2
+    assert item.keys["pair"] == tuple(tuple(key_of(view, caption) for caption in ("a", "b", "")) for view in range(2))
+
+
+def test_samples_whose_images_are_not_read_lie_in_one_bucket(tmp_path: Path, make: SimpleNamespace) -> None:
+    cut = usable_of(tmp_path, make, flip_aug=False)
+    usable = Usable(cut.samples, ())
+    for index in range(len(cut.samples)):
+        usable.append(index, None)
+    assert list(usable.ready) == [0, 1, 2, 3] and usable.geometry(0) is None
+    assert usable.shapes([0, 2])[0] == [ANY_SHAPE] == [usable.shape(3)]
+    assert ANY_SHAPE not in cut.shapes([0, 1, 2])[0]
+
+
+def test_a_plan_makes_the_items_of_a_batch_only(usable: Usable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a million are made at every start."""
-    texts, made = Keys(), list[int]()
+    captions, made = Keys(), list[int]()
     for _ in range(3):
-        texts.append([key_of("text")])
-    items, make = Items(pictures, (0, 1, 2), texts, key_of("empty")), Items._made
+        captions.append([key_of("text"), key_of("empty")])
+    items, make = Items(usable, (0, 1, 2), {"text": captions}, BOTH), Items._made
     monkeypatch.setattr(Items, "_made", lambda self, index: made.append(index) or make(self, index))
     rows = BatchPlan(items, 2, 1, seed=3).rows(0)
     assert len(rows) == len(made) == 2

@@ -18,6 +18,7 @@ import torch
 from lora_rocm.data import manifest, prepare
 from lora_rocm.data.batches import BatchPlan, loader, open_workers
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.pictures import UnreadablePicture
 from lora_rocm.data.prepare import Prepared
 from lora_rocm.data.upkeep import MANIFESTS, prune
@@ -49,7 +50,7 @@ class Starts:
         self.recipe = self.make.recipe(self.make.data(**self.keys), **self.sections)
         self.family = self.new_family(self.recipe)
         self.family.image_encoder.fingerprint = self.vae
-        return prepare.prepare(self.recipe, self.family, LatentCache(self.root / "cache"), CPU, lambda *facts: None)
+        return prepare.prepare(self.recipe, self.family, Encoding(LatentCache(self.root / "cache"), CPU))
 
     @property
     def encoded(self) -> int:
@@ -82,7 +83,7 @@ def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
     plan = BatchPlan(again.items, 2, 1, seed=3)
     workers = open_workers(LatentCache(starts.root / "cache"), starts.family, starts.recipe.runtime, print)
     (batch,) = loader(plan, starts.family, workers, 0, 1)
-    assert batch["tensors"]["latent_mean"].shape[0] == 2
+    assert batch.tensors["latent_mean"].shape[0] == 2
 
 
 def picture_changes(starts: Starts) -> None:
@@ -138,7 +139,7 @@ def image_entry_gone(starts: Starts) -> None:
 
 
 def text_entry_gone(starts: Starts) -> None:
-    key = starts().items[0].text_keys[0]
+    key = starts().items[0].keys["text"][0][0]
     next((starts.root / "cache" / "text").rglob(f"{key}*")).unlink()
 
 
@@ -261,13 +262,13 @@ def test_memory_that_ran_out_at_a_picture_is_not_kept(starts: Starts, monkeypatc
 def test_a_damaged_entry_is_made_again_when_it_is_read(starts: Starts) -> None:
     starts()
     prepared = starts()
-    key = prepared.items[0].image_keys[1]
+    key = prepared.items[0].keys["image"][1][0]
     file = next((starts.root / "cache" / "image").rglob(f"{key}*"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-8] + bytes(8))
     prepared.repair("image", key, "damaged")
     assert file.with_name(f"{key}-1.safetensors").read_bytes() == whole and starts.looked == 1
-    text = prepared.items[0].text_keys[0]
+    text = prepared.items[0].keys["text"][0][0]
     prepared.repair("text", text, "damaged")
     assert len(starts.family.text_encoder.encoded) == 1
 
@@ -349,11 +350,11 @@ FORGERIES = {
     "nothing": lambda header, columns: None,
     "a place that is none": set_last(".training", 99),
     "a place below zero": set_last(".training", -1),
-    "a text that ends behind the end": set_last(".texts._ends", 10**9),
-    "a sample that is none": set_last(".pictures._indices", 10**6),
-    "a column that is short": shorten(".pictures._keys"),
-    "numbers that are short": shorten(".pictures.samples._numbers"),
-    "a column that is missing": lambda header, columns: columns.pop(".pictures._cuts") and None,
+    "a text that ends behind the end": set_last(".captions.text._ends", 10**9),
+    "a sample that is none": set_last(".usable._indices", 10**6),
+    "a column that is short": shorten(".usable._keys.image"),
+    "numbers that are short": shorten(".usable.samples._numbers"),
+    "a column that is missing": lambda header, columns: columns.pop(".usable._cuts") and None,
     "no folders": lambda header, columns: header.update(folders=[]),
     "no problems": lambda header, columns: header.update(set_aside=[{"x": 1}]),
 }

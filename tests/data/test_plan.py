@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.data.buckets import Geometry, fit
+from lora_rocm.data.buckets import fit, image_shape
 from lora_rocm.data.plan import BatchPlan, Item, Row
 from lora_rocm.data.seeds import draw
+from lora_rocm.data.shape import Shape
 
 
 def item(
     index: int, wide: bool = False, repeats: int = 1, flip: bool = False, texts: int = 1, dropout: float = 0.0
 ) -> Item:
-    geometry = fit(200 if wide else 100, 100, 64, 16, 2.0, True, False)
+    shape = fit(200 if wide else 100, 100, 64, 16, 2.0, True, False).shape
     images = (f"image{index}", f"mirrored{index}") if flip else (f"image{index}",)
-    return Item(
-        f"{index}.png", geometry, images, tuple(f"text{index}.{n}" for n in range(texts)), "empty", dropout, repeats
-    )
+    captions = (*(f"text{index}.{n}" for n in range(texts)), "empty")
+    keys = {"image": tuple((key,) for key in images), "text": (captions,)}
+    return Item(f"{index}.png", shape, keys, len(images), texts, dropout, repeats)
 
 
 items = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=12).map(
@@ -47,7 +48,7 @@ def test_every_picture_is_seen_as_often_as_asked(
 def test_a_batch_has_one_bucket_and_its_weights_are_a_mean(found: list[Item], batch: int, acc: int) -> None:
     for rows in epoch_of(BatchPlan(found, batch, acc, 0)):
         assert len(rows) == batch * acc and [row.position for row in rows] == list(range(batch * acc))
-        assert len({row.item.geometry.target_hw for row in rows}) == 1
+        assert len({row.item.shape for row in rows}) == 1
         weights = {row.weight for row in rows if row.weight > 0}
         assert len(weights) == 1 and abs(sum(row.weight for row in rows) - 1.0) < 1e-12
 
@@ -89,8 +90,7 @@ def test_order_follows_seed_and_epoch() -> None:
 
 
 def area(rows: list[Row]) -> int:
-    height, width = rows[0].item.geometry.target_hw
-    return height * width
+    return rows[0].item.shape.cost
 
 
 @given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
@@ -106,7 +106,9 @@ def plain_order(found: list[Item], size: int, seed: int, epoch: int) -> list[lis
     """What an epoch is, said in the plainest way: sorted as drawn; only one batch of the first epoch is moved."""
     buckets: dict[tuple[int, int], list[Place]] = {}
     for index, one in enumerate(found):
-        buckets.setdefault(one.geometry.target_hw, []).extend((index, repeat) for repeat in range(one.repeats))
+        buckets.setdefault((one.shape["h"], one.shape["w"]), []).extend(
+            (index, repeat) for repeat in range(one.repeats)
+        )
     batches = []
     for target_hw, places in buckets.items():
         places.sort(key=lambda place: draw("order", seed, epoch, found[place[0]].key, place[1]))
@@ -138,8 +140,7 @@ def pixels(batch: tuple[int, list[Place], tuple[int, int]]) -> int:
 def test_the_order_is_the_plain_one(
     drawn: list[tuple[str, tuple[int, int], int]], batch: int, acc: int, seed: int, epoch: int
 ) -> None:
-    cuts = [Geometry(size, size, (0, 0), size) for _, size, _ in drawn]
-    found = [Item(key, cut, ("a",), ("b",), "c", 0.0, n) for cut, (key, _, n) in zip(cuts, drawn, strict=True)]
+    found = [Item(key, image_shape(size), {}, repeats=n) for key, size, n in drawn]
     plan = BatchPlan(found, batch, acc, seed)
     order = [plan._samples(epoch, step) for step in range(plan.steps_per_epoch)]
     assert order == plain_order(found, batch * acc, seed, epoch)
@@ -156,8 +157,8 @@ def test_without_items_there_are_no_steps() -> None:
 
 def test_an_order_takes_little_memory() -> None:
     """A tuple of two numbers for each sample would take a hundred bytes."""
-    cut, count = item(0).geometry, 20_000
-    found = [Item(f"{index}.png", cut, ("a",), ("b",), "c", 0.0, 1) for index in range(count)]
+    shape, count = item(0).shape, 20_000
+    found = [Item(f"{index}.png", shape, {}) for index in range(count)]
     tracemalloc.start()
     try:
         plan = BatchPlan(found, 4, 1, 0)
@@ -184,7 +185,7 @@ def test_going_back_gives_the_same_rows() -> None:
 
 def test_buckets_come_mixed() -> None:
     plan = BatchPlan([item(index, wide=index < 20) for index in range(40)], 2, 1, 0)
-    sizes = [rows[0].item.geometry.target_hw for rows in epoch_of(plan)]
+    sizes = [rows[0].item.shape for rows in epoch_of(plan)]
     changes = sum(a != b for a, b in zip(sizes, sizes[1:], strict=False))
     assert changes > 4
 
@@ -208,11 +209,33 @@ def test_choices_are_drawn_in_their_shares() -> None:
 def test_what_is_not_asked_for_is_not_drawn() -> None:
     rows = [rows[0] for rows in epoch_of(BatchPlan([item(index) for index in range(50)], 1, 1, 0))]
     assert not any(row.flip or row.dropout or row.variant for row in rows)
-    assert {row.text_key for row in rows} == {f"text{index}.0" for index in range(50)}
+    assert {row.key("text") for row in rows} == {f"text{index}.0" for index in range(50)}
 
 
 def test_rows_name_their_cache_entries() -> None:
     one = item(0, flip=True, texts=2)
-    assert Row(one, 0, 1.0, True, 1, False).image_key == "mirrored0"
-    assert Row(one, 0, 1.0, False, 1, False).text_key == "text0.1"
-    assert Row(one, 0, 1.0, False, 1, True).text_key == "empty"
+    assert Row(one, 0, 1.0, True, 1, False).key("image") == "mirrored0"
+    assert Row(one, 0, 1.0, False, 1, False).key("text") == "text0.1"
+    assert Row(one, 0, 1.0, False, 1, True).key("text") == "empty"
+
+
+def test_two_clips_of_one_size_and_different_lengths_are_in_different_buckets() -> None:
+    shapes = [Shape.of(frames=frames, h=64, w=64) for frames in (17, 81) for _ in range(4)]
+    plan = BatchPlan([Item(str(number), shape, {}) for number, shape in enumerate(shapes)], 4, 1, 0)
+    batches = epoch_of(plan)
+    assert [{row.item.shape for row in rows} for rows in batches] == [{shapes[7]}, {shapes[0]}]
+    alike = [Item(str(number), Shape.of(h=64, w=64), {}) for number in range(8)]  # the control: stills are one bucket
+    assert len({row.item.shape for rows in epoch_of(BatchPlan(alike, 4, 1, 0)) for row in rows}) == 1
+
+
+def test_the_cost_decides_which_batch_comes_first() -> None:
+    cheap, dear = Shape.of(h=640, w=640), Shape.of(10**9, tokens=4)
+    found = [Item(str(number), dear if number == 3 else cheap, {}) for number in range(8)]
+    assert BatchPlan(found, 1, 1, 0).rows(0)[0].item.shape == dear
+
+
+def test_an_entry_of_an_image_and_a_caption_is_chosen_by_both() -> None:
+    keys = {"pair": (("0a", "0b", "0"), ("1a", "1b", "1")), "image": (("0",), ("1",))}
+    one = Item("0", Shape.of(h=8, w=8), keys, 2, 2, 0.5)
+    assert [Row(one, 0, 1.0, flip, 1, False).key("pair") for flip in (False, True)] == ["0b", "1b"]
+    assert Row(one, 0, 1.0, True, 0, True).key("pair") == "1" == Row(one, 0, 1.0, True, 0, True).key("image")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.data import prepare as prepare_module
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.data.seeds import fraction
 from lora_rocm.errors import DataError
@@ -35,7 +36,8 @@ class Runs:
         recipe = self.make.recipe(self.make.data(**{"path": str(self.root / "data"), **self.keys}), **sections)
         family = self.new_family(recipe)
         family.image_encoder.fingerprint, family.text_encoder.fingerprint = self.vae, self.text
-        self.prepared = prepare(recipe, family, LatentCache(self.root / "cache"), CPU, emit)
+        encoding = Encoding(LatentCache(self.root / "cache"), CPU, emit)
+        self.prepared = prepare(recipe, family, encoding)
         self.encoded = (len(family.image_encoder.encoded), len(family.text_encoder.encoded))
         self.loads = (family.image_encoder.loads, family.text_encoder.loads)
         return self.prepared
@@ -53,8 +55,9 @@ def test_the_items(runs: Runs) -> None:
     prepared = runs(sample={"prompts": ["a house"], "control_prompts": ["a tree"], "negative_prompt": "bad"})
     assert [item.key for item in prepared.items] == [sample.key for sample in prepared.samples]
     item = prepared.items[0]
-    assert (item.key, len(item.image_keys), len(item.text_keys), item.repeats) == ("0.png", 2, 1, 2)
-    assert item.dropout_rate == 0.1 and item.dropout_key not in item.text_keys
+    assert (item.key, item.num_views, item.num_captions, item.repeats) == ("0.png", 2, 1, 2)
+    ((caption, empty),) = item.keys["text"]
+    assert item.dropout_rate == 0.1 and caption != empty and len(item.keys["image"]) == 2
     assert runs.encoded == (8, 8)  # 4 captions, the empty one, 2 prompts, the negative prompt
     for prompt in ("", "a house", "a tree", "bad", "picture 3"):
         prepared.text_lookup(prompt)
@@ -163,7 +166,7 @@ def test_shuffled_captions_are_cached(runs: Runs) -> None:
         (runs.root / "data" / f"{index}.txt").write_text(f"{index}, a, b, c, d", encoding="utf-8")
     runs.keys = {"shuffle_caption": True, "keep_tokens": 1, "caption_variants": 3}
     prepared = runs()
-    assert all(len(item.text_keys) == 3 for item in prepared.items) and runs.encoded == (4, 13)
+    assert all(item.num_captions == 3 for item in prepared.items) and runs.encoded == (4, 13)
 
 
 def test_what_is_set_aside(runs: Runs) -> None:
@@ -223,7 +226,7 @@ def test_holding_out(runs: Runs) -> None:
     prepared = runs()
     held = {item.key for item in prepared.held_out}
     assert 0 < len(held) < 12 and held | {item.key for item in prepared.items} == {f"{n}.png" for n in range(12)}
-    assert all((len(i.image_keys), i.repeats, i.dropout_rate) == (1, 1, 0.0) for i in prepared.held_out)
+    assert all((i.num_views, i.repeats, i.dropout_rate) == (1, 1, 0.0) for i in prepared.held_out)
     assert any("held out" in notice for notice in prepared.notices)
 
 

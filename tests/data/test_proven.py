@@ -11,6 +11,7 @@ import torch
 
 from lora_rocm.data import proven
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.fill import Caches
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError
@@ -27,9 +28,8 @@ class Watched:
         self.root, self.family, self.fails_at = root, family, fails_at
         self.seen: list[int] = []
         self.doors: list[DeviceTransfer] = []
-        self.caches = Caches(
-            LatentCache(root), family.image_encoder, family.text_encoder, CPU, self.report, print, look=self.look
-        )
+        encoding = Encoding(LatentCache(root), CPU, self.report, print, look=self.look)
+        self.caches = Caches(encoding, family.encoders())
         self.stop_after = 99
 
     def report(self, what: str, done: int, total: int, per_second: float) -> None:
@@ -114,7 +114,7 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
 ) -> None:
     watched = Watched(tmp_path / "cache", family)
     encoder = family.text_encoder if kind == "text" else family.image_encoder
-    whole, look = encoder.tensors_of, watched.caches.look
+    whole, look = encoder.tensors_of, watched.caches.encoding.look
     broken: list[bool] = []
 
     def encode(item: Any) -> Any:
@@ -128,7 +128,7 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
         if broken and second is not None:
             raise second
 
-    encoder.tensors_of, watched.caches.look = encode, fails_after_the_fault
+    encoder.tensors_of, watched.caches.encoding.look = encode, fails_after_the_fault
     with pytest.raises((RuntimeError, CanaryError)) as caught:
         if kind == "text":
             watched.caches.fill_texts(WORDS)

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.data import entries, upkeep
-from lora_rocm.data.cache import CacheEntryBad, LatentCache, text_key
+from lora_rocm.data.cache import CacheEntryBad, LatentCache, entry_key
+from lora_rocm.data.entry_spec import TensorSpec
 from lora_rocm.errors import StorageError, UserError
-from lora_rocm.families.base import TensorSpec
 from tests.program import snapshot
 
 SPEC = {"mean": TensorSpec("float32", "N")}
-KEYS = [text_key(f"caption {number}", "text-1") for number in range(6)]
+KEYS = [entry_key("text", (f"caption {number}",), "text-1") for number in range(6)]
 
 
 def fill(root: Path, keys: list[str] = KEYS) -> LatentCache:
@@ -58,6 +58,17 @@ def pruned(cache: LatentCache, older_than_days: float | None = None, dry_run: bo
     said: list[str] = []
     upkeep.prune(cache.root, said.append, older_than_days=older_than_days, dry_run=dry_run)
     return "\n".join(said)
+
+
+def test_entries_of_any_name_are_looked_after(cache: LatentCache) -> None:
+    for name in ("clip_2", "latents"):
+        for number in range(2):
+            key = entry_key(name, (str(number),), "x")
+            cache.put(name, key, {"mean": torch.zeros(8)}, key)
+    flip(next((cache.root / "latents").rglob("*.safetensors")))
+    code, said = verified(cache)
+    assert code == 3 and "9 good, 1 bad" in said
+    assert "1 bad" in pruned(cache) and verified(cache)[0] == 0
 
 
 def readable(cache: LatentCache) -> list[int]:
@@ -244,7 +255,7 @@ def test_entries_of_older_and_newer_versions(cache: LatentCache, monkeypatch: py
     monkeypatch.setattr(entries, "SPEC_VERSION", 0)
     assert "6 of newer versions" in verified(cache)[1] and "6 newer" in pruned(cache)
     monkeypatch.setattr(entries, "SPEC_VERSION", 2)
-    fill(cache.root, [text_key("a new one", "text-1")])
+    fill(cache.root, [entry_key("text", ("a new one",), "text-1")])
     code, said = verified(cache)
     assert code == 0 and "1 good" in said and "6 of older versions" in said
     assert "6 of older versions" in pruned(cache) and "1 good, 0 bad" in verified(cache)[1]
@@ -336,7 +347,7 @@ def test_stats(tmp_path: Path) -> None:
 def test_one_entry_at_a_time_is_in_memory(tmp_path: Path) -> None:
     cache = LatentCache(tmp_path)
     for number in range(24):
-        cache.put("text", text_key(str(number), "t"), {"mean": torch.full((1 << 18,), float(number))}, "x")
+        cache.put("text", entry_key("text", (str(number),), "t"), {"mean": torch.full((1 << 18,), float(number))}, "x")
     tracemalloc.start()
     try:
         assert verified(cache)[0] == 0

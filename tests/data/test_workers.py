@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lora_rocm.data import workers as under_test
-from lora_rocm.data.buckets import fit
+from lora_rocm.data.buckets import image_shape
 from lora_rocm.data.plan import BatchPlan, Item
 from lora_rocm.data.reader import Order, Orders, Read
 from lora_rocm.data.workers import Group, Workers, WorkersFailed, hand_over, one_ahead
@@ -85,10 +85,7 @@ SAID = {
 
 @pytest.fixture
 def orders() -> Orders:
-    items = [
-        Item(f"{number}.png", fit(64, 64, 64, 16, 2.0, True, False), (f"k{number}",), ("t",), "c", 0.0, 1)
-        for number in range(COUNT)
-    ]
+    items = [Item(f"{number}.png", image_shape((64, 64)), {"image": ((f"k{number}",),)}) for number in range(COUNT)]
     return Orders(BatchPlan(items, 1, 1, 0), 0, COUNT)
 
 
@@ -108,7 +105,8 @@ def plain(results: Iterator[Any]) -> list[Any]:
     return [(read.order, read.tensors["x"].tolist(), read.fingerprints["x"].tolist()) for read in results]
 
 
-SLOW = ("is stopped", "crashes")  # to the main process the same as "hangs" and "is killed"
+SLOW = ("is stopped", "crashes", "is killed", "raises", "leaves")
+"""The first two are "hangs" and "is killed" to the main process; tests below have workers that are killed and raise."""
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in SAID])
@@ -165,7 +163,7 @@ def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> 
     workers = Workers(Source("raises", tmp_path), RuntimeSection(workers=1), said.append)
     whole = read(Source(), orders, [])
     assert plain(workers.reads(orders)) == whole == plain(workers.reads(orders))
-    assert len(said) == 1 and workers.count == 0
+    assert len(said) == 1 and SAID["raises"] in said[0] and workers.count == 0
 
 
 @pytest.mark.parametrize("persistent", [False, True])

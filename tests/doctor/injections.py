@@ -11,7 +11,7 @@ from lora_rocm.host.environ import RULES, EnvPlan, EnvRow, Warned, plan
 from lora_rocm.host.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
 from lora_rocm.host.harms import HARMS
 from lora_rocm.host.here import situation_here
-from lora_rocm.host.kept import Kept, Remembered
+from lora_rocm.host.mitigation_records import Kept, Remembered
 from lora_rocm.host.quirks import Situation
 from lora_rocm.host.verdict import Result, Stack, Verdict
 from tests.golden import HOSTS

@@ -12,7 +12,7 @@ from lora_rocm.doctor.known_bad import BAD
 from lora_rocm.host.environ import RULES
 from lora_rocm.host.facts import DeviceFile, Unread
 from lora_rocm.host.harms import HARMS
-from lora_rocm.host.kept import Kept, Workload
+from lora_rocm.host.mitigation_records import Kept, Workload
 from tests.doctor.injections import (
     APU,
     DEBIAN_612,

@@ -17,7 +17,7 @@ from lora_rocm.doctor.report import without_private
 from lora_rocm.errors import StorageError
 from lora_rocm.host.facts import HostFacts, Library, Unread, facts_from_json
 from lora_rocm.host.here import situation_here
-from lora_rocm.host.kept import Kept, Workload
+from lora_rocm.host.mitigation_records import Kept, Workload
 from lora_rocm.host.verdict import Result, Verdict
 from tests.doctor.injections import HEALTHY, LINUX, STACK, WINDOWS, case, facts_of, remembering
 from tests.golden import machines

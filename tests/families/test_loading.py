@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.data.proven import plain_door
 from lora_rocm.errors import ModelError
-from lora_rocm.families import loading, sdxl_check
+from lora_rocm.families import loading
+from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import Source
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import (
     tiny_pipeline,
@@ -106,7 +109,7 @@ def test_the_same_loss_from_folder_and_file(single: tuple[Path, Path], tiny_sdxl
         }
         batch |= {"time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]])}
         model = chosen.load(torch.float32, CPU)
-        return chosen.loss(model, batch, chosen.draw(batch, [5]).tensors).loss_B.tolist()
+        return losses(chosen, model, batch, chosen.objective.draw(batch, [5]).tensors).tolist()
 
     assert loss(family(single[0], config=str(single[1]))) == pytest.approx(loss(family(tiny_sdxl)), rel=1e-5)
 
@@ -115,8 +118,8 @@ def test_a_one_file_checkpoint_says_how_it_predicts(tmp_path: Path, pipeline: St
     marks = {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
     file = write_single_file(pipeline, tmp_path / "v.safetensors", marks)
     chosen = family(file, config=str(write_config_folder(pipeline, tmp_path / "c")))
-    assert chosen.schedule.prediction_type == "v_prediction"
-    assert chosen.schedule.alphas_cumprod_T[-1] == 0
+    assert chosen.objective.schedule.prediction_type == "v_prediction"
+    assert chosen.objective.schedule.alphas_cumprod_T[-1] == 0
 
 
 def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 def test_full_size_is_looked_at_in_a_moment(tmp_path: Path) -> None:
     source = Source("x", LAYOUT, LAYOUT.configs, None, write_hollow_sdxl(tmp_path / "x.safetensors"))
-    assert sdxl_check.check(source) == ()
+    assert detect.check(source, EXPECTED) == ()
 
 
 def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:

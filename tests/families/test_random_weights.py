@@ -59,5 +59,5 @@ def test_configs_come_from_the_model_where_it_is_here_else_from_the_package(tmp_
 def test_a_recipe_asks_for_it_by_the_prefix_and_the_family_looks_no_further() -> None:
     family = Sdxl(load_recipe("demo.yaml", ["model.name_or_path=random:nobody/such-model"]).recipe)
     assert family.source.config("unet")["sample_size"] == 128
-    assert {encoder.kind for encoder in family.encoders() if encoder.fingerprint} == {"image", "text"}
+    assert [e.entry.name for e in family.encoders() if e.fingerprint] == ["image", "text_1", "text_2"]
     assert family.base_facts()["identity"] != Sdxl(load_recipe("demo.yaml").recipe).base_facts()["identity"]

@@ -14,7 +14,7 @@ import lora_rocm
 from lora_rocm.host import changes
 from lora_rocm.host.changes import BY_ID, CHANGE_RULES, CHANGES, SEEN_OF_CODE, Change, Seen, candidates, made, parts
 from lora_rocm.host.environ import RULES, EnvPlan, plan
-from lora_rocm.host.kept import Kept, Remembered
+from lora_rocm.host.mitigation_records import Kept, Remembered
 from lora_rocm.host.quirks import SETTING, Situation
 from lora_rocm.host.rules_amd import BLAS_RULES
 from lora_rocm.host.settings import Settings, settings_from

@@ -19,6 +19,7 @@ from lora_rocm.host.changes import BY_ID, CHANGES, candidates
 from lora_rocm.host.environ import plan
 from lora_rocm.host.here import situation_here
 from lora_rocm.host.kept import forget, in_force, keep, key_of, notices, path_of, recall, workload_of, workloads_of
+from lora_rocm.host.mitigation_records import Remembered
 from lora_rocm.host.quirks import Situation
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.schema import Recipe
@@ -126,7 +127,7 @@ def mute(text: str) -> None:
 
 
 def test_what_is_kept_is_in_force_at_the_next_start_and_in_its_plan(start: Situation) -> None:
-    assert start.changes == () and start.remembered == kept.Remembered()
+    assert start.changes == () and start.remembered == Remembered()
     assert "HSA_ENABLE_SDMA" not in {row.variable for row in plan(start).variables}
     keep(start, [MACHINE], "hang", mute)
     again = situation_here(of_size())
@@ -265,7 +266,7 @@ def test_a_damaged_file_is_forgotten_with_a_word_and_begun_anew(content: bytes, 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     made = situation_here(of_size())
-    assert made.changes == () and made.remembered == kept.Remembered(damaged=True)
+    assert made.changes == () and made.remembered == Remembered(damaged=True)
     (notice,) = notices(made)
     assert "cannot be read" in notice and kept.FORGET in notice
     said: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.host import probe_windows
+from lora_rocm.host import windows_api
 from lora_rocm.host.facts import Gpu, HostFacts, Library, Windows, load_facts
 from lora_rocm.host.probe import probe
 from lora_rocm.host.probe_windows import (
@@ -215,10 +215,10 @@ def test_windows_own_memory_call(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel()
     monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
     monkeypatch.setattr(ctypes, "c_ulong", ctypes.c_uint32)  # a long has 32 bits there
-    assert probe_windows.memory_status() == (32 << 30, 20 << 30, 40 << 30)
+    assert windows_api.memory_status() == (32 << 30, 20 << 30, 40 << 30)
     kernel.answer = 0
     with pytest.raises(OSError, match="GlobalMemoryStatusEx"):
-        probe_windows.memory_status()
+        windows_api.memory_status()
 
 
 class FakeVersion:
@@ -245,11 +245,11 @@ class FakeVersion:
 def test_windows_own_version_call(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeVersion()
     monkeypatch.setattr(ctypes, "windll", SimpleNamespace(version=library), raising=False)
-    assert probe_windows.file_version(Path("amdhip64_7.dll")) == "10.0.3551.7"
+    assert windows_api.file_version(Path("amdhip64_7.dll")) == "10.0.3551.7"
     library.answer = 0
-    assert probe_windows.file_version(Path("amdhip64_7.dll")) is None
+    assert windows_api.file_version(Path("amdhip64_7.dll")) is None
     library.size = 0
-    assert probe_windows.file_version(Path("amdhip64_7.dll")) is None
+    assert windows_api.file_version(Path("amdhip64_7.dll")) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="plays Windows' part")
@@ -269,6 +269,6 @@ def test_windows_own_registry_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         EnumKey=lambda key, number: f"000{number}",
     )
     monkeypatch.setitem(sys.modules, "winreg", fake)  # type: ignore[arg-type]
-    registry = probe_windows.RealRegistry()
+    registry = windows_api.RealRegistry()
     assert registry.values("any") == {"BootId": 77}
     assert registry.keys("any") == ["0000", "0001"]

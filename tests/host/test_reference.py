@@ -1,4 +1,4 @@
-"""The tables in docs/amd.md and README.md."""
+"""The tables in docs/amd.md and docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from lora_rocm.host.quirks import When
 from lora_rocm.host.reference import TABLES, filled, hardware, harms, rules, where
 
 ROOT = Path(__file__).parents[2]
-AMD, RELIABILITY, README = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md", ROOT / "README.md"
+AMD, RELIABILITY = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md"
 
 
-@pytest.mark.parametrize("page", [AMD, RELIABILITY, README], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [AMD, RELIABILITY], ids=lambda page: page.name)
 def test_the_pages_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == filled(text), "run python -m lora_rocm.host.reference docs/amd.md docs/reliability.md README.md"
+    assert text == filled(text), "run python -m lora_rocm.host.reference docs/amd.md docs/reliability.md"
 
 
 def test_the_pages_hold_the_tables() -> None:
-    amd, readme = AMD.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
-    pages = amd + RELIABILITY.read_text(encoding="utf-8")
+    pages = AMD.read_text(encoding="utf-8") + RELIABILITY.read_text(encoding="utf-8")
     for name, table in TABLES.items():
         assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in pages
-    assert f"<!-- hardware -->\n{hardware()}\n<!-- /hardware -->" in readme
 
 
 def test_what_is_out_of_date_is_made_anew_and_the_rest_is_kept() -> None:

@@ -13,7 +13,7 @@ from benchmarks import reliable_fuzz
 from benchmarks.fuzz_targets import TARGETS, Target, read
 from lora_rocm.errors import UserError
 
-NUM_CASES = 60
+NUM_CASES = {"model-config": 15}  # of a target, 60 of the others: each reads four configs and builds what they say
 SEED = 7
 
 
@@ -21,7 +21,10 @@ SEED = 7
 def test_damaged_files_are_read_or_refused(target: Target, tmp_path: Path) -> None:
     reliable_fuzz.read_sound(str(tmp_path))
     began = time.process_time()
-    outcomes = {read(target, reliable_fuzz.content_of(target, SEED, number), tmp_path) for number in range(NUM_CASES)}
+    outcomes = {
+        read(target, reliable_fuzz.content_of(target, SEED, number), tmp_path)
+        for number in range(NUM_CASES.get(target.name, 60))
+    }
     assert outcomes <= {"read", "refused"}
     assert time.process_time() - began < 60  # two seconds at most where nothing else runs
 

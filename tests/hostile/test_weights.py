@@ -20,9 +20,10 @@ from lora_rocm.adapters import lora_reader
 from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.data.entries import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
-from lora_rocm.families import sdxl_check
 from lora_rocm.families.base import family_for
+from lora_rocm.families.ldm import detect
 from lora_rocm.families.loading import builtin_folder, resolve
+from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.families.weightfiles import digest, indexed, read_header, read_tensors
@@ -177,7 +178,7 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     (folder / "model_index.json").write_text(json.dumps({**found, **index}), encoding="utf-8")
     layout = family_for(load_recipe("demo.yaml").recipe).source.layout
     with contextlib.suppress(ModelError):
-        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED)
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ModelError, match="not readable"):
-        sdxl_check.check(resolve(SdxlSection(name_or_path=str(folder)), layout))
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED)

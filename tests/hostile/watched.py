@@ -76,8 +76,8 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     from lora_rocm.data.pictures import UnreadablePicture, decode, read_header
     from lora_rocm.data.samples import load_image, scan
     from lora_rocm.families.base import family_for
+    from lora_rocm.families.clip import load_tokenizer
     from lora_rocm.families.loading import Source
-    from lora_rocm.families.text import load_tokenizer
     from lora_rocm.recipe.load import load_recipe
     from lora_rocm.recipe.schema import DataSection, DataSource
     from lora_rocm.run.layout import RunDir

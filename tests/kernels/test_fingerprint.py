@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lora_rocm.kernels.fingerprint import TILE, add_fingerprints, words_of
+from lora_rocm.kernels.fingerprint import add_fingerprints, words_of
+from lora_rocm.kernels.fingerprint_weights import TILE
 
 SIZES = (16, TILE - 16, TILE, TILE + 16, 40 * TILE + 48)
 LARGEST = SIZES[-1]

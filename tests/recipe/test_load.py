@@ -83,6 +83,16 @@ def test_a_rate_that_is_meant_for_another_optimizer_is_questioned_with_its_line(
         assert load_recipe("high.yaml", [f"optim.learning_rate={usual}"]).notices == ()
 
 
+def test_prodigy_takes_rates_near_1_and_others_are_questioned() -> None:
+    Path("own.yaml").write_text(MINIMAL + "optim:\n  optimizer: prodigy\n", encoding="utf-8")
+    assert load_recipe("own.yaml").recipe.optim.learning_rate == 1.0
+    for usual in ("1.0", "0.5", "2", "0.01", "10"):
+        assert load_recipe("own.yaml", [f"optim.learning_rate={usual}"]).notices == ()
+    for rate, height in (("1.0e-4", "low"), ("100", "high")):
+        (said,) = load_recipe("own.yaml", [f"optim.learning_rate={rate}"]).notices
+        assert f"is very {height} for prodigy, which estimates the learning rate itself" in said
+
+
 def test_missing_keys_have_a_place() -> None:
     Path("bad.yaml").write_text("model:\n  vae: x\ntrain: {epochs: 1}\n", encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
@@ -230,10 +240,13 @@ def test_an_error_at_an_old_place_names_that_place(more: str, where: str, words:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.family=sdlx", "expected one of sdxl; got 'sdlx' .*Did you mean sdxl"),
-        ("model.family=[sdxl]", "expected one of sdxl; got"),
+        ("model.family=sdlx", "no such model family Did you mean sdxl"),
+        ("model.family=chroma", "chroma is not supported yet Families that can be trained: sdxl"),
+        ("model.family=Flux1", "no such model family Did you mean flux. It is not supported yet"),
+        ("model.family=llama", "no such model family Families that can be trained: sdxl"),
+        ("model.family=[sdxl]", "expected one of sdxl, sd15, sd2; got"),
         ("lora.type=lokr", "expected one of lora; got 'lokr'"),
-        ("optim.optimizer=prodigyy", "expected one of adamw; got 'prodigyy'"),
+        ("optim.optimizer=prodigyy", "expected one of adamw, prodigy; got 'prodigyy'.*Write prodigy"),
     ],
 )
 def test_a_kind_that_does_not_exist(override: str, words: str) -> None:
@@ -327,7 +340,7 @@ def test_require_files_names_line_and_path(in_folder: Path) -> None:
 
 def test_files_and_folders_are_not_mixed_up(in_folder: Path) -> None:
     (in_folder / "file").touch()
-    keys = ("data.path", "model.config", "cache.dir", "output.dir")
+    keys = ("model.config", "data.path", "cache.dir", "output.dir")
     loaded = load_recipe("recipe.yaml", [f"{key}=file{'/below' if key == 'cache.dir' else ''}" for key in keys])
     with pytest.raises(RecipeError) as caught:
         loaded.require_files()

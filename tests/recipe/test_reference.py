@@ -1,11 +1,16 @@
 """JSON Schema and reference page."""
 
 from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+from pydantic import Field
 
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.reference import json_schema, reference_page
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import ADAPTERS, AdapterSection, Recipe
 from lora_rocm.recipe.suggest import all_keys
+from tests.families.toy_families import TOYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -34,3 +39,85 @@ def test_schema_describes_every_section_and_refuses_unknown_keys() -> None:
     assert set(schema["properties"]) == {"base", *Recipe.model_fields}
     assert all(section["additionalProperties"] is False for section in schema["$defs"].values())
     assert schema["additionalProperties"] is False
+
+
+class ToyAdapter(AdapterSection):
+    """An adapter for tests."""
+
+    type: Literal["toy"] = Field("toy", description="Kind of adapter.")
+    rank: int = Field(4, gt=0, description="Rank of the update.")
+    factor: int = Field(1, description="Of a toy.")
+
+
+@pytest.fixture
+def toy_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast(dict[str, type[AdapterSection]], ADAPTERS), "toy", ToyAdapter)
+
+
+def fits(value: Any, schema: Any, root: dict[str, Any]) -> bool:
+    """Whether a schema takes a value, as far as our schemas say something about keys."""
+    if isinstance(schema, bool):
+        return schema
+    rules = [
+        "$ref" not in schema or fits(value, root["$defs"][schema.get("$ref", "").rpartition("/")[2]], root),
+        "const" not in schema or value == schema["const"],
+        "not" not in schema or not fits(value, schema["not"], root),
+        "anyOf" not in schema or any(fits(value, each, root) for each in schema["anyOf"]),
+        all(fits(value, each, root) for each in schema.get("allOf", ())),
+        "multipleOf" not in schema or not isinstance(value, int) or value % schema["multipleOf"] == 0,
+        "type" not in schema or schema["type"] != "object" or isinstance(value, dict),
+    ]
+    if "if" in schema:
+        rules.append(fits(value, schema.get("then" if fits(value, schema["if"], root) else "else", True), root))
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        rules.append(set(schema.get("required", ())) <= set(value))
+        rules += [fits(value[key], known[key], root) for key in known if key in value]
+        rules.append(schema.get("additionalProperties", True) or set(value) <= set(known))
+    return all(rules)
+
+
+GOOD: dict[str, Any] = {"model": {"name_or_path": "x"}, "data": {"path": "p"}, "train": {"max_train_steps": 1}}
+TEXT = {"model": {"family": "toy-text", "name_or_path": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"lora": {"use_dora": True}}, True),
+        ({"lora": {"type": "lora", "use_dora": True}}, True),
+        ({"lora": {"type": "toy", "factor": 2}}, True),
+        ({"lora": {"type": "toy", "use_dora": True}}, False),
+        ({"lora": {"factor": 2}}, False),  # without a type: lora
+        ({"lora": {"type": "none"}}, False),
+        ({"base": "b.yaml", "lora": {"factor": 2}}, True),  # the base may name the type
+        ({"base": "b.yaml", "lora": {"fector": 2}}, False),
+        ({"objective": {"min_snr_gamma": 5}}, True),
+        ({"objective": {"label_smoothing": 0.1}}, False),
+        ({"objective": {"label_smoothing": 0.1}, **TEXT}, True),
+        ({"objective": {"min_snr_gamma": 5}, **TEXT}, False),
+        ({"base": "b.yaml", "objective": {"label_smoothing": 0.1}}, True),
+        ({"model": {"name_or_path": "x", "vae": "v"}}, True),
+        ({"model": {"family": "toy-text", "name_or_path": "x", "vae": "v"}}, False),
+        ({"model": {"family": "toy-text"}}, False),
+        ({"data": {"path": "p", "bucket_step": 12}}, False),
+        ({"data": {"path": "p", "bucket_step": 16}}, True),
+        ({"data": {"path": "p", "resolution": 64}, **TEXT}, False),
+        ({"lora": {"train_text_encoder": True}, **TEXT}, False),
+    ],
+)
+def test_schema_knows_the_keys_of_each_kind(toy_adapter: None, changes: dict[str, Any], good: bool) -> None:
+    schema = json_schema(TOYS)
+    assert fits(GOOD | changes, schema, schema) is good
+
+
+def test_page_shows_the_keys_of_each_kind(toy_adapter: None) -> None:
+    page = reference_page(TOYS)
+    shared, lora, toy = (
+        page.index(f"{heading}\n") for heading in ("## lora", "### lora.type: lora", "### lora.type: toy")
+    )
+    assert shared < page.index("| `type` | `lora`, `toy` | `lora` |") < page.index("| `alpha` |") < lora
+    assert lora < page.index("| `use_dora` |") < toy < page.index("| `factor` |") < page.index("## optim")
+    assert "### objective with model.family: toy-text" in page and "A multiple of 8 (SDXL) and 1 (Toy text)" in page
+    assert page.count("| `name_or_path` |") == 3  # described by each family in its own words

@@ -64,6 +64,7 @@ def step_fields(updates: int, **changes: Any) -> dict[str, Any]:
         "transfer_checks": updates * 5,
         "transfer_failures": 0,
         "loss_scale": None,
+        "optimizer": {},
     }
     return {**fields, **changes}
 

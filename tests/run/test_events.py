@@ -19,6 +19,7 @@ from lora_rocm.run.events import (
     COUNTS,
     EVENT_FIELDS,
     NUMBER,
+    NUMBERS,
     PROBLEMS,
     TEXT,
     TEXTS,
@@ -70,8 +71,8 @@ def test_an_event_that_no_reader_would_take_is_refused_where_it_is_made(
 
 ALL_FIELDS = {**EVENT_FIELDS, **CHILD_FIELDS}
 EXAMPLES: dict[str, Any] = {
-    WHOLE: 3, NUMBER: 0.5, TEXT: "größe \udcff", TRUTH: True, TEXTS: ["a"], COUNTS: {"a": 1}, PROBLEMS: [],
-    ANYTHING: {},
+    WHOLE: 3, NUMBER: 0.5, TEXT: "größe \udcff", TRUTH: True, TEXTS: ["a"], COUNTS: {"a": 1}, NUMBERS: {"a": 0.5},
+    PROBLEMS: [], ANYTHING: {},
 }  # fmt: skip
 FIGURES = {"machine": {"matmul": {}}, "row": {"seconds": 0.5}}
 

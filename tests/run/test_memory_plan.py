@@ -68,8 +68,8 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
         moments.append(Moment(index, levels + 2 * MIB))
         levels -= kept[index] + MIB
     return Footprint(
-        64,
-        64,
+        "64x64",
+        64 * 64,
         sum(weights) + 5 * MIB,
         7 * MIB,
         2 * MIB,
@@ -269,9 +269,9 @@ def test_a_footprint_survives_json(drawn: list[tuple[int, int, int]]) -> None:
     assert Footprint.from_json(json.loads(json.dumps(net.to_json()))) == net
 
 
-def test_another_area_scales_what_depends_on_pictures_and_nothing_else() -> None:
+def test_another_cost_scales_what_depends_on_samples_and_nothing_else() -> None:
     net = row_of_blocks([10 * MIB, 20 * MIB])
-    quarter = net.with_area(32, 32)
+    quarter = net.scaled(0.25)
     assert activation_bytes(quarter, ()) == activation_bytes(net, ()) // 4
     assert resident_bytes(quarter, ()) == resident_bytes(net, ())
     assert quarter.work.flops == net.work.flops / 4 and quarter.work.launches == net.work.launches

@@ -100,6 +100,15 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     assert "<b>zibu" not in html and "alert(1)</script>" not in html.replace("&lt;/script&gt;", "")
 
 
+def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events())
+    for updates in range(1, 9):
+        writer.write("step", **step_fields(updates, optimizer={"prodigy_d": 1e-6 * updates}))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert html.count("<svg") == 3 and "<h3>prodigy d</h3>" in html
+
+
 def test_an_empty_directory(run_dir: RunDir) -> None:
     _, checker = checked(write_report(run_dir))
     assert checker.headings == []

@@ -10,7 +10,8 @@ from lora_rocm.errors import UserError
 from lora_rocm.run.events import EventWriter
 from lora_rocm.run.layout import RunDir
 from lora_rocm.run.lock import locked
-from lora_rocm.run.status import open_run, status, status_text
+from lora_rocm.run.prepare import open_run
+from lora_rocm.run.status import status, status_text
 from tests.run.fake_run import (
     change_fields,
     data_fields,

@@ -49,6 +49,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "output": str(run_dir.samples / "asked"),
             "base": None,
             "config": None,
+            "family": None,
             "prompt": "ü",
             "seed": 3,
         }
@@ -71,8 +72,8 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"width": 65}, "--width 65"),
-        ({"height": 100}, "Take 96 or 104"),
+        ({"family": "sdlx"}, "Did you mean sdxl?"),
+        ({"family": "flux"}, "Flux is not supported yet"),
         ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
         ({"negative_prompt": "\udcff"}, "--negative-prompt"),
         ({"config": Path("c")}, "--config c"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_rocm.run.trouble import in_time
+from lora_rocm.run.incidents import in_time
 from tests.run.fake_run import change_fields, heard, restart_fields, step_fields
 
 

@@ -20,7 +20,7 @@ from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import state
 from lora_rocm.train.base_seal import broken, seals_of
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_run import DTYPES, make_recipe, start, write_material
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -60,7 +60,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As of other runs, but with a model that has large tensors."""
     folder = write_material(tmp_path_factory.mktemp("material"))
     shutil.rmtree(folder / "model")
-    write_tiny_sdxl(folder / "model", unet={"time_embedding_dim": 512})
+    write_tiny_sdxl(folder / "model", unet={**SHALLOW["unet"], "time_embedding_dim": 512}, vae=SHALLOW["vae"])
     return folder
 
 

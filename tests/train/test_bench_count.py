@@ -42,8 +42,8 @@ def test_a_step_is_counted_alike_each_time(bench: Bench, usual: Counts) -> None:
 
 def test_bytes_through_the_door_are_those_of_the_batch(bench: Bench, usual: Counts) -> None:
     batch = next(bench.trainer.open_batches(0))
-    draws = bench.trainer.family.draw(batch["tensors"], [1, 2]).tensors
-    tensors = [*batch["tensors"].values(), *draws.values()]
+    draws = bench.trainer.family.objective.draw(batch.tensors, [1, 2]).tensors
+    tensors = [*batch.tensors.values(), *draws.values()]
     assert usual.door_bytes == sum(tensor.nbytes for tensor in tensors) + len(tensors) * 2 * 8
 
 

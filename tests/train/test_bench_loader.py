@@ -12,6 +12,7 @@ import torch
 
 from lora_rocm.data.batches import BatchPlan, prepare
 from lora_rocm.data.cache import LatentCache
+from lora_rocm.data.encoding import Encoding
 from lora_rocm.data.reader import Orders
 from lora_rocm.data.workers import Group, WorkersFailed
 from lora_rocm.families.base import family_for
@@ -57,8 +58,9 @@ def test_workers_that_fall_back_are_no_figure(measured: Any, monkeypatch: pytest
 
 def test_pictures_are_decoded_as_for_the_cache(tmp_path: Path) -> None:
     recipe = load_recipe("demo.yaml", [f"cache.dir={tmp_path}", "data.flip_aug=true"]).recipe
-    prepared = prepare(recipe, family_for(recipe), LatentCache(tmp_path), torch.device("cpu"), lambda *progress: None)
-    decoder = bench_loader.Decoder(bench_loader.pictures_of(prepared))
+    family = family_for(recipe)
+    prepared = prepare(recipe, family, Encoding(LatentCache(tmp_path), torch.device("cpu")))
+    decoder = bench_loader.decoder_of(prepared, family)
     (order,) = Orders(BatchPlan(prepared.items, 2, 1, 0), 3, 4)
     pixels_BCHW = decoder[order].tensors["pixels"]
     assert pixels_BCHW.shape[:2] == (2, 3) and not torch.equal(pixels_BCHW[0], pixels_BCHW[1])

@@ -149,7 +149,7 @@ def test_what_is_not_foreseen_leaves_a_traceback(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("asked", "recomputes"),
     [
-        ("train.gradient_checkpointing=true", True),
+        pytest.param("train.gradient_checkpointing=true", True, marks=pytest.mark.slow),
         ("runtime.memory=recompute", True),
         ("runtime.memory=keep", False),  # the control
     ],

@@ -14,8 +14,8 @@ from lora_rocm.data import proven
 from lora_rocm.device.canary import Canary
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
-from lora_rocm.families import sdxl_encoders
 from lora_rocm.families.base import family_for
+from lora_rocm.families.ldm import encoders
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.run.layout import RunDir
@@ -62,7 +62,7 @@ def entries(place: Path, kind: str = "*") -> dict[str, bytes]:
 def sound(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sound")
     fill(material, place)
-    assert len(entries(place, "image")) == IMAGES and entries(place, "text")
+    assert len(entries(place, "image")) == IMAGES and entries(place, "text_1")
     return place
 
 
@@ -114,7 +114,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[nn.Module] = []
-    load_vae = sdxl_encoders.load_vae
+    load_vae = encoders.load_vae
 
     def kept(*args: Any) -> nn.Module:
         loaded.append(load_vae(*args))
@@ -125,7 +125,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
             next(loaded[-1].parameters()).data.view(torch.int32).view(-1)[0] ^= 1
 
     monkeypatch.setattr("lora_rocm.data.progress.REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(sdxl_encoders, "load_vae", kept)
+    monkeypatch.setattr(encoders, "load_vae", kept)
     with pytest.raises(CanaryError) as caught:
         fill(material, tmp_path, flip)
     assert caught.value.code == "canary-weights" and "vae." in caught.value.where and ENCODERS in caught.value.where

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.failure import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
@@ -229,6 +230,6 @@ def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
     monkeypatch.setattr(family, "fuse", fuse)
     session: Any = SimpleNamespace(notice=lambda text: None)
     begin = run.Start(session, recipe, CPU, torch.float32, settings)
-    memory = decide(recipe, family, CPU, torch.float32, settings, (64, 64), session.notice)
+    memory = decide(recipe, family, CPU, torch.float32, settings, Shape.of(h=64, w=64), session.notice)
     with pytest.raises(FusedError):
         run._load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)

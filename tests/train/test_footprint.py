@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +20,47 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.data.shape import Shape
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms, ModelFamily, family_for
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.ldm.fused_unet import fuse
+from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.loading import builtin_folder
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
-from lora_rocm.families.sdxl_fused import Fusion, fuse
 from lora_rocm.host.settings import Settings
+from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import MAX_RANK, Recipe
+from lora_rocm.recipe.schema import MAX_RANK, AdamwSection, OptimSection, ProdigySection, Recipe
 from lora_rocm.run.memory_plan import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.train import footprint as counting
-from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model, largest_bucket
+from lora_rocm.train.footprint import adapter_bytes, count, counted, hollow_model
 from lora_rocm.train.ledger import Ledger
-from lora_rocm.train.optim import GatedAdamW
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
+SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
+BASE = "random:builtin:tiny-sdxl"
+FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = folder / "unet" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | FEWER_LAYERS), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "BASE", f"random:{folder}")
+        yield
 
 
 def recipe(folder: Path, **lora: Any) -> Recipe:
     return recipe_from(
         {
-            "model": {"name_or_path": "random:builtin:tiny-sdxl"},
+            "model": {"name_or_path": BASE},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
             "lora": {"rank": 4, "targets": "attention"} | lora,
             "train": {"max_train_steps": 1},
@@ -63,14 +84,14 @@ class Real:
         """The most that a pass takes beside weights and gradients, in bytes."""
         together = TOGETHER if chosen is None else 1
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
-        batch = self.family.example(SIDE_PX, SIDE_PX, rows)
-        draws = self.family.draw(batch, list(range(rows))).tensors
+        batch = self.family.example(SHAPE, rows)
+        draws = self.family.objective.draw(batch, list(range(rows))).tensors
         gc.collect()
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
         leaves = self.adapter.leaves.values()
         drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
         with Ledger(iter(known)) as ledger:
-            self.family.loss(self.model, batch, draws).loss_B.sum().backward()
+            losses(self.family, self.model, batch, draws).sum().backward()
         for drop in drops:
             drop.remove()
         assert ledger.live_bytes == 0, "the pass is over: all has gone"
@@ -87,11 +108,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
     real = Real(its)
     hollow = hollow_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
-    return count(real.family, hollow, its, SIDE_PX, SIDE_PX), real
+    return count(real.family, hollow, its, SHAPE), real
 
 
 class ToyFamily:
     """Frozen blocks in a row, called by keyword or by position: only their recomputation keeps their inputs."""
+
+    @property
+    def objective(self) -> ToyFamily:
+        return self
 
     def __init__(self, by_keyword: bool) -> None:
         self.by_keyword, self.run = by_keyword, Recomputing(LoadedModel({}, torch.float32, META), chosen=())
@@ -104,8 +129,8 @@ class ToyFamily:
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["net"])  # type: ignore[call-overload]
 
-    def example(self, height: int, width: int, rows: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(rows, height * width, 64)}
+    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, shape.cost, 64)}
 
     def draw(self, batch: Any, seeds: Any) -> Draws:
         return Draws({})
@@ -113,18 +138,18 @@ class ToyFamily:
     def recompute_activations(self, model: LoadedModel, run: Any = None) -> None:
         self.run = run
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> Prediction:
         x = model.components["first"](batch["x"])
         for block in self.blocks(model):
             x = block(input=x) if self.by_keyword else block(x)
-        return LossTerms(x.square().mean(dim=(1, 2)))
+        return Prediction(x, torch.zeros_like(x), x.new_ones(len(x)))
 
 
 def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> None:
     found = []
     for by_keyword in (False, True):
         family: Any = ToyFamily(by_keyword)
-        found.append(count(family, family.model(), recipe(tmp_path), 8, 8))
+        found.append(count(family, family.model(), recipe(tmp_path), Shape.of(h=8, w=8)))
     assert found[0] == found[1]
     assert all(block.forward.flops > 0 for block in found[0].blocks)
 
@@ -137,7 +162,7 @@ def test_activations_are_those_of_a_real_pass(both: tuple[Footprint, Real], shar
     chosen = order[: round(share * len(order))] if share < 1 else list(range(len(blocks)))
     measured = real.activations([blocks[index] for index in chosen])
     apart = replace(found, recomputed_bytes=None)
-    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.05)
+    assert activation_bytes(apart, chosen) == pytest.approx(measured, rel=0.07)  # of a few blocks, each counts for much
 
 
 def test_all_that_is_recomputed_is_counted_as_it_is_done(both: tuple[Footprint, Real]) -> None:
@@ -156,7 +181,7 @@ def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint,
     """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
     found, _ = both
     other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
-    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.05)
+    assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.07)
 
 
 def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
@@ -174,7 +199,7 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
 def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
     found, real = both
     its = recipe(Path("x"))
-    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SIDE_PX, SIDE_PX, True)
+    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SHAPE, True)
     assert activation_bytes(plain, ()) > activation_bytes(found, ())
 
 
@@ -183,7 +208,7 @@ def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint,
     family = family_for(its)
     model = hollow_model(family, its, torch.float32, False)
     assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
-    found = count(family, model, its, SIDE_PX, SIDE_PX)
+    found = count(family, model, its, SHAPE)
     assert found.weight_bytes > both[0].weight_bytes and found.adapter_bytes > both[0].adapter_bytes
 
 
@@ -195,24 +220,26 @@ def test_what_the_adapter_takes() -> None:
     assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
 
 
+@pytest.mark.parametrize("optim", [AdamwSection(), ProdigySection()], ids=lambda optim: optim.optimizer)
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_adapter_takes_what_weights_and_optimizer_hold(
-    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float
+    leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float, optim: OptimSection
 ) -> None:
     its = recipe(Path("x"), weight_dtype=weight_dtype)
-    its = its.model_copy(update={"train": its.train.model_copy(update={"ema_decay": ema_decay})})
+    train = its.train.model_copy(update={"ema_decay": ema_decay})
+    its = its.model_copy(update={"train": train, "optim": optim})
     leaf, size = nn.Parameter(torch.ones(1280)), 1280
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
     how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
-    optimizer = GatedAdamW(weights, groups, its.optim, **how)
+    optimizer = make_optimizer(weights, groups, its.optim, **how)
     leaf.grad = torch.ones_like(leaf)
 
     def held() -> int:
-        holders = [vars(weights).values(), vars(optimizer).values(), optimizer._moments["exp_avg"].values()]
-        holders += [optimizer._moments["exp_avg_sq"].values(), [leaf.grad]]
+        holders = [vars(weights).values(), vars(optimizer).values(), optimizer.rule.buffers.values()]
+        holders += [[leaf.grad]]
         tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -258,18 +285,8 @@ def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[st
 def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprint, Real]) -> None:
     its = recipe(Path("x"), rank=MAX_RANK)
     family = family_for(its)
-    found = count(family, hollow_model(family, its, torch.float32), its, SIDE_PX, SIDE_PX)
+    found = count(family, hollow_model(family, its, torch.float32), its, SHAPE)
     assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
-
-
-def test_the_largest_bucket() -> None:
-    assert largest_bucket(recipe(Path("x"))) == (SIDE_PX, SIDE_PX)
-    data = {"sources": ({"path": "a", "resolution": 512}, {"path": "b", "resolution": 700}), "enable_bucket": False}
-    assert largest_bucket(recipe(Path("x")).model_copy(update={"data": _data(data)})) == (640, 640)
-
-
-def _data(data: dict[str, Any]) -> Any:
-    return recipe_from({"model": {"name_or_path": "x"}, "data": data, "train": {"max_train_steps": 1}}).data
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,20 +294,23 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
     memory.parent.mkdir()
     made: list[str] = []
-    fake = Footprint(SIDE_PX, SIDE_PX, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
+    fake = Footprint(str(SHAPE), SHAPE.cost, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
     monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
     monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
 
-    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, size: tuple[int, int] = (96, 96)) -> Footprint:
-        return counted(which, family, dtype, Settings(), size)
+    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Footprint:
+        return counted(which, family, dtype, Settings(), shape)
 
     assert ask() == fake == ask() and len(made) == 1
     ask(dtype=torch.bfloat16)
-    ask(size=(64, 96))
+    ask(shape=Shape.of(h=64, w=96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
-    counted(its, family, torch.float32, Settings(triton=False), (96, 96))  # plain PyTorch keeps more
-    counted(its, family, torch.float32, Settings(), (96, 96), on_gpu=False)
+    ask(its.model_copy(update={"optim": ProdigySection()}))
+    assert len(made) == 5, "its state is larger"
+    made.pop()
+    counted(its, family, torch.float32, Settings(triton=False), SHAPE)  # plain PyTorch keeps more
+    counted(its, family, torch.float32, Settings(), SHAPE, on_gpu=False)
     assert len(made) == 5, "both are without Triton"
     made.pop()
     ask(recipe(tmp_path, alpha=3.0))  # of no weight here
@@ -307,7 +327,7 @@ def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) 
     its = recipe(Path("x"))
     hollow = hollow_model(real.family, its, torch.float32, False)
     fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
-    kernels = count(real.family, hollow, its, SIDE_PX, SIDE_PX)
+    kernels = count(real.family, hollow, its, SHAPE)
     assert kernels.work.flops == found.work.flops
     assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
 
@@ -357,7 +377,7 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
 def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    nothing = Footprint(8, 8, 0, 0, 0, 0, (), (), Work())
+    nothing = Footprint("8x8", 64, 0, 0, 0, 0, (), (), Work())
 
     def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
         if not family.recipe.model.name_or_path.startswith("random:"):

@@ -12,9 +12,9 @@ from lora_rocm.errors import StateError
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train.graphs import Captured, Graphs
+from tests.optim.test_state_guard import PARTS, flip
 from tests.train.test_guard import after_step
 from tests.train.test_run import bytes_of, make_recipe, start, write_material
-from tests.train.test_state_guard import PARTS, flip
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

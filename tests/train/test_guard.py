@@ -21,7 +21,7 @@ from lora_rocm.train import export, state
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_run import bytes_of, make_recipe, start
 
 
@@ -29,7 +29,7 @@ from tests.train.test_run import bytes_of, make_recipe, start
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, two pictures, and a place for caches that all tests share."""
     folder = tmp_path_factory.mktemp("material")
-    write_tiny_sdxl(folder / "model")
+    write_tiny_sdxl(folder / "model", **SHALLOW)
     (folder / "pictures").mkdir()
     for number in range(2):
         picture = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ def held_out(rig: Rig) -> Validation:
         stream = batches(accumulation=1)(100)
         return (next(stream) for _ in range(3))
 
-    rig.trainer.family.fixed_draw = lambda batch, seeds, place: rig.trainer.family.draw(batch, seeds)  # type: ignore[method-assign]
+    family: Any = rig.trainer.family
+    family.fixed_draw = lambda batch, seeds, place: family.draw(batch, seeds)
     return Validation(2, three_batches, rig.trainer.emit)
 
 
@@ -83,11 +85,12 @@ def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     said: list[str] = []
     writer = TensorBoard(RunDir(tmp_path).tensorboard, said.append)
-    writer({"type": "step", "updates": 1, **NUMBERS})
+    writer({"type": "step", "updates": 1, **NUMBERS, "optimizer": {"prodigy_d": 1e-4}})
     writer({"type": "notice", "text": "nothing to plot"})
     writer({"type": "end", "reason": "done", "updates": 1, "exit_code": 0})
     (file,) = RunDir(tmp_path).tensorboard.iterdir()
     assert b"step/loss" in file.read_bytes() and b"step/grad_norm" in file.read_bytes()
+    assert b"step/prodigy_d" in file.read_bytes()
     assert read_events(RunDir(tmp_path).events()) == [] and said == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.data.batch import Batch
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms
-from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Batch, Position, Trainer
-from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
 from lora_rocm.train.relief import Relief
 
 CPU = torch.device("cpu")
@@ -26,15 +30,19 @@ EFFECTIVE_BATCH, WIDTH = 4, 8
 
 
 class NoisyLine:
-    """A family in miniature: predict the noise that was mixed into x."""
+    """A family in miniature, and its objective: predict the noise that was mixed into x."""
+
+    @property
+    def objective(self) -> NoisyLine:
+        return self
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         noise_BD = torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
         return Draws({"noise": noise_BD})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
         predicted_BD = model.components["net"](batch["x"] + draws["noise"])
-        return LossTerms((predicted_BD - draws["noise"]).square().mean(dim=1))
+        return Prediction(predicted_BD, draws["noise"], predicted_BD.new_ones(len(predicted_BD)))
 
     def recompute_activations(self, model: LoadedModel) -> None:
         net = model.components["net"]
@@ -56,15 +64,15 @@ def batches(
             for micro in range(accumulation):
                 rows = slice(micro * size, (micro + 1) * size)
                 tensors = {"x": x_ND[rows].clone(), "weight": torch.full((size,), 1.0 / EFFECTIVE_BATCH)}
-                yield {
-                    "tensors": tensors,
-                    "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-                    "sample_keys": [f"picture-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]],
-                    "positions": list(range(EFFECTIVE_BATCH))[rows],
-                    "bucket": (1, WIDTH),
-                    "iteration": iteration,
-                    "micro": micro,
-                }
+                yield Batch(
+                    tensors=tensors,
+                    fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+                    sample_keys=tuple(f"image-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]),
+                    positions=tuple(range(EFFECTIVE_BATCH)[rows]),
+                    shape=Shape.of(tokens=WIDTH),
+                    iteration=iteration,
+                    micro=micro,
+                )
             iteration += 1
 
     return open_from
@@ -85,15 +93,17 @@ class Rig:
         stop_after: int | None = None,
         parts: int = 1,
         recomputes: bool = True,
+        optim: OptimSection | None = None,
     ) -> None:
         self.events: list[dict[str, Any]] = []
         torch.manual_seed(0)
         net = nn.Linear(WIDTH, WIDTH)
         self.parameters = dict(net.named_parameters())
-        groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": 1e-2}]
+        optim = optim or AdamwSection(learning_rate=1e-2)
+        groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": optim.learning_rate}]
         weights = FlatWeights(self.parameters)
-        self.optimizer = GatedAdamW(
-            weights, groups, AdamwSection(), max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
+        self.optimizer = make_optimizer(
+            weights, groups, optim, max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
         self.trainer = Trainer(
@@ -155,6 +165,48 @@ def test_it_learns() -> None:
     assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
 
 
+def prodigy_rig(**how: Any) -> Rig:
+    return Rig(optim=ProdigySection(d0=1e-3, weight_decay=0.0), **how)
+
+
+def test_prodigy_learns_and_each_step_tells_its_estimate() -> None:
+    rig = prodigy_rig().fit(80)
+    steps = rig.of_type("step")
+    assert sum(step["loss"] for step in steps[-10:]) < 0.8 * sum(step["loss"] for step in steps[:10])
+    estimates = [step["optimizer"]["prodigy_d"] for step in steps]
+    assert estimates == sorted(estimates) and estimates[0] >= 0.99e-3 and estimates[-1] > 2e-3
+    rates = [step["optimizer"]["effective_learning_rate"] for step in steps]
+    assert rates[1:] == estimates[:-1] and {step["learning_rate"] for step in steps} == {1.0}
+    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW tells nothing
+
+
+@pytest.mark.parametrize("nth", [{9}, {4, 15}], ids=str)
+def test_prodigy_is_not_moved_by_a_corrupted_batch(nth: set[int]) -> None:
+    clean, hit = prodigy_rig().fit(12), prodigy_rig(copy=Corruptor(nth, ("unpinned",))).fit(12)
+    assert same(clean, hit) and hit.of_type("incident")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [False, True])
+def test_prodigy_passes_over_what_is_not_finite(value: float, scale: bool) -> None:
+    rig = prodigy_rig(poison=5, value=value, scale=scale).fit(12)
+    assert rig.finished and [event["kind"] for event in rig.of_type("incident")] == ["nonfinite"]
+    assert all(bool(tensor.isfinite().all()) for tensor in rig.optimizer.state().values())
+
+
+def test_prodigy_goes_on_with_the_same_bytes() -> None:
+    straight, stopped = prodigy_rig().fit(12), prodigy_rig().fit(5)
+    resumed, forgetful = prodigy_rig(), prodigy_rig()
+    for rig in (resumed, forgetful):  # the second is the negative control
+        with torch.no_grad():
+            for name, weight in stopped.weights().items():
+                rig.parameters[name].copy_(weight)
+        rig.trainer.position = replace(stopped.trainer.position)
+    resumed.optimizer.load(stopped.optimizer.state(), stopped.optimizer.ema)
+    forgetful.optimizer.state_guard.reset()
+    assert same(resumed.fit(12), straight) and not same(forgetful.fit(12), straight)
+
+
 @pytest.mark.parametrize("nth", [{1}, {9}, {4, 15}], ids=str)
 def test_a_corrupted_batch_is_sent_again_and_the_result_is_that_of_a_clean_run(nth: set[int]) -> None:
     clean = Rig().fit(12)
@@ -182,7 +234,7 @@ def test_without_the_guard_the_same_fault_changes_the_result(monkeypatch: pytest
 def test_when_every_method_fails_nothing_is_trained_on_it() -> None:
     rig = Rig(copy=Corruptor(set(range(9, 99)), ("unpinned", "clone", "chunked")))
     reference = Rig().fit(4)
-    with pytest.raises(TransferError, match="picture-4"):
+    with pytest.raises(TransferError, match="image-4"):
         rig.fit(12)
     assert rig.trainer.position.updates == 4 and same(rig, reference)
 
@@ -200,8 +252,8 @@ def test_splitting_into_micro_batches_gives_the_same_updates_to_rounding() -> No
 def test_a_nonfinite_update_is_skipped_and_the_guilty_sample_named(accumulation: int, scale: bool) -> None:
     rig = Rig(accumulation=accumulation, poison=3, scale=scale).fit(6)
     incident = rig.of_type("incident")
-    assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["picture-3-1"])]
-    assert "not finite is the loss of picture-3-1 (1 of 4 samples)" in incident[0]["detail"]
+    assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["image-3-1"])]
+    assert "not finite is the loss of image-3-1 (1 of 4 samples)" in incident[0]["detail"]
     assert rig.trainer.position == Position(iteration=7, updates=6)
     assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
 
@@ -214,7 +266,7 @@ def test_where_every_loss_is_finite_all_samples_are_named() -> None:
     rig.fit(6)
     first = rig.of_type("incident")[0]
     assert first["kind"] == "nonfinite" and first["samples"] == [
-        f"picture-{first['iteration']}-{row}" for row in range(4)
+        f"image-{first['iteration']}-{row}" for row in range(4)
     ]
     assert "the loss of each sample is finite" in first["detail"]
 
@@ -222,10 +274,11 @@ def test_where_every_loss_is_finite_all_samples_are_named() -> None:
 def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def broken(model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
-        return LossTerms(batch["x"].sum(1) * model.components["net"].weight.sum() * float("nan"))
+    def broken(model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
+        made = batch["x"] * model.components["net"].weight.sum() * float("nan")
+        return Prediction(made, torch.zeros_like(made), made.new_ones(len(made)))
 
-    monkeypatch.setattr(rig.trainer.family, "loss", broken)
+    monkeypatch.setattr(rig.trainer.family, "predict", broken)
     with pytest.raises(NonFiniteError, match="4 times in a row"):
         rig.fit(9)
     assert rig.trainer.position == Position(iteration=MAX_NONFINITE_IN_A_ROW, nonfinite_in_a_row=MAX_NONFINITE_IN_A_ROW)

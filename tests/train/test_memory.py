@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
-from lora_rocm.families.base import Draws, LoadedModel, LossTerms, family_for
+from lora_rocm.families.base import LoadedModel, family_for
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.families.recompute import Run
 from lora_rocm.host.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
@@ -61,9 +64,13 @@ class Layers(nn.Module):
 
 
 class Chain:
-    """A family in miniature."""
+    """A family in miniature, and its objective."""
 
     name = "chain"
+
+    @property
+    def objective(self) -> Chain:
+        return self
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["net"].blocks)
@@ -72,14 +79,15 @@ class Chain:
         assert run is not None
         model.components["net"].run = run
 
-    def example(self, height: int, width: int, rows: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(rows, height, WIDTH)}
+    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, shape["h"], WIDTH)}
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
         return Draws({"noise": torch.zeros(len(seeds), 1)})
 
-    def loss(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> LossTerms:
-        return LossTerms(model.components["net"](batch["x"]).square().mean(dim=(1, 2)))
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
+        made = model.components["net"](batch["x"])
+        return Prediction(made, torch.zeros_like(made), made.new_ones(len(made)))
 
 
 def recipe(memory: str = "auto", **train: Any) -> Recipe:
@@ -102,7 +110,7 @@ def small_slack(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def footprint() -> Footprint:
     model = LoadedModel({"net": Layers().to(META)}, torch.float32, META)
-    counted = count(Chain(), model, recipe(), 32, 32)  # type: ignore[arg-type]
+    counted = count(Chain(), model, recipe(), Shape.of(h=32, w=32))  # type: ignore[arg-type]
     return replace(
         counted, gradient_bytes=0, landing_bytes=0
     )  # half of all weights are trained here: that would hide the activations
@@ -127,7 +135,7 @@ class Machine:
     def run(self, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> None:
         self.passes += 1
         assert len(batch["x"]) == self.memory.plan.rows  # type: ignore[union-attr]
-        self.family.loss(self.model, batch, draws).loss_B.sum().backward()
+        losses(self.family, self.model, batch, draws).sum().backward()
         if self.taken() > self.memory_bytes:
             self.full += 1
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -325,7 +333,7 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
 ) -> None:
     asked = recipe(memory, gradient_checkpointing=checkpointing)
     settings, family = Settings(micro_batch_parts=2), Chain()
-    found = decide(asked, family, CPU, torch.float32, settings, (32, 32), str)  # type: ignore[arg-type]
+    found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), str)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
@@ -405,5 +413,5 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
 
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
-    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), (64, 64), str)
+    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), str)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all

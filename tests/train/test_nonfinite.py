@@ -54,15 +54,15 @@ def watched(seen: Seen) -> Iterator[None]:
     original = Trainer._forward_backward
 
     def noting(trainer: Trainer, batch: dict[str, Any], work: Any) -> None:
-        draw = trainer.family.draw
+        draw = trainer.family.objective.draw
 
         def drawn(*args: Any) -> Any:
             draws = draw(*args)
-            seen.append((batch["iteration"], batch["sample_keys"], float(draws.tensors["noise"].flatten()[0])))
+            seen.append((batch.iteration, batch.sample_keys, float(draws.tensors["noise"].flatten()[0])))
             return draws
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer.family, "draw", drawn)
+            patch.setattr(type(trainer.family.objective), "draw", lambda self, *args: drawn(*args))
             original(trainer, batch, work)
 
     with pytest.MonkeyPatch.context() as patch:

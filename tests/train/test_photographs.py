@@ -10,14 +10,14 @@ from PIL import Image
 
 from lora_rocm.run.events import read_events
 from lora_rocm.run.layout import RunDir
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_run import make_recipe, start
 
 skimage_data = pytest.importorskip("skimage.data", reason="scikit-image ships the photographs")
 
 
 def test_photographs_train_through_buckets_and_broken_files_are_set_aside(tmp_path: Path) -> None:
-    write_tiny_sdxl(tmp_path / "model")
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
     folder = tmp_path / "pictures"
     folder.mkdir()
     installed = Path(skimage_data.__file__).parent

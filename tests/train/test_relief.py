@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.data.batches import split
+from lora_rocm.data.batch import Batch, split
+from lora_rocm.data.shape import Shape
 from lora_rocm.device.memory import Usage
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import MachineError
-from lora_rocm.families.base import LossTerms
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.host.memory import GIB
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.run.layout import RunDir
 from lora_rocm.train import loop, relief
-from lora_rocm.train.loop import Batch, Work
-from lora_rocm.train.optim import GatedAdamW
+from lora_rocm.train.loop import Work
 from tests.tiny_models import FEW_TARGETS
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
 from tests.train.test_run import bytes_of, make_recipe, material, start
@@ -86,7 +88,7 @@ class Watched:
         def opened(first: int) -> Iterator[Batch]:
             for batch in open_batches(first):
                 if follow is not None:
-                    trainer.relief.parts = follow[batch["iteration"]]
+                    trainer.relief.parts = follow[batch.iteration]
                 yield batch
 
         trainer._work, trainer._update, trainer.open_batches = work, update, opened  # type: ignore[method-assign]
@@ -116,7 +118,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
     assert number > 100 * STEPS // 2
     generator = random.Random(f"{accumulation} {scale}")
     untouched = Rig(**how).fit(STEPS)
-    for _ in range(20):
+    for _ in range(8):
         most = 2 // accumulation  # then a part is one sample
         hits = sorted(generator.sample(range(1, number + 1), generator.randint(1, most)))
         hit = Watched(FullAt(*hits), **how)
@@ -125,7 +127,7 @@ def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accum
         incidents = hit.rig.of_type("incident")
         assert changes and set(changes) == {"micro-batch-halved"} and len(incidents) == len(changes), hits
         assert all(event["kind"] == "out-of-memory" and FULL in event["detail"] for event in incidents)
-        whole = [[f"picture-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)] for iteration in range(STEPS)]
+        whole = [[f"image-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)] for iteration in range(STEPS)]
         assert hit.samples == whole, hits
         reference = Watched(FullAt(), follow=hit.parts, **how)
         assert same(hit.rig, reference.rig), hits
@@ -143,7 +145,7 @@ def test_from_the_first_step_on_it_is_the_run_that_began_with_so_many_parts() ->
 def test_gradients_that_stay_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without dropping what was half added up, the same fault does harm."""
     at = operations() // STEPS - 1  # the end of a backward pass: some gradients are there already
-    monkeypatch.setattr("lora_rocm.train.optim.GatedAdamW.drop_gradients", lambda self: None)
+    monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.drop_gradients", lambda self: None)
     hit = Watched(FullAt(at))
     assert hit.gradients_left
     assert not same(hit.rig, Watched(FullAt(), follow=hit.parts).rig)
@@ -154,7 +156,7 @@ def test_a_step_that_is_not_made_again_loses_its_samples(monkeypatch: pytest.Mon
     original = Rig().trainer.open_batches
     monkeypatch.setattr("tests.train.test_loop.batches", lambda *how: lambda first: original(first + (first > 0)))
     hit = Watched(FullAt(operations() // STEPS * 3 // 2))
-    assert [names[0] for names in hit.samples] != [f"picture-{iteration}-0" for iteration in range(STEPS)]
+    assert [names[0] for names in hit.samples] != [f"image-{iteration}-0" for iteration in range(STEPS)]
 
 
 def test_an_update_that_has_to_be_sent_again_and_a_full_device_at_once() -> None:
@@ -174,11 +176,11 @@ def test_what_is_tried_in_order_and_the_words_at_the_end(monkeypatch: pytest.Mon
     rig = Rig(recomputes=False)
     parts: list[int] = []
 
-    def full(model: Any, batch: dict[str, Tensor], draws: Any) -> LossTerms:
+    def full(model: Any, batch: dict[str, Tensor], draws: Any) -> Prediction:
         parts.append(len(batch["x"]))
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(rig.trainer.family, "loss", full)
+    monkeypatch.setattr(rig.trainer.family, "predict", full)
     with pytest.raises(MachineError) as caught:
         rig.fit(STEPS)
     assert caught.value.code == "out-of-memory" and caught.value.where == FULL
@@ -203,10 +205,10 @@ def test_recomputed_activations_give_the_same_bytes() -> None:
 def test_other_errors_of_a_step_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def broken(*batch: Any) -> LossTerms:
+    def broken(*batch: Any) -> Prediction:
         raise RuntimeError("HIP error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(rig.trainer.family, "loss", broken)
+    monkeypatch.setattr(rig.trainer.family, "predict", broken)
     with pytest.raises(RuntimeError, match="illegal"):
         rig.fit(STEPS)
     assert rig.of_type("change") == []
@@ -293,15 +295,15 @@ def test_pools_that_are_in_pieces_again_soon_were_no_cure(monkeypatch: pytest.Mo
 def random_batch(count: int, weights: list[float]) -> Batch:
     generator = torch.Generator().manual_seed(count)
     tensors = {"x": torch.randn(count, WIDTH, generator=generator), "weight": torch.tensor(weights)}
-    return {
-        "tensors": tensors,
-        "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
-        "sample_keys": [f"picture-{row}" for row in range(count)],
-        "positions": list(range(count)),
-        "bucket": (1, WIDTH),
-        "iteration": 0,
-        "micro": 0,
-    }
+    return Batch(
+        tensors=tensors,
+        fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
+        sample_keys=tuple(f"image-{row}" for row in range(count)),
+        positions=tuple(range(count)),
+        shape=Shape.of(tokens=WIDTH),
+        iteration=0,
+        micro=0,
+    )
 
 
 class Recording(NoisyLine):
@@ -348,20 +350,21 @@ def test_the_summed_gradient_of_the_parts_is_that_of_the_whole(weights: list[lis
 def test_parts_are_rows_in_order_each_once(count: int, parts: int) -> None:
     batch = random_batch(count, [1.0 / count] * count)
     pieces = split(batch, parts)
-    assert len(pieces) <= parts and max(len(piece["positions"]) for piece in pieces) == -(-count // parts)
-    assert sum((piece["sample_keys"] for piece in pieces), []) == batch["sample_keys"]
+    assert len(pieces) <= parts and max(len(piece.positions) for piece in pieces) == -(-count // parts)
+    assert sum((piece.sample_keys for piece in pieces), ()) == batch.sample_keys
     for group in ("tensors", "fingerprints"):
-        for name, rows in batch[group].items():
-            assert torch.equal(torch.cat([piece[group][name] for piece in pieces]), rows)
-    assert all(piece["iteration"] == 0 and piece["bucket"] == (1, WIDTH) for piece in pieces)
+        for name, rows in getattr(batch, group).items():
+            assert torch.equal(torch.cat([getattr(piece, group)[name] for piece in pieces]), rows)
+    assert all(piece.iteration == 0 and piece.shape == batch.shape for piece in pieces)
 
 
 def test_gradients_without_their_weights_differ() -> None:
     """Negative control: parts that each take their own mean are another gradient."""
     batch = random_batch(4, [0.5, 0.25, 0.25, 0.0])
     whole, _, _ = gradient_of([batch], 1)
-    even = {**batch, "tensors": {**batch["tensors"], "weight": torch.full((4,), 0.25)}}
-    even["fingerprints"] = {name: fingerprint(tensor) for name, tensor in even["tensors"].items()}
+    tensors = {**batch.tensors, "weight": torch.full((4,), 0.25)}
+    fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    even = replace(batch, tensors=tensors, fingerprints=fingerprints)
     other, _, _ = gradient_of([even], 2)
     assert not torch.allclose(whole["weight"], other["weight"], rtol=1e-5, atol=1e-6)
 
@@ -369,7 +372,7 @@ def test_gradients_without_their_weights_differ() -> None:
 def test_the_rig_is_a_linear_layer() -> None:
     """What the tests above rest on: batches of the rig have rows enough to be cut."""
     first = next(batches(1)(0))
-    assert len(first["positions"]) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
+    assert len(first.positions) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
 
 
 def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,15 +383,15 @@ def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypat
         train={"max_train_steps": 4, "ema_decay": 0.9, "gradient_accumulation_steps": 1},
     )
     assert start(recipe, tmp_path / "straight")
-    average = GatedAdamW._average
+    average = GatedOptimizer._average
 
-    def full(self: GatedAdamW, updates: int, held: Tensor) -> None:
+    def full(self: GatedOptimizer, updates: int, held: Tensor) -> None:
         if updates == 2:
             raise torch.OutOfMemoryError(FULL)
         average(self, updates, held)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GatedAdamW, "_average", full)
+        patch.setattr(GatedOptimizer, "_average", full)
         with pytest.raises(torch.OutOfMemoryError):
             start(recipe, tmp_path / "hit")
     assert [updates for updates, _ in RunDir(tmp_path / "hit").list_checkpoints()] == [2]

@@ -23,6 +23,7 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
     recipe = recipe_from(
         {
             "model": {"name_or_path": "m"},
+            "optim": sections.get("optim", {}),
             "data": {"path": "d", "resolution": 64},
             "train": {"max_train_steps": 10, **sections.get("train", {})},
             "output": {"save_every_n_steps": 2, **sections.get("output", {})},
@@ -49,16 +50,18 @@ def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(("dtype", "ema_decay", "bytes_a_weight"), [
-    (torch.float32, 0.0, 3 * 4),
-    (torch.float32, 0.9, 4 * 4),
-    (torch.bfloat16, 0.0, 3 * 2),
-    (torch.bfloat16, 0.9, 3 * 2 + 4),
+@pytest.mark.parametrize(("optimizer", "dtype", "ema_decay", "bytes_a_weight"), [
+    ("adamw", torch.float32, 0.0, 3 * 4),
+    ("adamw", torch.float32, 0.9, 4 * 4),
+    ("adamw", torch.bfloat16, 0.0, 3 * 2),
+    ("adamw", torch.bfloat16, 0.9, 3 * 2 + 4),
+    ("prodigy", torch.float32, 0.0, 5 * 4),
+    ("prodigy", torch.bfloat16, 0.9, 4 * 2 + 4 + 4),
 ])  # fmt: skip
 def test_an_average_is_float32_beside_any_weights(
-    tmp_path: Path, dtype: torch.dtype, ema_decay: float, bytes_a_weight: int
+    tmp_path: Path, optimizer: str, dtype: torch.dtype, ema_decay: float, bytes_a_weight: int
 ) -> None:
-    found, _ = room(tmp_path, None, train={"ema_decay": ema_decay})
+    found, _ = room(tmp_path, None, train={"ema_decay": ema_decay}, optim={"optimizer": optimizer})
     found.parameters = {name: tensor.to(dtype) for name, tensor in PARAMETERS.items()}
     assert found.checkpoint_bytes == pytest.approx(bytes_a_weight * 1000 * 100 * 10, rel=0.01)
 
@@ -107,6 +110,7 @@ def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) 
     frees = iter([MIB + 900_000, MIB + 600_000, 0])
     report = CacheRoom(cache, lambda *facts: progress.append(facts[1]), said.append, lambda path: next(frees))
     report("pictures", 1, 9, 1.0)  # reading them writes nothing
+    cache.writing = "image"
     report("images", 0, 9, 1.0)
     for number in range(2):
         cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "a picture")

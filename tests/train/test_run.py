@@ -25,7 +25,7 @@ from lora_rocm.train import run, state
 from lora_rocm.train import start as start_facts
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.session import Session
-from tests.tiny_models import RUN_TARGETS, write_tiny_sdxl
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -39,7 +39,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_material(folder: Path) -> Path:
     """A tiny model, five pictures in two buckets, and a place for caches that all tests share."""
-    write_tiny_sdxl(folder / "model")
+    write_tiny_sdxl(folder / "model", **SHALLOW)
     generator = random.Random(5)
     for number in range(5):
         size = [(64, 64), (96, 48)][number % 2]
@@ -150,7 +150,7 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
         restore = run._restore
         monkeypatch.setattr(run, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
     elif forgotten == "optimizer":
-        monkeypatch.setattr("lora_rocm.train.optim.GatedAdamW.load", lambda self, tensors, ema: None)
+        monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, tensors, ema: None)
     else:
         monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.load", lambda self, tensors: None)
     assert start(recipe, tmp_path / "stopped")
@@ -375,10 +375,10 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
 
 
 def test_another_base_model_at_the_same_path_is_refused_on_resume(material: Path, tmp_path: Path) -> None:
-    write_tiny_sdxl(tmp_path / "model")
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
     recipe = make_recipe(material, model={"name_or_path": str(tmp_path / "model")})
     assert not start(recipe, tmp_path / "run", stop_at=2)
-    write_tiny_sdxl(tmp_path / "other", seed=1)
+    write_tiny_sdxl(tmp_path / "other", seed=1, **SHALLOW)
     shutil.rmtree(tmp_path / "model" / "unet")
     shutil.copytree(tmp_path / "other" / "unet", tmp_path / "model" / "unet")
     with pytest.raises(ResumeError, match="base model"):

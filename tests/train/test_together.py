@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.data.batches import Batch
+from lora_rocm.data.batch import Batch
 from lora_rocm.device import world as module
 from lora_rocm.device.transfer import METHODS, DeviceTransfer
 from lora_rocm.device.world import World
@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 def sliced(open_batches: Callable[[int], Iterator[Batch]], size: int, rank: int) -> Callable[[int], Iterator[Batch]]:
     """The micro-batches of one rank, as ``BatchPlan`` deals them."""
-    return lambda first: (batch for batch in open_batches(first) if batch["micro"] % size == rank)
+    return lambda first: (batch for batch in open_batches(first) if batch.micro % size == rank)
 
 
 class Ranks:
@@ -153,7 +153,7 @@ def test_a_sample_that_is_not_finite_on_one_rank_is_skipped_by_all(scale: bool) 
     assert ranks.fit() == [True, True]
     assert ranks.incidents() == [["nonfinite"], ["nonfinite"]] and ranks.agree
     named, other = (rig.of_type("incident")[0] for rig in ranks.rigs)
-    assert named["samples"] == ["picture-3-1"] and "on another GPU" in other["detail"]
+    assert named["samples"] == ["image-3-1"] and "on another GPU" in other["detail"]
     assert EFFECTIVE_BATCH // 2 == len(other["samples"])
 
 

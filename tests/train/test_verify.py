@@ -19,7 +19,7 @@ from torch import Tensor
 from lora_rocm.errors import ExportError
 from lora_rocm.train import export
 from lora_rocm.train.facts import Facts
-from tests.tiny_models import FEW_TARGETS, trained, write_tiny_sdxl
+from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, trained, write_tiny_sdxl
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -45,7 +45,7 @@ LORA = {"rank": 4, "alpha": 2.0, "targets": FEW_TARGETS}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_RISING)
     adapted.cache_clear()
 
 

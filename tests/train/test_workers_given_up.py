@@ -11,9 +11,9 @@ import pytest
 
 from lora_rocm.data.workers import Group, WorkersFailed
 from lora_rocm.run.events import read_events
+from lora_rocm.run.incidents import trouble_of
 from lora_rocm.run.judge import changes_of
 from lora_rocm.run.layout import RunDir
-from lora_rocm.run.trouble import trouble_of
 from tests.train.test_run import bytes_of, make_recipe, material, start, straight
 
 __all__ = ["material", "straight"]

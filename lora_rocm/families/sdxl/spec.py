@@ -6,23 +6,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import FamilySpec
-from lora_rocm.recipe.schema import DdpmSection, ModelSection, PathText
+from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.recipe.schema import DdpmSection, PathOrHubId
 
 
-class SdxlSection(ModelSection):
+class SdxlSection(CheckpointSection):
     """The base model. SDXL and its fine-tunes."""
 
     family: Literal["sdxl"] = Field("sdxl", description="Model family.")
-    name_or_path: PathText = Field(
+    name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
-    )
-    config: PathText | None = Field(
-        None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
-    )
-    vae: PathText | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
-    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
-        "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
 
 
@@ -32,4 +25,21 @@ SPEC = FamilySpec(
     model_section=SdxlSection,
     objective_section=DdpmSection,
     implementation="lora_rocm.families.sdxl.family:Sdxl",
+    component="unet",
+    text_components=("text_encoder", "text_encoder_2"),
+    shapes=ShapeRules(
+        (Axis("h", multiple=8, per_latent=8, per_token=16), Axis("w", multiple=8, per_latent=8, per_token=16))
+    ),
+    metadata=FileMetadata(
+        base_version="sdxl_base_v1-0",
+        architecture="stable-diffusion-xl-v1-base/lora",
+        implementation="https://github.com/Stability-AI/generative-models",
+        extra={"ss_v2": "False"},
+    ),
+    marks=Marks(
+        pipelines=("StableDiffusionXL",),
+        tensors=("conditioner.embedders.1.", "model.diffusion_model."),
+        base_versions=("sdxl_",),
+        architectures=("stable-diffusion-xl-v1",),
+    ),
 )

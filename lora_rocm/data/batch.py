@@ -1,0 +1,49 @@
+"""One micro-batch on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lora_rocm.data.shape import Shape
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the host, B rows.
+
+    tensors: leading B, contiguous: the cached tensors, the family's ``sample_meta``, and "weight" (float32 [B]).
+    fingerprints: int64 [B] for each of the tensors; of cached ones those that were computed when they were encoded.
+    sample_keys: the samples, one a row.
+    positions: the index of each row in the effective batch.
+    shape: of every row.
+    iteration, micro: number of the effective batch, and of the micro-batch in it.
+    """
+
+    tensors: dict[str, Tensor]
+    fingerprints: dict[str, Tensor]
+    sample_keys: tuple[str, ...]
+    positions: tuple[int, ...]
+    shape: Shape
+    iteration: int
+    micro: int
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """The same rows in up to ``parts`` batches. Each row keeps its weight, so the losses add up."""
+    count = len(batch.positions)
+    size = -(-count // parts)
+    if size >= count:
+        return [batch]
+    return [_rows(batch, slice(first, first + size)) for first in range(0, count, size)]
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    return replace(
+        batch,
+        tensors={name: tensor[rows] for name, tensor in batch.tensors.items()},
+        fingerprints={name: values[rows] for name, values in batch.fingerprints.items()},
+        sample_keys=batch.sample_keys[rows],
+        positions=batch.positions[rows],
+    )

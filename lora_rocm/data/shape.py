@@ -1,0 +1,90 @@
+"""The size of one sample along its named axes: what one batch has in common, and what a step's memory goes by.
+
+A data source makes shapes and a family reads them. Everything between only compares, orders and names them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+IMAGE_AXES = ("h", "w")
+NAME = re.compile(r"[a-z_]+")
+PART = re.compile(r"([0-9]+) ([a-z_]+)")
+SIDES = re.compile(r"([0-9]+)x([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of one sample. Images: ``h`` and ``w`` in pixels; clips: also ``frames``; texts: ``tokens``.
+
+    axes: name and size of each axis, sorted by name.
+    cost: grows with the memory and time of a step; shapes are ordered by it. By default the product of the sizes.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    cost: int
+
+    @classmethod
+    def of(cls, cost: int | None = None, **axes: int) -> Shape:
+        """The shape with these axes."""
+        return cls(tuple(sorted(axes.items())), math.prod(axes.values()) if cost is None else cost)
+
+    def __getitem__(self, axis: str) -> int:
+        """The size along one axis.
+
+        Raises:
+            KeyError: this shape has no such axis.
+        """
+        return dict(self.axes)[axis]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes alone, in the order of ``axes``."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def order(self) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
+        """Sort key: the cost decides, then the axes."""
+        return self.cost, self.sizes, tuple(name for name, _ in self.axes)
+
+    def __str__(self) -> str:
+        """In words: "1024x768" (width x height), "1024x768, 17 frames", "512 tokens"."""
+        axes = dict(self.axes)
+        sides = [f"{axes.pop('w')}x{axes.pop('h')}"] if axes.keys() >= set(IMAGE_AXES) else []
+        return ", ".join([*sides, *(f"{size} {name}" for name, size in axes.items())])
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """The shape that ``str`` has written; its cost is the default.
+
+        Raises:
+            ValueError: the text is no shape.
+        """
+        axes: dict[str, int] = {}
+        for part in text.split(", "):
+            if (sides := SIDES.fullmatch(part)) is not None:
+                axes |= {"w": int(sides[1]), "h": int(sides[2])}
+            elif (other := PART.fullmatch(part)) is not None:
+                axes[other[2]] = int(other[1])
+            else:
+                raise ValueError(f"no shape: {text!r:.100}")
+        return cls.of(**axes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"axes": dict(self.axes), "cost": self.cost}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Shape:
+        """The shape that ``to_json`` wrote.
+
+        Raises:
+            ValueError, LookupError, TypeError, AttributeError: the value is no shape.
+        """
+        axes, cost = value["axes"], value["cost"]
+        if not all(NAME.fullmatch(name) and type(size) is int for name, size in axes.items()) or type(cost) is not int:
+            raise ValueError("no shape")
+        return cls(tuple(sorted(axes.items())), cost)

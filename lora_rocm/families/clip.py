@@ -1,0 +1,109 @@
+"""CLIP text encoding as the diffusers pipelines do it, one caption at a time. Suffixes: S tokens, D width, B batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTokenizer
+
+from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.errors import ModelError
+
+CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)
+READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
+MAX_TOKENS = 1000  # transformers says 1e30 where a tokenizer does not say how long a text may be; CLIP's is 77
+
+
+def load_tokenizer(folder: Path) -> CLIPTokenizer:
+    """A CLIP tokenizer from a local folder.
+
+    Raises:
+        ModelError: tokenizer-unreadable.
+    """
+    with _Explained(folder):
+        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if tokenizer.model_max_length > MAX_TOKENS:
+        raise _unreadable(folder, "tokenizer_config.json does not say model_max_length")
+    with _Explained(folder):
+        token_ids(tokenizer, "a")
+    return tokenizer
+
+
+class _Explained:
+    """What reading a tokenizer raises, as an error with a remedy.
+
+    The tokenizers library raises ``Exception`` itself, and no class below it, for what it does not understand in its
+    file, and PanicException where it did not expect it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and (
+            kind is Exception or kind.__name__ == "PanicException" or issubclass(kind, READING_ERRORS)
+        ):
+            raise _unreadable(self._folder, str(error)) from error
+
+
+def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
+    """Token ids of a caption, padded or truncated to the tokenizer's length: int64 [S]."""
+    encoded = tokenizer(
+        caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    )
+    ids_S: Tensor = encoded.input_ids[0]
+    return ids_S
+
+
+def token_limit(tokenizer: CLIPTokenizer) -> TokenLimit:
+    """The tokenizer in a form that needs neither torch nor transformers."""
+    return TokenLimit(tokenizer.backend_tokenizer.to_str(), tokenizer.model_max_length)
+
+
+def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompt embeddings of several CLIP encoders side by side, and the pooled embedding of the last one.
+
+    Returns:
+        (prompt_BSD: the penultimate hidden states concatenated in width, pooled_BD), as
+        ``StableDiffusionXLPipeline.encode_prompt`` makes them.
+    """
+    outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
+    return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
+
+
+def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """What one CLIP encoder makes: (the penultimate hidden states [B, S, D], the pooled embedding [B, D])."""
+    output = encoder(ids_BS, attention_mask=_causal(ids_BS), output_hidden_states=True)
+    pooled_BD = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return output.hidden_states[-2], pooled_BD
+
+
+def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
+    """The last hidden states of one CLIP encoder after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
+    states_BSD: Tensor = encoder(ids_BS, attention_mask=_causal(ids_BS)).last_hidden_state
+    return states_BSD
+
+
+def _causal(ids_BS: Tensor) -> Tensor:
+    """CLIP's mask, bool [1, 1, S, S]. Said, though CLIP would make it anyway.
+
+    While a graph is captured some versions of transformers (5.17) make such a mask, else none, and its attention is
+    another kernel, with other roundings.
+    """
+    length = ids_BS.shape[-1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()
+
+
+def _unreadable(folder: Path, reason: str) -> ModelError:
+    return ModelError(
+        "tokenizer-unreadable",
+        f"The tokenizer cannot be read: {reason}.",
+        where=str(folder),
+        fix="Download the tokenizer's files again.",
+    )

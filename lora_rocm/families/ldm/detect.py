@@ -1,0 +1,339 @@
+"""Is this a base model of a family, and one that can be trained on? Answered from configs and headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lora_rocm.errors import ModelError
+from lora_rocm.families import stored
+from lora_rocm.families.conversion import beside
+from lora_rocm.families.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
+from lora_rocm.families.objectives import ddpm
+from lora_rocm.families.weightfiles import Header
+from lora_rocm.host.printable import printable
+
+UNET_PREFIX = "model.diffusion_model."
+MAX_TIMESTEPS = 100_000
+SPACINGS = ("linspace", "leading", "trailing")
+MAX_NAMED = 3
+FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
+REFINER = "an SDXL refiner, which makes no pictures of its own"
+SD1, SD2, SD, SDXL = (
+    "a Stable Diffusion 1.x model",
+    "a Stable Diffusion 2.x model",
+    "a Stable Diffusion 1.x or 2.x model",
+    "an SDXL model",
+)
+
+# The start of a pipeline's name, longest first, and what the model is.
+PIPELINES = (
+    ("StableDiffusionXLInpaint", "an SDXL inpainting model"),
+    ("StableDiffusionXL", SDXL),
+    ("StableDiffusion3", "a Stable Diffusion 3 model"),
+    ("StableDiffusionInpaint", "an inpainting model"),
+    ("StableDiffusionPipeline", SD),
+    ("Flux2", "a FLUX.2 model"),
+    ("Flux", "a FLUX.1 model"),
+    ("Chroma", "a Chroma model"),
+    ("QwenImage", "a Qwen-Image model"),
+    ("ZImage", "a Z-Image model"),
+    ("Wan", "a Wan model"),
+    ("LTX", "an LTX-Video model"),
+    ("HunyuanVideo", "a HunyuanVideo model"),
+    ("Lumina2", "a Lumina 2 model"),
+    ("PixArt", "a PixArt model"),
+    ("HiDream", "a HiDream model"),
+    ("Cosmos", "a Cosmos model"),
+    ("Kandinsky", "a Kandinsky model"),
+)
+
+# (texts in tensor names, what the file is). The first row of which every text is in some name decides.
+# Sources: CHECKPOINT_KEY_NAMES of diffusers, model_detection.py of ComfyUI.
+MARKERS = (
+    (("lora_down.weight",), "a LoRA file, not a base model"),
+    (("lora_A.weight",), "a LoRA file, not a base model"),
+    (("lora.down.weight",), "a LoRA file, not a base model"),
+    (("hada_w1_a",), "a LyCORIS file, not a base model"),
+    (("lokr_w",), "a LyCORIS file, not a base model"),
+    (("control_model.",), "a ControlNet"),
+    (("controlnet_cond_embedding.",), "a ControlNet"),
+    (("distilled_guidance_layer.",), "a Chroma model"),
+    (("single_stream_modulation",), "a FLUX.2 model"),
+    (("double_blocks.0.img_attn", "txt_in.individual_token_refiner"), "a HunyuanVideo model"),
+    (("double_blocks.0.img_attn",), "a FLUX.1 model"),
+    (("single_transformer_blocks.0.proj_mlp",), "a FLUX.1 model"),
+    (("joint_blocks.0.",), "a Stable Diffusion 3 model"),
+    (("txt_norm.weight", "add_q_proj"), "a Qwen-Image model"),
+    (("cap_embedder.1.", "cap_pad_token"), "a Z-Image model"),
+    (("cap_embedder.1.", "noise_refiner.0."), "a Lumina 2 model"),
+    (("head.modulation", "blocks.0.self_attn."), "a Wan model"),
+    (("condition_embedder.time_proj.", "blocks.0.attn1."), "a Wan model"),
+    (("adaln_single.", "transformer_blocks.0.scale_shift_table"), "an LTX-Video or PixArt model"),
+    (("llm_adapter.",), "an Anima model"),
+    (("txtfusion.projector",), "a Krea 2 model"),
+    (("cond_stage_model.transformer.",), SD1),
+    (("cond_stage_model.model.",), SD2),
+    (("cond_stage_model.",), SD),
+    (("edm_mean",), "a Playground v2.5 model, whose EDM training is another one"),
+    (("edm_vpred.",), "a CosXL model, whose EDM training is another one"),
+    (("model.layers.0.self_attn.q_proj.",), "a language model"),
+    (("encoder.block.0.layer.0.SelfAttention.",), "a T5 text encoder"),
+)
+NO_TEXT = "a UNet alone, without text encoders and VAE"
+# Width of the text that a UNet's first attention reads: told where the file has a UNet and nothing else tells.
+UNETS = {768: "a Stable Diffusion 1.x UNet", 1024: "a Stable Diffusion 2.x UNet", 2048: "an SDXL UNet"}
+# The text encoders of a checkpoint, where nothing else told what it is.
+TEXT_ENCODERS = (("conditioner.embedders.1.", SDXL), ("conditioner.embedders.0.model.", REFINER))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """By what the models of a family are recognised.
+
+    title: for people. with_article: as it stands in a sentence.
+    own: what such a model is called in ``PIPELINES`` and ``MARKERS``.
+    pipeline: start of the class in a folder's model_index.json.
+    text_prefix: of the tensors of a text encoder in a one-file checkpoint that no other family has.
+    has_sizes: the UNet is conditioned on sizes and a pooled text (SDXL).
+    width: of the text that the UNet's attention reads.
+    """
+
+    title: str
+    with_article: str
+    own: frozenset[str]
+    pipeline: str
+    text_prefix: str
+    has_sizes: bool
+    width: int
+
+    @property
+    def fix(self) -> str:
+        return FIX.format(self.with_article)
+
+
+def check(source: Source, expected: Expected) -> tuple[str, ...]:
+    """Refuse what is not a base model of the family, or cannot be trained on as it is; what is left to say of it.
+
+    Raises:
+        ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised,
+            config-absurd, or what reading a config or header raises.
+    """
+    if source.single_header is not None:
+        _check_single(source, expected, source.single_header)
+    else:
+        _check_folder(source, expected)
+    _check_unet(source, expected, source.config("unet"))
+    if source.vae is not None:
+        _check_vae(source, expected)
+    said = [_check_component(source, expected, name) for name in source.layout.parts]
+    if source.single_header is not None:
+        said.append(_named_beside(source, source.single_header))
+    return tuple(filter(None, said))
+
+
+def _check_component(source: Source, expected: Expected, name: str) -> str:
+    """Refuse a component that is not what its config says; what is to be said of it, or nothing."""
+    headers, prefix = source.weights(name)
+    stored.refuse_quantised_config(source.config_path(name), source.config(name))
+    for header in headers:
+        stored.refuse_scaled(header.path, header.tensors)
+    found = source.look(name)
+    where = headers[0].path
+    if found.unread:
+        named = ", ".join(printable(key)[:200] for key in found.unread[:MAX_NAMED])
+        count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
+        raise ModelError(
+            "weights-unknown",
+            f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
+            "another model than this.",
+            where=str(where),
+            fix=expected.fix,
+        )
+    entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
+    read = set().union(*found.made_of.values())
+    stored.refuse_whole_numbers(where, entries, read)
+    return stored.rounding(name, [entries[key] for key in read])
+
+
+def _named_beside(source: Source, header: Header) -> str:
+    """A sentence on tensors of a checkpoint that belong to nothing that is trained with."""
+    others = beside(header, [part.prefix for part in source.layout.parts.values()])
+    named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
+    return f"The base holds tensors that are not used ({len(others)}): {named}." if others else ""
+
+
+def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
+    """Refuse a noise schedule, or a target of the prediction, that nothing here trains towards.
+
+    Args:
+        source: of the base.
+        config: of the scheduler, with the recipe's choices.
+
+    Raises:
+        ModelError: prediction-unknown, scheduler-unreadable.
+    """
+    path, prediction = source.config_path("scheduler"), config["prediction_type"]
+    if prediction not in ddpm.PREDICTION_TYPES:
+        raise ModelError(
+            "prediction-unknown",
+            f"The base says that it predicts {printable(str(prediction))[:40]!r}; what is known here is "
+            f"{' and '.join(ddpm.PREDICTION_TYPES)}.",
+            where=f"{path}: prediction_type",
+            fix="Use another base, or set model.prediction_type where you know that the file is wrong.",
+        )
+    try:
+        if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
+            raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
+        levels_T = ddpm.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
+        if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
+            raise ValueError("the noise that it describes is none")
+        if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # previews are drawn by it
+            raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
+    except UNFIT_ERRORS as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(
+            "scheduler-unreadable",
+            f"The noise schedule of the base cannot be made: {printable(first_line)[:200].rstrip('.')}.",
+            where=str(path),
+            fix=DOWNLOAD_AGAIN,
+        ) from error
+
+
+def _check_folder(source: Source, expected: Expected) -> None:
+    index_path = source.folder / "model_index.json"
+    if not index_path.is_file():
+        raise _not_a_model(source)
+    index = read_config(index_path)
+    kind = str(index.get("_class_name", ""))
+    known = next((what for start, what in PIPELINES if kind.startswith(start)), None)
+    known = None if known in expected.own else known
+    if "transformer" in index or known is not None:
+        raise _wrong(source, expected, known or f"a model for {printable(kind)[:80]}")
+    if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
+        raise _wrong(source, expected, REFINER)
+    missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
+    if missing and not kind.startswith(expected.pipeline):
+        raise _wrong(source, expected, f"a model for {kind}" if kind else "no pipeline that is known here")
+    if missing:
+        raise ModelError(
+            "incomplete-model",
+            f"The model folder lacks {', '.join(missing)}.",
+            where=f"model.name_or_path: {source.name}",
+            fix="Download the whole model.",
+        )
+    for name in source.layout.parts:
+        source.weights(name)  # refuses pickles, notices damage
+
+
+def _is_listed(index: Mapping[str, Any], name: str) -> bool:
+    """Whether a pipeline has a part: [library, class], and [null, null] where it has none."""
+    entry = index.get(name)
+    return isinstance(entry, list) and bool(entry) and entry[0] is not None
+
+
+def _check_single(source: Source, expected: Expected, header: Header) -> None:
+    for texts, what in MARKERS:
+        if what not in expected.own and all(any(text in name for name in header.tensors) for text in texts):
+            raise _wrong(source, expected, what)
+    if not _has(header, expected.text_prefix):
+        other = next((what for prefix, what in TEXT_ENCODERS if _has(header, prefix)), None)
+        if other is not None and other not in expected.own:
+            raise _wrong(source, expected, other)
+        if _has(header, UNET_PREFIX):
+            raise _incomplete(source, "text encoders")
+        raise _wrong(source, expected, _unet_alone(header, expected) or "no checkpoint that is known here")
+    channels = header.shape(f"{UNET_PREFIX}input_blocks.0.0.weight")
+    if channels is None:
+        raise _incomplete(source, "UNet")
+    _check_channels(source, expected, channels[1])
+    if source.vae is None and not _has(header, source.layout.parts["vae"].prefix):
+        raise _incomplete(source, "VAE (or set model.vae)")
+
+
+def _has(header: Header, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in header.tensors)
+
+
+def _unet_alone(header: Header, expected: Expected) -> str:
+    """What a file is that holds a UNet with diffusers' names, or with the original ones and no prefix."""
+    for end in (".attn2.to_k.weight", ".transformer_blocks.0.attn2.to_k.weight"):
+        for name, entry in header.tensors.items():
+            if name.endswith(end) and len(entry.shape) == 2:
+                width = entry.shape[1]
+                return NO_TEXT if width == expected.width else UNETS.get(width, "")
+    return ""
+
+
+def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
+    addition, width = config.get("addition_embed_type"), config.get("cross_attention_dim")
+    if expected.has_sizes and addition != "text_time":
+        what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
+        raise _wrong(source, expected, what)
+    if not expected.has_sizes and addition is not None:
+        raise _wrong(source, expected, f"{SDXL}, or another whose UNet is conditioned on more than text")
+    if isinstance(width, int) and width != expected.width and width in UNETS:
+        raise _wrong(source, expected, UNETS[width])
+    _check_channels(source, expected, config.get("in_channels"))
+
+
+def _check_channels(source: Source, expected: Expected, channels: object) -> None:
+    if channels == 9:
+        raise _wrong(source, expected, "an inpainting model (its UNet takes 9 channels)")
+    if channels != 4:
+        raise _wrong(source, expected, f"a UNet that takes {channels} channels, where {expected.title} takes 4")
+
+
+def _check_vae(source: Source, expected: Expected) -> None:
+    (headers, _), config = source.weights("vae"), source.config("vae")
+    latents = [
+        shape[1] for h in headers for n in h.tensors if n.endswith("decoder.conv_in.weight") and (shape := h.shape(n))
+    ]
+    scale = read_config(source.folder / "vae" / "config.json").get("scaling_factor", 0.18215)
+    if latents != [4] or config.get("scaling_factor", 0.18215) != scale:
+        raise ModelError(
+            "wrong-family",
+            f"This is not a VAE of {expected.title}.",
+            where=f"model.vae: {source.vae}",
+            fix=f"Leave model.vae out, or give a VAE of {expected.title}.",
+        )
+
+
+def _not_a_model(source: Source) -> ModelError:
+    files = sorted(path.name for path in source.folder.glob("*.safetensors"))
+    if files:
+        fix = f"Give the file itself: model.name_or_path: {source.folder / files[0]}"
+    else:
+        pickles = [path.name for suffix in PICKLE_SUFFIXES for path in source.folder.glob(f"*{suffix}")]
+        if pickles:
+            return ModelError(
+                "pickle-refused",
+                f"This folder holds only pickle files ({pickles[0]}), which can run any program when read.",
+                where=f"model.name_or_path: {source.name}",
+                fix="Use the .safetensors edition of the model.",
+            )
+        fix = "Give the folder that holds model_index.json."
+    return ModelError(
+        "not-a-model", "This folder is no diffusers model.", where=f"model.name_or_path: {source.name}", fix=fix
+    )
+
+
+def _wrong(source: Source, expected: Expected, what: str) -> ModelError:
+    return ModelError(
+        "wrong-family",
+        f"This is {what}; the recipe asks for {expected.title}.",
+        where=f"model.name_or_path: {source.name}",
+        fix=expected.fix,
+    )
+
+
+def _incomplete(source: Source, what: str) -> ModelError:
+    return ModelError(
+        "incomplete-model",
+        f"This checkpoint has no {what}.",
+        where=f"model.name_or_path: {source.name}",
+        fix="Use the full checkpoint.",
+    )

@@ -1,0 +1,96 @@
+"""The attention of a UNet: query, key and value of one input by one product. See ``fused_unet``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor, nn
+
+from lora_rocm.families.ldm.fusion_options import Fusion
+from lora_rocm.kernels.lora_layer import base_of, plain_lora
+from lora_rocm.kernels.lora_linear import lora_projections
+
+
+def merge_projections(attention: Attention, how: Fusion) -> None:
+    """Give an attention layer a ``MergedProjections``, where it is the plain case and this is asked for."""
+    if how.projections and type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
+        attention.set_processor(MergedProjections(attention))
+    if isinstance(attention.processor, MergedProjections):
+        attention.processor.how = how
+
+
+class MergedProjections:
+    """An attention processor (diffusers' public way) that makes query, key and value of one input by one product.
+
+    In self-attention those are all three; in cross-attention key and value, of the text. The weights of the merged
+    layers become views of one tensor. A layer that is not the plain case, or whose weight was exchanged since, makes
+    the layers be called one by one.
+    """
+
+    how: Fusion
+
+    def __init__(self, attention: Attention) -> None:
+        self.is_cross = attention.is_cross_attention
+        self.plain = AttnProcessor2_0()
+        layers = [_base(layer) for layer in self._layers(attention)]
+        self.weight_OI = torch.cat([layer.weight.data for layer in layers])
+        for layer, rows in zip(layers, self.weight_OI.split([len(layer.weight) for layer in layers]), strict=True):
+            layer.weight.data = rows
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        if (
+            attention_mask is not None
+            or hidden_states.ndim != 3
+            or self.is_cross != (encoder_hidden_states is not None)
+        ):
+            output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+            return output
+        if encoder_hidden_states is None:
+            query, key, value = self._project(attn, hidden_states)
+        else:
+            query = attn.to_q(hidden_states)
+            key, value = self._project(attn, encoder_hidden_states)
+        batch, heads = len(query), attn.heads
+        query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        out: Tensor = attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).reshape(batch, -1, heads * query.shape[-1])))
+        return out
+
+    def _holds(self, weight: Tensor) -> bool:
+        return self.weight_OI.data_ptr() == weight.data_ptr()
+
+    def _layers(self, attention: Attention) -> list[Any]:
+        both = [attention.to_k, attention.to_v]
+        return both if self.is_cross else [attention.to_q, *both]
+
+    def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
+        layers = self._layers(attention)
+        found = [plain_lora(layer, x) for layer in layers]
+        merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
+        if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
+            return tuple(layer(x) for layer in layers)
+        a_RI, b_OR, scales = zip(*found, strict=True)  # type: ignore[arg-type]
+        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join)
+
+
+def _base(layer: Any) -> nn.Linear:
+    base: nn.Linear = base_of(layer)
+    return base
+
+
+def _is_plain_attention(attention: Attention) -> bool:
+    unusual = (attention.spatial_norm, attention.group_norm, attention.norm_q, attention.norm_k, attention.norm_cross)
+    bases = [_base(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+    linear = all(type(base) is nn.Linear and base.bias is None for base in bases)
+    plain = not attention.residual_connection and attention.rescale_output_factor == 1
+    return linear and plain and all(part is None for part in unusual)

@@ -1,0 +1,322 @@
+"""A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
+
+``fuse`` exchanges single modules of one UNet for subclasses that share their contents, so parameters, their names and
+everything that holds them stay. Whatever is not the plain case (masks, dropout, other norms, adapters switched off)
+goes the way of diffusers' own code.
+
+Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from torch import Tensor, nn
+
+from lora_rocm.families.ldm.fused_attention import merge_projections
+from lora_rocm.families.ldm.fusion_options import Fusion
+from lora_rocm.families.recompute import Recomputing, Run
+from lora_rocm.kernels.frozen_conv import FrozenConv2d
+from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.lora_layer import base_of
+from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
+    """Exchange what ``how`` says; to be called when LoRA is injected and the weights lie where they stay.
+
+    Again with another ``how``: what was exchanged before is set to that. Weights of merged projections stay merged.
+    """
+    if how.channels_last:
+        _lay_channels_last(unet)
+    for parent in list(unet.modules()):
+        for name, child in list(parent.named_children()):
+            swapped = FUSED.get(type(child))
+            if swapped is not None and swapped.fits(child):
+                setattr(parent, name, _adopt(swapped, child))
+    if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
+        unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
+    for module in unet.modules():
+        if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
+            module.how = how
+        elif isinstance(module, Attention):
+            merge_projections(module, how)
+
+
+def _lay_channels_last(unet: nn.Module) -> None:
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA takes views of its own
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def _adopt(cls: type[M], module: nn.Module) -> M:
+    """A module of another class with the same contents (shared, not copied)."""
+    adopted = cls.__new__(cls)
+    adopted.__dict__.update(module.__dict__)
+    return adopted
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """The last norm with its SiLU."""
+
+    how: Fusion
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        if self.how.norms != "triton":
+            return super().forward(x_BCHW)
+        return group_norm(x_BCHW, self, "triton")[0]
+
+
+class FusedSiLU(nn.SiLU):
+    """Behind ``FusedGroupNorm``, which has done it already in the Triton form."""
+
+    how: Fusion
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.how.norms == "triton" else super().forward(x)
+
+
+class FusedGEGLU(GEGLU):
+    """The gate of the feed-forward layer; its projection may carry a LoRA."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return isinstance(base_of(module.proj), nn.Linear)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        form, proj = self.how.geglu, self.proj
+        if form is None or args or kwargs:
+            output: Tensor = super().forward(x, *args, **kwargs)
+            return output
+        if (
+            form == "eager"
+            and type(proj) is nn.Linear
+            and not proj.weight.requires_grad
+            and proj.weight.dtype == x.dtype
+        ):
+            return geglu_of(x, proj.weight, proj.bias)
+        return geglu(proj(x), form)
+
+
+class FusedResnet(ResnetBlock2D):
+    """Norms with their SiLU and the sum before; biases of the convolutions join sums that are made anyway."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        plain = module.upsample is None and module.downsample is None and module.time_emb_proj is not None
+        plain = plain and module.time_embedding_norm == "default" and not module.skip_time_act
+        return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
+
+    def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """As of the layer, with ``skip`` behind the channels of ``x``."""
+        if skip_BCHW is not None:
+            x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
+        form = self.how.norms
+        if form is None or kwargs or (self.dropout.p > 0 and self.dropout.training):
+            output: Tensor = super().forward(x_BCHW, temb_BD, **kwargs)
+            return output
+        h, x_BCHW = group_norm(x_BCHW, self.norm1, form)  # names are taken again, so that memory is given back
+        h, bias = _convolved(self.conv1, h)
+        shift_BC = self.time_emb_proj(F.silu(temb_BD))
+        h, _ = group_norm(h, self.norm2, form, shift_BC if bias is None else shift_BC + bias)
+        h, bias = _convolved(self.conv2, h)
+        if self.conv_shortcut is not None:
+            x_BCHW, other = _convolved(self.conv_shortcut, x_BCHW)
+            bias = other if bias is None else bias if other is None else bias + other
+        return residual(x_BCHW, h, bias, form)
+
+
+def _convolved(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(the convolution without its bias, the bias); of an adapted one the whole, and None."""
+    if type(conv) in (nn.Conv2d, FrozenConv2d):
+        return conv._conv_forward(x, conv.weight, None), conv.bias
+    return conv(x), None
+
+
+class FusedTransformer(Transformer2DModel):
+    """Tokens are a view of the picture where that is in channels_last; the residual gradient joins the norm's."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return bool(module.is_input_continuous and module.use_linear_projection)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        timestep: Tensor | None = None,
+        added_cond_kwargs: Any = None,
+        class_labels: Any = None,
+        cross_attention_kwargs: Any = None,
+        attention_mask: Any = None,
+        encoder_attention_mask: Any = None,
+        return_dict: bool = True,
+    ) -> Any:
+        special = (class_labels, cross_attention_kwargs, attention_mask, encoder_attention_mask)
+        form = self.how.norms
+        if form is None or return_dict or any(value is not None for value in special):
+            return super().forward(
+                hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, *special, return_dict
+            )
+        batch, channels, height, width = hidden_states.shape
+        h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
+        h_BSD = self.proj_in(h.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
+        run = _caller(self)
+        if isinstance(run, Recomputing):
+            h_BSD = run.chain(list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
+        else:
+            for block in self.transformer_blocks:
+                h_BSD = run(block, h_BSD, None, encoder_hidden_states)
+        h = self.proj_out(h_BSD).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
+        return (shortcut + h,)
+
+
+class FusedBlock(BasicTransformerBlock):
+    """Residual sums together with the norms behind them."""
+
+    how: Fusion
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        plain = module.norm_type == "layer_norm" and module.attn2 is not None and module.pos_embed is None
+        norms = (module.norm1, module.norm2, module.norm3)
+        affine = all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms)
+        return plain and affine and not module.only_cross_attention and module._chunk_size is None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Any = None,
+        timestep: Any = None,
+        cross_attention_kwargs: Any = None,
+        class_labels: Any = None,
+        added_cond_kwargs: Any = None,
+    ) -> Tensor:
+        special = (attention_mask, encoder_attention_mask, cross_attention_kwargs, class_labels, added_cond_kwargs)
+        form = self.how.norms
+        if form is None or any(value is not None for value in special):
+            output: Tensor = super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                timestep,
+                cross_attention_kwargs,
+                class_labels,
+                added_cond_kwargs,
+            )
+            return output
+        h, normal = add_layer_norm(hidden_states, None, self.norm1, form)
+        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, form)
+        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, form)
+        return h + self.ff(normal)
+
+
+class FusedUpBlock(UpBlock2D):
+    """Skips are joined to the picture within the resnets, so that recomputing drops what was joined."""
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return all(isinstance(resnet, FusedResnet) or FusedResnet.fits(resnet) for resnet in module.resnets)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: tuple[Tensor, ...],
+        temb: Tensor | None = None,
+        upsample_size: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if args or kwargs or getattr(self, "s1", None):  # FreeU
+            output: Tensor = super().forward(
+                hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs
+            )
+            return output
+        return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size)
+
+
+class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
+    """The same, with attention behind each resnet."""
+
+    fits = FusedUpBlock.fits
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: tuple[Tensor, ...],
+        temb: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        cross_attention_kwargs: Any = None,
+        upsample_size: Any = None,
+        attention_mask: Any = None,
+        encoder_attention_mask: Any = None,
+    ) -> Tensor:
+        special = (cross_attention_kwargs, attention_mask, encoder_attention_mask)
+        if any(value is not None for value in special) or getattr(self, "s1", None):
+            output: Tensor = super().forward(
+                hidden_states,
+                res_hidden_states_tuple,
+                temb,
+                encoder_hidden_states,
+                cross_attention_kwargs,
+                upsample_size,
+                attention_mask,
+                encoder_attention_mask,
+            )
+            return output
+        return _upwards(self, hidden_states, res_hidden_states_tuple, temb, upsample_size, encoder_hidden_states)
+
+
+def _caller(module: Any) -> Run:
+    """What calls the blocks of a module: plainly, or as diffusers was told by ``enable_gradient_checkpointing``."""
+    recomputes = torch.is_grad_enabled() and module.gradient_checkpointing
+    return module._gradient_checkpointing_func if recomputes else _call  # type: ignore[no-any-return]
+
+
+def _call(module: nn.Module, *args: Any) -> Any:
+    return module(*args)
+
+
+def _upwards(
+    block: Any, h_BCHW: Tensor, skips: tuple[Tensor, ...], temb_BD: Any, size: Any, text_BSD: Any = None
+) -> Tensor:
+    run = _caller(block)
+    attentions = getattr(block, "attentions", [None] * len(block.resnets))
+    for resnet, attention, skip in zip(block.resnets, attentions, reversed(skips), strict=True):
+        h_BCHW = run(resnet, h_BCHW, temb_BD, skip)
+        if attention is not None:
+            h_BCHW = attention(h_BCHW, encoder_hidden_states=text_BSD, return_dict=False)[0]
+    for upsampler in block.upsamplers or ():
+        h_BCHW = upsampler(h_BCHW, size)
+    return h_BCHW
+
+
+FUSED: dict[type[nn.Module], Any] = {
+    GEGLU: FusedGEGLU,
+    CrossAttnUpBlock2D: FusedCrossAttnUpBlock,
+    UpBlock2D: FusedUpBlock,
+    ResnetBlock2D: FusedResnet,
+    Transformer2DModel: FusedTransformer,
+    BasicTransformerBlock: FusedBlock,
+    nn.Conv2d: FrozenConv2d,
+}

@@ -1,0 +1,159 @@
+"""Preview images with the live model, by the family's own diffusers pipeline and the Euler sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import EulerDiscreteScheduler
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+from torch import Tensor, nn
+
+from lora_rocm.device.apply import vae_attention
+from lora_rocm.families.base import LoadedModel, PreviewRequest
+from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
+from lora_rocm.families.loading import Source
+from lora_rocm.families.objectives.base import LatentSpace
+
+BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass
+
+Embeddings = Callable[[str], dict[str, Tensor]]
+"""Prompt -> arguments of the pipeline ("prompt_embeds", ...), with B = 1, on the model's device."""
+MakePipeline = Callable[[nn.Module, Any], Any]
+"""(UNet, scheduler) -> a pipeline around them alone: prompts come embedded, latents leave undecoded."""
+
+
+@torch.no_grad()
+def draw_pictures(
+    source: Source,
+    scheduler_config: Mapping[str, Any],
+    model: LoadedModel,
+    requests: Sequence[PreviewRequest],
+    make_pipeline: MakePipeline,
+    embeddings: Embeddings,
+    space: LatentSpace,
+    in_tiles: bool = False,
+) -> list[Image.Image]:
+    """Draw every request, in order.
+
+    The start noise comes from a CPU generator of the request's seed, so a picture is the same on every device up to
+    rounding. The float32 VAE is loaded after the denoising and dropped at the end.
+
+    Args:
+        source: where the VAE comes from.
+        model: the live model; it is left as it was.
+        requests: what to draw.
+        scheduler_config: with prediction_type and rescale_betas_zero_snr decided.
+        make_pipeline: the family's.
+        embeddings: see ``Embeddings``.
+        space: how VAE latents were turned into the model's.
+        in_tiles: decode in small tiles, whatever the size.
+    """
+    latents: list[Tensor | None] = [None] * len(requests)
+    with evaluating(model.components.values()):
+        pipeline = _pipeline(model, scheduler_config, make_pipeline)
+        for group in _batches(requests):
+            batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
+            for index, latent_CHW in zip(group, batch, strict=True):
+                latents[index] = latent_CHW
+    drawn = [latent for latent in latents if latent is not None]
+    return _decode(source, model.device, drawn, space, in_tiles)
+
+
+@contextmanager
+def evaluating(modules: Any) -> Iterator[None]:
+    """Eval mode (no dropout, no recomputing), and afterwards every submodule as it was."""
+    before = [(module, module.training) for root in modules for module in root.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline) -> Any:
+    config = dict(scheduler_config)
+    if config["rescale_betas_zero_snr"]:
+        config["timestep_spacing"] = "trailing"  # or sampling would not start from pure noise (arXiv 2305.08891, 3.3)
+    pipeline = make_pipeline(model.components["unet"], EulerDiscreteScheduler.from_config(config))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
+    """Indices of requests that are drawn together: the same size, steps and guidance, up to BATCH_PIXELS."""
+    groups: dict[tuple[int, int, int, float], list[int]] = {}
+    for index, request in enumerate(requests):
+        key = (request.width, request.height, request.steps, request.guidance_scale)
+        groups.setdefault(key, []).append(index)
+    batches = []
+    for (width, height, _, _), members in groups.items():
+        size = max(1, BATCH_PIXELS // (width * height))
+        batches += [members[start : start + size] for start in range(0, len(members), size)]
+    return batches
+
+
+def _denoise(
+    pipeline: Any,
+    model: LoadedModel,
+    requests: Sequence[PreviewRequest],
+    embeddings: Embeddings,
+    source: Source,
+) -> Tensor:
+    first = requests[0]
+    factor = pixels_per_latent(source)
+    shape = (source.config("unet")["in_channels"], first.height // factor, first.width // factor)
+    noise_BCHW = torch.stack(
+        [torch.randn(shape, generator=torch.Generator().manual_seed(request.seed)) for request in requests]
+    )
+    arguments = _embed(embeddings, [request.prompt for request in requests], model)
+    if first.guidance_scale > 1:
+        negative = _embed(embeddings, [request.negative_prompt for request in requests], model)
+        arguments |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+    result = pipeline(
+        height=first.height,
+        width=first.width,
+        num_inference_steps=first.steps,
+        guidance_scale=first.guidance_scale,
+        latents=noise_BCHW.to(model.device, model.dtype),
+        output_type="latent",
+        **arguments,
+    )
+    latents_BCHW: Tensor = result.images
+    return latents_BCHW.float()
+
+
+def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -> dict[str, Tensor]:
+    encoded = {prompt: embeddings(prompt) for prompt in dict.fromkeys(prompts)}
+    names = encoded[prompts[0]]
+    return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(model.dtype) for name in names}
+
+
+def _decode(
+    source: Source,
+    device: torch.device,
+    latents: Sequence[Tensor],
+    space: LatentSpace,
+    in_tiles: bool,
+) -> list[Image.Image]:
+    vae = load_vae(source, device, in_tiles)
+    processor = VaeImageProcessor(vae_scale_factor=1)
+    shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
+    ratio = pixels_per_latent(source)
+    pictures: list[Image.Image] = []
+    for latents_CHW in latents:
+        vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
+        with vae_attention(device):
+            pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
+        pictures += processor.postprocess(pixels_BCHW, output_type="pil")
+    return pictures
+
+
+def pixels_per_latent(source: Source) -> int:
+    """How many pixels of a side one latent stands for (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
+    return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))

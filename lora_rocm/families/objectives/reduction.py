@@ -1,0 +1,58 @@
+"""From a prediction to the loss of each sample: one function for all families.
+
+Dimensions: B batch; all others are averaged over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lora_rocm.families.objectives.base import Prediction
+
+if TYPE_CHECKING:
+    from lora_rocm.families.base import LoadedModel, ModelFamily
+
+LOSS_MASK = "loss_mask"
+"""Name in the batch of an optional mask: [B, ...], as many dimensions as the prediction, broadcastable to it (one
+channel for all). 0 leaves a place out, and what lies between counts as that share of its area."""
+Distance = Callable[[Tensor, Tensor], Tensor]
+"""(prediction, target) -> the distance at each place, in float32."""
+
+
+def squared(prediction: Tensor, target: Tensor) -> Tensor:
+    """The squared error at each place."""
+    return (prediction - target).square()
+
+
+def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
+    """The loss of each sample of one micro-batch on the device: float32 [B]. Draws, waits for and moves nothing."""
+    prediction = family.predict(model, batch, draws)
+    return reduced(prediction, batch.get(LOSS_MASK))
+
+
+def reduced(prediction: Prediction, mask: Tensor | None = None, distance: Distance = squared) -> Tensor:
+    """The weighted mean distance of each sample: float32 [B].
+
+    With a mask it is the mean over the masked area. A sample of which nothing is left has the loss 0.
+
+    Args:
+        prediction: see there; a weight a sample is multiplied in last.
+        mask: see ``LOSS_MASK``.
+        distance: at each place.
+    """
+    error = distance(prediction.prediction.float(), prediction.target)
+    weight = prediction.weight
+    if weight.ndim > 1:
+        error = error * weight
+    others = tuple(range(1, error.ndim))
+    if mask is None:
+        mean_B = error.mean(dim=others)
+    else:
+        area = mask.to(error.dtype).expand_as(error)
+        total_B = area.sum(dim=others)
+        mean_B = (error * area).sum(dim=others) / total_B.clamp(min=torch.finfo(total_B.dtype).tiny)
+    return mean_B * weight if weight.ndim == 1 else mean_B

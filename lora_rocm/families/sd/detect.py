@@ -1,0 +1,41 @@
+"""Is this a Stable Diffusion 1.x or 2.x base model, and what does a file without a scheduler config predict?"""
+
+from __future__ import annotations
+
+from lora_rocm.families.ldm.detect import SD, SD1, SD2, UNET_PREFIX, Expected
+from lora_rocm.families.loading import Source
+from lora_rocm.families.weightfiles import read_tensors
+
+EXPECTED_SD15 = Expected(
+    title="Stable Diffusion 1.x",
+    with_article="a Stable Diffusion 1.x",
+    own=frozenset({SD1, SD}),
+    pipeline="StableDiffusionPipeline",
+    text_prefix="cond_stage_model.",
+    has_sizes=False,
+    width=768,
+)
+EXPECTED_SD2 = Expected(
+    title="Stable Diffusion 2.x",
+    with_article="a Stable Diffusion 2.x",
+    own=frozenset({SD2, SD}),
+    pipeline="StableDiffusionPipeline",
+    text_prefix="cond_stage_model.model.",
+    has_sizes=False,
+    width=1024,
+)
+TELLING_BIAS = f"{UNET_PREFIX}output_blocks.11.1.transformer_blocks.0.norm1.bias"
+V_PREDICTION_DEVIATION = 0.09
+
+
+def predicts_velocity(source: Source) -> bool:
+    """Whether a Stable Diffusion 2.x checkpoint in one file predicts the velocity; its header does not say it.
+
+    The published 768-pixel models, which do, have a larger spread in one bias of the last block (model detection of
+    ComfyUI, ``supported_models.SD20``).
+    """
+    header = source.single_header
+    if header is None or TELLING_BIAS not in header.tensors:
+        return False
+    bias_C = read_tensors(header, lambda name: name == TELLING_BIAS)[TELLING_BIAS]
+    return float(bias_C.float().std(unbiased=False)) > V_PREDICTION_DEVIATION

@@ -1,0 +1,71 @@
+"""What Stable Diffusion 1.x and 2.x cache of a caption: the text encoder's last states, or token ids alone."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from lora_rocm.data.entry_spec import CAPTION, EntrySpec, TensorSpec
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families import clip
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.ldm.encoders import CPU, ENCODING_VERSION, tokenizer_identity
+from lora_rocm.families.loading import Source
+
+
+class TextEncoder:
+    """Captions to the embeddings that ``StableDiffusionPipeline.encode_prompt`` makes, in float32."""
+
+    entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD")})
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        weights = self._source.fingerprint("text_encoder")
+        return f"text-last{ENCODING_VERSION}-{weights}-{tokenizer_identity(self._source, ('tokenizer',))}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"))
+        encoder = self._source.load("text_encoder", torch.float32, CPU)
+        door.send_parameters(encoder, "text_encoder")
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the text encoder encodes captions"
+            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            return door.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
+
+        return encode
+
+
+class TokenEncoder:
+    """Captions to token ids, for when the text encoder itself is trained."""
+
+    entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S")})
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, ('tokenizer',))}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"))
+
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the tokenizer encodes captions"
+            return {"input_ids": clip.token_ids(tokenizer, caption)}
+
+        return encode

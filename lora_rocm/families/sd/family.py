@@ -1,0 +1,124 @@
+"""Stable Diffusion 1.x and 2.x (arXiv 2112.10752) and their fine-tunes: one UNet, one VAE, one text encoder.
+
+Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel
+
+from lora_rocm.families import clip, conversion
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.ldm.encoders import VaeEncoder
+from lora_rocm.families.ldm.family import LdmFamily
+from lora_rocm.families.loading import Layout, Part, Source
+from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
+from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
+
+UNET = Part(UNet2DConditionModel, "model.diffusion_model.", conversion.unet_of_ldm)
+VAE = Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",))
+LAYOUT_SD15 = Layout(
+    parts={
+        "unet": UNET,
+        "vae": VAE,
+        "text_encoder": Part(CLIPTextModel, "cond_stage_model.", conversion.clip_of_ldm),
+    },
+    tokenizers=("tokenizer",),
+    configs=Path(__file__).parent / "config_sd15",
+    tokenizers_repo="stable-diffusion-v1-5/stable-diffusion-v1-5",
+)
+LAYOUT_SD2 = Layout(
+    parts={
+        "unet": UNET,
+        "vae": VAE,
+        "text_encoder": Part(
+            CLIPTextModel, "cond_stage_model.", conversion.open_clip_of_ldm("cond_stage_model.model.")
+        ),
+    },
+    tokenizers=("tokenizer",),
+    configs=Path(__file__).parent / "config_sd2",
+    tokenizers_repo="stabilityai/stable-diffusion-2-1",
+)
+
+
+class StableDiffusion(LdmFamily):
+    """What both versions share."""
+
+    pipeline = StableDiffusionPipeline
+    text_components = ("text_encoder",)
+    kohya_prefixes = {"unet": "lora_unet", "text_encoder": "lora_te"}
+
+    def encoders(self) -> Sequence[Encoder]:
+        words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
+        return [VaeEncoder(self.source), words(self.source)]
+
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
+        """Nothing: the UNet is not told sizes."""
+        return {}
+
+    def text_example(self, rows: int) -> Tensors:
+        if self.recipe.lora.train_text_encoder:
+            return {"input_ids": torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)}
+        width = int(self.source.config("unet")["cross_attention_dim"])
+        return {"prompt_embeds": torch.zeros(rows, clip.CLIP_TOKENS, width)}
+
+    def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
+        return {"encoder_hidden_states": self._text(model, batch).to(model.dtype)}
+
+    def prompt_arguments(self, model: LoadedModel, batch: Tensors) -> dict[str, Tensor]:
+        return {"prompt_embeds": self._text(model, batch)}
+
+    def _text(self, model: LoadedModel, batch: Tensors) -> Tensor:
+        if "prompt_embeds" in batch:
+            return batch["prompt_embeds"]
+        return clip.last_states(model.components["text_encoder"], batch["input_ids"])
+
+    def make_pipeline(self, unet: nn.Module, scheduler: Any) -> StableDiffusionPipeline:
+        return StableDiffusionPipeline(
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            unet=unet,
+            scheduler=scheduler,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+
+    def export_key(self, component: str, module: str) -> str:
+        """As kohya names them: UNet blocks by their diffusers names, the text encoder with ``text_model``."""
+        if component == "unet":
+            return f"lora_unet_{module.replace('.', '_')}"
+        return f"lora_te_text_model_{module.removeprefix('text_model.').replace('.', '_')}"
+
+
+class Sd15(StableDiffusion):
+    """Implements ``ModelFamily`` for Stable Diffusion 1.x: CLIP ViT-L/14."""
+
+    name = "sd15"
+    layout = LAYOUT_SD15
+    expected = EXPECTED_SD15
+
+
+class Sd2(StableDiffusion):
+    """Implements ``ModelFamily`` for Stable Diffusion 2.x: the penultimate layer of OpenCLIP ViT-H."""
+
+    name = "sd2"
+    layout = LAYOUT_SD2
+    expected = EXPECTED_SD2
+
+    def published_scheduler(self, source: Source) -> dict[str, Any]:
+        """Of a one-file checkpoint what its weights say: the packaged config is of the 768-pixel model."""
+        config = super().published_scheduler(source)
+        if source.single_file is None or source.folder != self.layout.configs:
+            return config
+        return config | {"prediction_type": "v_prediction" if predicts_velocity(source) else "epsilon"}

@@ -1,0 +1,77 @@
+"""What the light half knows of Stable Diffusion 1.x and 2.x: their keys and their names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.recipe.schema import DdpmSection, PathOrHubId
+
+WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
+
+
+class Sd15Section(CheckpointSection):
+    """The base model. Stable Diffusion 1.x and its fine-tunes."""
+
+    family: Literal["sd15"] = Field("sd15", description="Model family.")
+    name_or_path: PathOrHubId = Field(description=WHERE)
+
+
+class Sd2Section(CheckpointSection):
+    """The base model. Stable Diffusion 2.x and its fine-tunes."""
+
+    family: Literal["sd2"] = Field("sd2", description="Model family.")
+    name_or_path: PathOrHubId = Field(description=WHERE)
+
+
+SHAPES = ShapeRules(
+    (Axis("h", multiple=8, per_latent=8, per_token=8), Axis("w", multiple=8, per_latent=8, per_token=8))
+)
+PIPELINES = ("StableDiffusionPipeline",)
+
+SPEC_SD15 = FamilySpec(
+    name="sd15",
+    title="Stable Diffusion 1.x",
+    model_section=Sd15Section,
+    objective_section=DdpmSection,
+    implementation="lora_rocm.families.sd.family:Sd15",
+    component="unet",
+    text_components=("text_encoder",),
+    shapes=SHAPES,
+    metadata=FileMetadata(
+        base_version="sd_v1",
+        architecture="stable-diffusion-v1/lora",
+        implementation="https://github.com/CompVis/stable-diffusion",
+        extra={"ss_v2": "False"},
+    ),
+    marks=Marks(
+        pipelines=PIPELINES,
+        tensors=("cond_stage_model.transformer.", "model.diffusion_model."),
+        base_versions=("sd_v1", "sd_1"),
+        architectures=("stable-diffusion-v1",),
+    ),
+)
+SPEC_SD2 = FamilySpec(
+    name="sd2",
+    title="Stable Diffusion 2.x",
+    model_section=Sd2Section,
+    objective_section=DdpmSection,
+    implementation="lora_rocm.families.sd.family:Sd2",
+    component="unet",
+    text_components=("text_encoder",),
+    shapes=SHAPES,
+    metadata=FileMetadata(
+        base_version="sd_v2",
+        architecture="stable-diffusion-v2/lora",
+        implementation="https://github.com/Stability-AI/stablediffusion",
+        extra={"ss_v2": "True"},
+    ),
+    marks=Marks(
+        pipelines=PIPELINES,
+        tensors=("cond_stage_model.model.", "model.diffusion_model."),
+        base_versions=("sd_v2", "sd_2"),
+        architectures=("stable-diffusion-v2",),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Optimizers: the gated step that all of them share, and the update rule of each."""

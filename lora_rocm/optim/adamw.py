@@ -1,0 +1,66 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) by PyTorch's fused kernel.
+
+The fused kernel takes a ``found_inf`` tensor: when it is 1, neither a parameter nor a moment nor the step count moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.recipe.schema import AdamwSection, OptimSection
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(UpdateRule):
+    """AdamW; the moments have the format of the weights.
+
+    Gradients are neither unscaled nor clipped in a pass of their own: the fused kernel divides by one number for both.
+
+    Attributes:
+        kernel: PyTorch's optimizer, with one parameter a group.
+    """
+
+    def __init__(
+        self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
+    ) -> None:
+        assert isinstance(section, AdamwSection)
+        self._weights, self._groups = weights, groups
+        self._parts = [nn.Parameter(weights.masters[group.place]) for group in groups]
+        self.kernel = torch.optim.AdamW(
+            [{"params": [part]} for part in self._parts],
+            betas=section.betas,
+            eps=section.epsilon,
+            weight_decay=section.weight_decay,
+            fused=True,
+        )
+        self.buffers = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
+        for number, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
+            # made here: memory must not run out within an update
+            self.kernel.state[part] = {"step": scalars.add(f"group{number}.step")} | {
+                name: moment[group.place] for name, moment in self.buffers.items()
+            }
+
+    def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
+        gradients = self._weights.gradients
+        for at_kernel, group, part in zip(self.kernel.param_groups, self._groups, self._parts, strict=True):
+            at_kernel["lr"] = group.learning_rate * factor
+            part.grad = gradients[group.place].to(part.dtype)
+        # GradScaler's contract with fused optimizers
+        self.kernel.found_inf, self.kernel.grad_scale = held, divisor
+        self.kernel.step()
+        for part in self._parts:
+            part.grad = None
+
+    @staticmethod
+    def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
+        return (weight_dtype.itemsize,) * len(MOMENTS)
+
+    @staticmethod
+    def description(section: OptimSection) -> str:
+        assert isinstance(section, AdamwSection)
+        return f"torch.optim.AdamW(weight_decay={section.weight_decay},betas={section.betas},eps={section.epsilon})"

@@ -1,0 +1,43 @@
+"""The update rule of each optimizer that a recipe can name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lora_rocm.optim.adamw import AdamW
+from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.prodigy import Prodigy
+from lora_rocm.optim.rule import TrainedWeights, UpdateRule
+from lora_rocm.recipe.schema import OptimSection
+
+RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}
+"""By ``optim.optimizer``."""
+
+
+def rule_of(section: OptimSection) -> type[UpdateRule]:
+    """The update rule that a recipe asks for."""
+    return RULES[section.optimizer]
+
+
+def make_optimizer(
+    weights: TrainedWeights,
+    groups: Sequence[Mapping[str, Any]],
+    section: OptimSection,
+    *,
+    max_train_steps: int,
+    ema_decay: float,
+    use_loss_scale: bool,
+    triton: bool = False,
+) -> GatedOptimizer:
+    """The optimizer that a recipe asks for; the arguments are those of ``GatedOptimizer``."""
+    return GatedOptimizer(
+        rule_of(section),
+        weights,
+        groups,
+        section,
+        max_train_steps=max_train_steps,
+        ema_decay=ema_decay,
+        use_loss_scale=use_loss_scale,
+        triton=triton,
+    )

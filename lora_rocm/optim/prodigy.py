@@ -1,0 +1,139 @@
+"""Prodigy (Mishchenko and Defazio, arXiv 2306.06101): Adam that estimates its own step size.
+
+The estimate ``d`` of the distance from the start to a solution grows while the gradients keep pointing away from the
+start. As in the authors' package ``prodigyopt``, with decoupled weight decay. That package reads its sums back to the
+host at each step; here ``d`` and its sums stay on the device, as 0-d tensors of the state.
+
+There is one ``d`` for all weights. Groups whose learning rate is another multiple of ``d`` count in its denominator
+by that multiple: this is Prodigy over weights that are divided by their multiples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.recipe.schema import OptimSection, ProdigySection
+
+MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
+
+
+class Prodigy(UpdateRule):
+    """Prodigy over the flat weights, in float32.
+
+    The moments and the weights of the start have the format of the weights. The sum of gradients is float32 always: in
+    bf16 its decay would be rounded away, and ``d`` rests on it.
+
+    Attributes:
+        d: 0-d, the estimate of the distance; it never falls.
+    """
+
+    def __init__(
+        self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
+    ) -> None:
+        assert isinstance(section, ProdigySection)
+        self._weights, self._section = weights, section
+        self._multiples = [(group.place, group.learning_rate / section.learning_rate) for group in groups]
+        masters = weights.masters
+        self.buffers = {
+            **{name: torch.zeros_like(masters) for name in MOMENTS},
+            GRADIENT_SUM: torch.zeros_like(masters, dtype=torch.float32),
+            START: masters.detach().clone(),
+        }
+        self.d = scalars.add("d", section.d0)
+        self._numerator, self._steps = scalars.add("d_numerator"), scalars.add("step")
+        self._effective_rate = torch.zeros_like(self.d)  # of the last step, for the log
+
+    @property
+    def logged(self) -> Mapping[str, Tensor]:
+        return {"prodigy_d": self.d, "effective_learning_rate": self._effective_rate}
+
+    def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
+        with torch.no_grad():
+            hold, section = held > 0, self._section
+            beta1, beta2 = section.betas
+            beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
+            rate = self.d * (section.learning_rate * factor) * self._correction()
+            gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
+            spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
+            relative = self.d / section.d0  # instead of d, whose square would be very small
+            progress = spare_N.mul_(gradients_N).sum() * (relative * rate)
+
+            torch.mul(gradients_N, relative * (self.d if section.safeguard_warmup else rate), out=spare_N)
+            self._renew(GRADIENT_SUM, spare_N, beta3, hold)
+            torch.mul(gradients_N, self.d * (1 - beta1), out=spare_N)
+            self._renew("exp_avg", spare_N, beta1, hold)
+            torch.mul(gradients_N, self.d * math.sqrt(1 - beta2), out=spare_N).square_()
+            self._renew("exp_avg_sq", spare_N, beta2, hold)
+
+            numerator = self._numerator * beta3 + progress
+            denominator = self._denominator()
+            grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
+            grown = torch.where(denominator > 0, grown, self.d)  # there was no gradient yet
+
+            # spare_N holds the second moment, which is zero between the weights: there 0 / 0 would be no number
+            spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
+            torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
+            for place, multiple in self._multiples:
+                part, shrink = spare_N[place], rate * (-multiple * section.weight_decay)
+                part.mul_(rate * -multiple).addcmul_(masters_N[place], shrink)
+            _write(masters_N, spare_N.add_(masters_N), hold)
+            _write(self._numerator, numerator, hold)
+            _write(self._steps, self._steps + 1, hold)
+            _write(self.d, grown, hold)
+            self._effective_rate.copy_(rate)
+
+    def _correction(self) -> Tensor:
+        """Adam's bias correction of the next step, if it is asked for."""
+        if not self._section.use_bias_correction:
+            return torch.ones_like(self._steps)
+        first, second = (_one_minus_power(beta, self._steps + 1) for beta in self._section.betas)
+        return second.sqrt() / first
+
+    def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
+        """Decay a running sum and add ``added_N``, which becomes the new sum in float32."""
+        _write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)
+
+    def _denominator(self) -> Tensor:
+        """The norm of the sum of gradients in which the weights of each group count by their multiple."""
+        sum_N = self.buffers[GRADIENT_SUM]
+        norms = [torch.linalg.vector_norm(sum_N[place], ord=1) * multiple for place, multiple in self._multiples]
+        return torch.stack(norms).sum()
+
+    @staticmethod
+    def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
+        same = (weight_dtype.itemsize,)
+        return (*same * len(MOMENTS), torch.float32.itemsize, *same)
+
+    @staticmethod
+    def description(section: OptimSection) -> str:
+        assert isinstance(section, ProdigySection)
+        values = {
+            "decouple": True,
+            "weight_decay": section.weight_decay,
+            "betas": section.betas,
+            "beta3": section.beta3,
+            "eps": section.epsilon,
+            "d0": section.d0,
+            "d_coef": section.d_coef,
+            "use_bias_correction": section.use_bias_correction,
+            "safeguard_warmup": section.safeguard_warmup,
+        }
+        return f"prodigyopt.prodigy.Prodigy({','.join(f'{name}={value}' for name, value in values.items())})"
+
+
+def _write(state: Tensor, new: Tensor, hold: Tensor) -> None:
+    """Write ``new`` (float32, overwritten) into ``state`` unless ``hold`` is true: then no bit of it changes.
+
+    What is not finite in ``new`` goes nowhere then, which a product with 0 would not guarantee.
+    """
+    state.copy_(torch.where(hold, state, new, out=new))
+
+
+def _one_minus_power(base: float, exponent: Tensor) -> Tensor:
+    """Exact to float32 also for a base near 1."""
+    return -torch.expm1(exponent * math.log(base)) if base else torch.ones_like(exponent)

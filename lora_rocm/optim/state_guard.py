@@ -1,0 +1,130 @@
+"""Compare the trained state with its fingerprints from the last update.
+
+A flipped bit in a weight or a moment leaves no trace of its own: training goes on from it. So each buffer that training
+carries from one update to the next has a fingerprint, made on the device when an update has been made and compared
+there before the next one, and before anything is written. The verdict holds the optimizer back; the host reads it late.
+
+Not covered is what an update is made of: activations, and gradients between the backward pass and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from lora_rocm.device.graph_check import Capture
+from lora_rocm.device.selftest_judge import WrongAnswerError
+from lora_rocm.errors import StateError
+from lora_rocm.kernels.choice import Form
+from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
+from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
+
+
+class StateGuard:
+    """Fingerprints of the trained state, on its device. ``check`` and ``renew`` wait for nothing.
+
+    Args:
+        parts: name (for the user) -> flat buffer, which stays where it is; at most ``MAX_BUFFERS``.
+        moving: names of those that an update which is left out changes all the same.
+        form: of the kernels.
+
+    Attributes:
+        changed: float32 0-d on the device; becomes 1 when a part has changed, until ``reset``. Always the same tensor.
+        held: float32 0-d, written before ``renew``: 1 where the update was not made.
+        bytes_read: by each of ``check`` and ``renew``.
+    """
+
+    def __init__(self, parts: Mapping[str, Tensor], moving: Collection[str] = (), form: Form = "eager") -> None:
+        if len(parts) > MAX_BUFFERS:
+            raise ValueError(f"{len(parts)} parts, at most {MAX_BUFFERS}")
+        self._names, self._words, self._form = list(parts), [words_of(part) for part in parts.values()], form
+        self.bytes_read = sum(words.nbytes for words in self._words)
+        device = self._words[0].device
+        self.changed, self.held = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._changed_K = torch.zeros(len(parts), device=device)
+        self._stays_K = torch.tensor([float(name not in moving) for name in parts], device=device)
+        self._found_K = torch.zeros(len(parts), dtype=torch.int64, device=device)
+        self._known_K = torch.zeros_like(self._found_K)
+        self._compare: Callable[[], None] = self._compare_now
+        self._renew: Callable[[], None] = self._renew_now
+        self.reset()
+
+    def check(self) -> Tensor:
+        """Compare every part with what it was; ``changed``, which also tells of earlier checks."""
+        with torch.no_grad():
+            self.changed.fill_(1.0)  # so that a graph that does not run gives no good verdict
+            self._compare()
+        return self.changed
+
+    def renew(self) -> None:
+        """After an update: the parts as they are now are right. Those that ``held`` has kept are right as they were."""
+        with torch.no_grad():
+            self._renew()
+
+    def reset(self) -> None:
+        """Other state was loaded: the parts as they are now are right, and the verdict is forgotten."""
+        with torch.no_grad():
+            for tensor in (self._found_K, self._changed_K, self.changed, self.held):
+                tensor.zero_()
+            self._renew_now()
+
+    def failure(self, updates: int) -> StateError | None:
+        """What the checks so far have found; waits for the device."""
+        if not float(self.changed):
+            return None
+        flags = zip(self._names, self._changed_K.tolist(), strict=True)
+        names = [name for name, changed in flags if changed] or ["the comparison did not run"]
+        return StateError(
+            "state-changed",
+            "What is trained is not what the last update made of it: memory has changed in between. Nothing was "
+            "trained or saved from it; the checkpoint before stays valid.",
+            where=f"after {updates} updates: {', '.join(names)}",
+            fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes again, "
+            "suspect the memory of the GPU (an overclock, its temperature) or the driver; lora-rocm doctor tests it.",
+        )
+
+    def digest(self) -> str:
+        """Of all parts, as of the last update; waits for the device."""
+        return " ".join(str(known) for known in self._known_K.tolist())
+
+    def use_graphs(self, capture: Capture | None) -> None:
+        """Launch ``check`` and ``renew`` as a graph each from now on; None: launch by launch, and forget the graphs.
+
+        Raises:
+            WrongAnswerError: what was captured does not compute right.
+            RuntimeError: it cannot be captured.
+        """
+        self._compare, self._renew = self._compare_now, self._renew_now
+        if capture is None:
+            return
+        with torch.no_grad():
+            graphs = capture(self._compare_now), capture(self._renew_now)
+            self._prove(*graphs)
+        self._compare, self._renew = graphs
+
+    def _prove(self, compare_graph: Callable[[], None], renew_graph: Callable[[], None]) -> None:
+        """Both graphs see what is wrong, and leave alone what is right."""
+        right_K = self._known_K.clone()
+        for off in (1, 0):
+            self._known_K.copy_(right_K + off)
+            self._changed_K.zero_()
+            self.changed.fill_(1 - off)
+            compare_graph()
+            if self._changed_K.tolist() != [off] * len(right_K) or float(self.changed) != off:
+                raise WrongAnswerError("the comparison of trained state, captured as a graph, compares wrongly")
+        for held in (1.0, 0.0):
+            self._known_K.copy_(right_K + 1)
+            self.held.fill_(held)
+            renew_graph()
+            if not torch.equal(self._known_K, torch.where(self._stays_K * held > 0, right_K + 1, right_K)):
+                raise WrongAnswerError("the fingerprints of trained state, captured as a graph, are not those of it")
+
+    def _compare_now(self) -> None:
+        add_fingerprints(self._words, self._found_K, self._form)
+        compare(self._found_K, self._known_K, self._changed_K, self.changed, self._form)
+
+    def _renew_now(self) -> None:
+        add_fingerprints(self._words, self._found_K, self._form)
+        renew(self._found_K, self._known_K, self.held, self._stays_K, self._form)

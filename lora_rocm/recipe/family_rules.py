@@ -1,0 +1,71 @@
+"""What a family says about keys that all families share: which of them it reads, and which sizes it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lora_rocm.errors import Problem
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.schema import MAX_BUCKET_STEP, MAX_SIDE_PX
+from lora_rocm.recipe.yaml_tree import Key
+
+SIDES: dict[Key, int] = {
+    ("data", "bucket_step"): MAX_BUCKET_STEP,
+    ("sample", "width"): MAX_SIDE_PX,
+    ("sample", "height"): MAX_SIDE_PX,
+}
+"""Keys of lengths in pixels that have to suit the family, and how large each can be."""
+
+
+def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) -> Iterator[Problem]:
+    """Problems of given keys that the family does not read, and of sizes that it cannot take.
+
+    Args:
+        data: of a recipe file, not yet validated. What is of another type than it should be is left to pydantic.
+        where: turns a key into "file.yaml:12 data.bucket_step".
+        spec: of the family that the recipe is for.
+    """
+    for key in given_unread(data, spec):
+        yield Problem(where(key), f"{spec.title} does not read this key", "Remove it.")
+    step = spec.shapes.multiple_px
+    for key, most in SIDES.items():
+        value = _get(data, key)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most and value % step:
+            near = [str(side) for side in (value // step * step, -(-value // step) * step) if 0 < side <= most]
+            what = f"has to be a multiple of {step} for {spec.title}, got {value}"
+            yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
+    if _get(data, ("lora", "train_text_encoder")) is True and not spec.text_components:
+        what = f"{spec.title} has no text encoder that can be trained"
+        yield Problem(where(("lora", "train_text_encoder")), what, "Remove it, or set it to false.")
+
+
+def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
+    """The keys in recipe data that the family does not read, also in the entries of ``data.sources``."""
+    for name in sorted(spec.unread):
+        section, _, leaf = name.partition(".")
+        sources = _get(data, (section, "sources")) if section == "data" else None
+        places = [
+            (section,),
+            *((section, "sources", i) for i in range(len(sources) if isinstance(sources, list) else 0)),
+        ]
+        for place in places:
+            found = _get(data, place)
+            if isinstance(found, dict) and leaf in found:
+                yield (*place, leaf)
+
+
+def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
+    """Recipe data without the keys that the family does not read."""
+    for *place, leaf in list(given_unread(data, spec)):
+        _get(data, tuple(place)).pop(leaf)
+    return data
+
+
+def _get(data: Any, key: Key) -> Any:
+    for part in key:
+        if isinstance(data, dict):
+            data = data.get(part)
+        else:
+            data = data[part] if isinstance(data, list) and isinstance(part, int) else None
+    return data

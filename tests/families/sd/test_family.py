@@ -1,0 +1,207 @@
+"""Stable Diffusion 1.x and 2.x: loss and gradients, captions, files and previews against diffusers itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor
+
+from lora_rocm.data.proven import plain_door
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import PreviewRequest, family_for
+from lora_rocm.families.loading import Source
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.sd.detect import TELLING_BIAS
+from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, Sd2, Sd15
+from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
+from tests.tiny_sd import WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+CPU = torch.device("cpu")
+SEEDS = [3, 2**63 - 1]
+VERSIONS: tuple[Version, ...] = ("sd15", "sd2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("kleine Modelle")
+    return {version: write_tiny_sd(base / version, version) for version in VERSIONS}
+
+
+def family_of(version: str, folder: Path, **sections: dict[str, Any]) -> Any:
+    sections["model"] = {"family": version, **sections.get("model", {})}
+    return family_for(tiny_recipe(folder, **sections))
+
+
+def batch_of(rows: int = 2) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return {
+        "latent_mean": torch.randn(rows, 4, 8, 8, generator=rng),
+        "latent_std": torch.rand(rows, 4, 8, 8, generator=rng),
+        "prompt_embeds": torch.randn(rows, 77, WIDTH, generator=rng),
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_loss_and_gradients_are_the_reference(folders: dict[str, Path], version: str, prediction: str) -> None:
+    """As diffusers' own training script computes them."""
+    family = family_of(version, folders[version], model={"prediction_type": prediction})
+    model = family.load(torch.float32, CPU)
+    model.components["unet"].requires_grad_(True)
+    family.fuse(model)
+    batch = batch_of()
+    draws = family.objective.draw(batch, SEEDS).tensors
+    loss_B = losses(family, model, batch, draws)
+    unet = UNet2DConditionModel.from_pretrained(folders[version], subfolder="unet", use_safetensors=True)
+    config = {k: v for k, v in scheduler_config().items() if k not in ("timestep_spacing", "prediction_type")}
+    scheduler = DDPMScheduler(**config, prediction_type=prediction)
+    latents = (batch["latent_mean"] + batch["latent_std"] * draws["posterior"]) * 0.18215
+    noise, timesteps = draws["noise"], draws["timesteps"]
+    predicted = unet(scheduler.add_noise(latents, noise, timesteps), timesteps, batch["prompt_embeds"]).sample
+    targets = {"epsilon": noise, "v_prediction": scheduler.get_velocity(latents, noise, timesteps)}
+    expected_B = (predicted - targets[prediction]).square().mean(dim=(1, 2, 3))
+    other_B = (predicted - next(t for name, t in targets.items() if name != prediction)).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(loss_B, expected_B, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(loss_B, other_B, rtol=1e-2)  # negative control
+    loss_B.sum().backward()
+    expected_B.sum().backward()
+    gradients = {name: p.grad for name, p in model.components["unet"].named_parameters()}
+    for name, parameter in unet.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_captions_are_encoded_as_by_the_pipeline(folders: dict[str, Path], version: str) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
+    expected_BSD, _ = pipeline.encode_prompt("a red cat", CPU, 1, False)
+    family = family_of(version, folders[version])
+    encoded = family.encoders()[1].load(plain_door(CPU))("a red cat")
+    assert {name: spec.dims for name, spec in family.encoders()[1].entry.tensors.items()} == {"prompt_embeds": "SD"}
+    torch.testing.assert_close(encoded["prompt_embeds"], expected_BSD[0])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_trained_text_encoders_read_tokens_and_get_gradients(folders: dict[str, Path], version: str) -> None:
+    family = family_of(version, folders[version], lora={"train_text_encoder": True})
+    model = family.load(torch.float32, CPU)
+    assert model.components.keys() == {"unet", "text_encoder"}
+    for component in model.components.values():
+        component.requires_grad_(True)
+    batch = batch_of(1)
+    frozen = family_of(version, folders[version]).encoders()[1].load(plain_door(CPU))("a red cat")["prompt_embeds"]
+    batch["prompt_embeds"] = frozen[None]
+    draws = family.objective.draw(batch, [1]).tensors
+    expected_B = losses(family, model, batch, draws)
+    del batch["prompt_embeds"]
+    batch |= {name: ids[None] for name, ids in family.encoders()[1].load(plain_door(CPU))("a red cat").items()}
+    loss_B = losses(family, model, batch, draws)
+    torch.testing.assert_close(loss_B, expected_B)
+    loss_B.sum().backward()
+    grads = [p.grad for p in model.components["text_encoder"].parameters()]
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in grads)
+    assert set(family.example(64, 64, 2)) == {"latent_mean", "latent_std", "input_ids"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_single_file_is_its_folder(folders: dict[str, Path], version: Version, tmp_path: Path) -> None:
+    pipeline = tiny_sd(version)
+    path = write_single_sd(pipeline, version, tmp_path / "ein Modell.safetensors")
+    configs = write_sd_configs(pipeline, tmp_path / "configs")
+    one = family_of(version, path, model={"config": str(configs)})
+    many = family_of(version, folders[version])
+    assert one.notices == ()
+    for component in many.all_components:
+        theirs = many.source.load(component, torch.float32, CPU).state_dict()
+        ours = one.source.load(component, torch.float32, CPU).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert one.base_facts()["hash"] and not many.base_facts()["hash"]
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.5])
+def test_what_a_single_file_of_2_x_predicts_is_told_by_its_weights(
+    spread: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = tiny_sd("sd2")
+    bias = torch.linspace(-spread, spread, 16)
+    path = write_single_sd(pipeline, "sd2", tmp_path / "x.safetensors", {TELLING_BIAS: bias})
+    configs = write_sd_configs(pipeline, tmp_path / "configs")
+    told = family_of("sd2", path, model={"config": str(configs)})
+    assert told.base_facts()["prediction_type"] == "epsilon"  # by the config that was given
+    monkeypatch.setattr(Sd2, "layout", replace(LAYOUT_SD2, configs=configs))
+    family = family_of("sd2", path)
+    assert family.scheduler_config["prediction_type"] == ("v_prediction" if spread > 0.1 else "epsilon")
+    chosen = family_of("sd2", path, model={"prediction_type": "epsilon"})
+    assert chosen.scheduler_config["prediction_type"] == "epsilon"  # who knows better may say so
+
+
+def test_other_families_are_recognised_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    pipelines = {version: tiny_sd(version) for version in VERSIONS}
+    sdxl = write_tiny_sdxl(tmp_path / "sdxl")
+    files = {v: write_single_sd(p, v, tmp_path / f"{v}.safetensors") for v, p in pipelines.items()}
+    wide = write_tiny_sd(tmp_path / "wide", unet={"cross_attention_dim": 1024})
+    paint = write_tiny_sd(tmp_path / "paint", unet={"in_channels": 9})
+    cases = [
+        ("sd15", sdxl, "an SDXL model"),
+        ("sd2", sdxl, "an SDXL model"),
+        ("sd15", files["sd2"], "a Stable Diffusion 2.x model"),
+        ("sd2", files["sd15"], "a Stable Diffusion 1.x model"),
+        ("sdxl", files["sd15"], "a Stable Diffusion 1.x model"),
+        ("sdxl", files["sd2"], "a Stable Diffusion 2.x model"),
+        ("sdxl", folders["sd15"], "a Stable Diffusion 1.x or 2.x model"),
+        ("sd15", wide, "a Stable Diffusion 2.x UNet"),
+        ("sd15", paint, "an inpainting model"),
+    ]
+    for version, path, what in cases:
+        with pytest.raises(ModelError) as caught:
+            family_of(version, path).examine()
+        assert caught.value.code == "wrong-family" and what in str(caught.value), (version, path)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_a_preview_is_the_pipeline_s_image(folders: dict[str, Path], version: str, guidance: float) -> None:
+    request = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
+    family = family_of(version, folders[version])
+    model = family.load(torch.float32, CPU)
+    (ours,) = family.preview(model, [request], family.encoders()[1].load(plain_door(CPU)))
+    pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(request.seed),
+    ).images[0]
+    assert ours.size == (64, 48)
+    assert abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int)).max() <= 1
+
+
+def test_published_configs_have_the_published_sizes() -> None:
+    counts = {}
+    for layout in (LAYOUT_SD15, LAYOUT_SD2):
+        source = Source("published", layout, layout.configs, None)
+        for part in layout.parts:
+            counts[layout.configs.name, part] = sum(p.numel() for p in source.skeleton(part).parameters())
+    assert counts["config_sd15", "unet"] == 859_520_964 and counts["config_sd2", "unet"] == 865_910_724
+    assert counts["config_sd15", "text_encoder"] == 123_060_480 and counts["config_sd2", "text_encoder"] == 340_387_840
+    assert counts["config_sd15", "vae"] == counts["config_sd2", "vae"] == 83_653_863
+
+
+def test_module_names_are_those_of_kohya() -> None:
+    family = Sd15(tiny_recipe("any", model={"family": "sd15"}))
+    module = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0"
+    expected = "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_out_0"
+    assert family.export_key("unet", module) == expected
+    for path in ("encoder.layers.0.mlp.fc1", "text_model.encoder.layers.0.mlp.fc1"):
+        assert family.export_key("text_encoder", path) == "lora_te_text_model_encoder_layers_0_mlp_fc1"

@@ -1,0 +1,168 @@
+"""Frozen weights in another format: a toy of int8 with a scale a row, through all that touches frozen weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_rocm.train.adapter import Adapter, inject
+from torch import Tensor, nn
+
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, dense_weight, format_of, is_packed
+from lora_rocm.train.footprint import count, hollow_model
+from lora_rocm.train.offload import Offload
+from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
+
+CPU = torch.device("cpu")
+
+
+class Int8Rows:
+    """Linear layers as int8 with one float32 scale a row; all else dense."""
+
+    name = "int8"
+
+    def pack(self, component: nn.Module) -> None:
+        for parent in list(component.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is nn.Linear and not layer.weight.requires_grad:
+                    scale_O1 = layer.weight.detach().float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+                    stored = (layer.weight.detach().float() / scale_O1).round().to(torch.int8)
+                    setattr(parent, name, PackedLinear(layer, self, stored, weight_scale=scale_O1))
+
+    def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
+        linear = [layer for layer in component.modules() if type(layer) is nn.Linear]
+        packed = sum(layer.weight.numel() + 4 * len(layer.weight) for layer in linear)
+        return packed + DENSE.num_bytes(component, dtype) - sum(n.weight.numel() for n in linear) * dtype.itemsize
+
+    def dense(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        return (layer.weight.float() * layer.weight_scale).to(dtype)
+
+
+class PackedSdxl(Sdxl):
+    """SDXL with a packed UNet."""
+
+    def weight_format(self, component: str) -> WeightFormat:
+        return Int8Rows() if component == "unet" else DENSE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "m")
+
+
+def recipe(folder: Path, **lora: Any) -> Any:
+    return tiny_recipe(folder, lora={"rank": 2, "targets": (FEW_TARGETS,), **lora})
+
+
+def trained(folder: Path, **lora: Any) -> tuple[PackedSdxl, LoadedModel, Adapter]:
+    family = PackedSdxl(recipe(folder, **lora))
+    model = family.load(torch.float32, CPU)
+    adapter = inject(family, model, family.recipe.lora, 1)
+    with torch.no_grad():
+        for leaf in adapter.leaves.values():
+            leaf.normal_(std=0.1, generator=torch.Generator().manual_seed(leaf.numel()))
+    return family, model, adapter
+
+
+def made_dense(model: LoadedModel) -> None:
+    """The same numbers in plain layers: the reference."""
+    for parent in list(model.components["unet"].modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, PackedLinear):
+                dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+                dense.weight, dense.bias = nn.Parameter(dense_weight(layer), requires_grad=False), layer.bias
+                setattr(parent, name, dense)
+
+
+def gradients(family: Sdxl, model: LoadedModel, adapter: Adapter, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+    batch = family.example(64, 64, rows)
+    draws = family.objective.draw(batch, list(range(rows))).tensors
+    model.components["unet"].train()
+    for leaf in adapter.leaves.values():
+        leaf.grad = None
+    loss_B = losses(family, model, batch, draws)
+    loss_B.sum().backward()
+    return loss_B.detach(), {name: leaf.grad.clone() for name, leaf in adapter.leaves.items()}
+
+
+def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_is_that_of_the_dequantised_model(folder: Path) -> None:
+    """Also recomputed, and with its blocks offloaded; the unrounded base gives something else (negative control)."""
+    family, model, adapter = trained(folder)
+    packed = [layer for layer in model.components["unet"].modules() if is_packed(layer)]
+    assert len(packed) > 100 and all(layer.weight.dtype == torch.int8 for layer in packed)
+    found = gradients(family, model, adapter)
+    family.recompute_activations(model, Recomputing(model))
+    recomputed = gradients(family, model, adapter)
+    transfer = DeviceTransfer(CPU, pin=False)
+    blocks = family.blocks(model)
+    offload = Offload(blocks, transfer, pin=False)
+    offloaded = gradients(family, model, adapter)
+    assert offload.fetched_bytes >= offload.host_bytes and float(transfer.bad) == 0
+    assert offload.host_bytes < sum(p.numel() * 4 for block in blocks for p in block.parameters())
+    offload.close()
+    made_dense(model)
+    reference = gradients(family, model, adapter)
+    for each in (found, recomputed, offloaded):
+        assert_same(each, reference)
+    unrounded = Sdxl(recipe(folder))
+    other = unrounded.load(torch.float32, CPU)
+    exact = inject(unrounded, other, unrounded.recipe.lora, 1)
+    exact.load(adapter.state())
+    assert not torch.allclose(gradients(unrounded, other, exact)[0], reference[0], rtol=1e-5, atol=0)
+
+
+def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass() -> None:
+    layer = nn.Linear(64, 64).requires_grad_(False)
+    parent = nn.Sequential(layer)
+    Int8Rows().pack(parent)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        parent(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    assert not any(tensor.is_floating_point() and tensor.numel() >= 64 * 64 for tensor in kept)
+    assert format_of(parent[0]).name == "int8" and format_of(layer) is DENSE
+
+
+def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
+    _, model, _ = trained(folder)
+    transfer = DeviceTransfer(CPU, pin=False)
+    transfer.send_parameters(model.components["unet"], "unet")
+    layer = next(path for path, each in model.components["unet"].named_modules() if is_packed(each))
+    assert {f"unet.{layer}.weight", f"unet.{layer}.weight_scale"} <= transfer.frozen.keys()
+    assert transfer.changed() == []
+    model.components["unet"].get_submodule(layer).weight_scale[0] += 1e-6  # type: ignore[index,operator]
+    assert transfer.changed() == [f"unet.{layer}.weight_scale"]
+
+
+def test_the_footprint_has_the_bytes_of_the_format(folder: Path) -> None:
+    its = recipe(folder)
+    packed, dense = PackedSdxl(its), Sdxl(its)
+    footprints = [count(f, hollow_model(f, its, torch.bfloat16, False), its, 64, 64) for f in (packed, dense)]
+    assert footprints[0].weight_bytes < footprints[1].weight_bytes
+    skeleton = dense.skeleton("unet")
+    expected = Int8Rows().num_bytes(skeleton, torch.bfloat16)
+    model = packed.load(torch.bfloat16, CPU).components["unet"]
+    stored = [*model.parameters(), *model.buffers()]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == expected
+    assert DENSE.num_bytes(skeleton, torch.bfloat16) > expected
+
+
+def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
+    """PEFT would take the stored integers for the weight."""
+    family, model, adapter = trained(folder, use_dora=True)
+    with pytest.raises(AdapterError) as caught:
+        gradients(family, model, adapter)
+    assert caught.value.code == "dora-packed" and "int8" in str(caught.value)

@@ -1,0 +1,236 @@
+"""The gate: a blocked or non-finite update moves nothing; state that is loaded goes on with the same bytes.
+
+For every update rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.errors import ResumeError
+from lora_rocm.optim.base import LOSS_SCALE_GROWTH_INTERVAL, GatedOptimizer
+from lora_rocm.optim.factory import RULES, make_optimizer, rule_of
+from lora_rocm.optim.rule import Scalars
+from lora_rocm.recipe.schema import OPTIMIZERS, AdamwSection, OptimSection, ProdigySection
+
+FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
+SECTIONS: list[OptimSection] = [
+    AdamwSection(learning_rate=1e-2),
+    ProdigySection(d0=1e-3, use_bias_correction=True),
+]
+each_rule = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.optimizer)
+
+
+def make(
+    section: OptimSection = SECTIONS[0],
+    *,
+    ema: float = 0.9,
+    scale: bool = False,
+    weight_dtype: torch.dtype = torch.float32,
+    multiple: float = 1.0,
+) -> GatedOptimizer:
+    """Two weights of [4, 5], a group each; the rate of the second is ``multiple`` times the section's."""
+    generator = torch.Generator().manual_seed(3)
+    parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
+    rates = {"a": section.learning_rate, "b": section.learning_rate * multiple}
+    groups = [{"names": [name], "lr": rate} for name, rate in rates.items()]
+    how = {"max_train_steps": 10, "ema_decay": ema, "use_loss_scale": scale}
+    return make_optimizer(FlatWeights(parameters, torch.float32, weight_dtype), groups, section, **how)
+
+
+def set_gradients(optimizer: GatedOptimizer, seed: int, value: float | None = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for leaf in optimizer.weights.leaves.values():
+        leaf.grad = torch.randn(leaf.shape, generator=generator) * optimizer.loss_scale
+        if value is not None:
+            leaf.grad[0, 0] = value
+    optimizer.weights.gather()
+
+
+def everything(optimizer: GatedOptimizer) -> dict[str, Tensor]:
+    live = {f"live.{name}": p.detach().clone() for name, p in optimizer.parameters.items()}
+    ema = {f"ema.{name}": average.clone() for name, average in optimizer.ema.items()}
+    return {**live, **ema, **{name: tensor.clone() for name, tensor in optimizer.state().items()}}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    """Names of what does not have the same bytes."""
+    return {name for name in before if not torch.equal(as_bytes(before[name]), as_bytes(after[name]))}
+
+
+@torch.no_grad()
+def copy_weights(source: GatedOptimizer, target: GatedOptimizer) -> None:
+    for name, parameter in target.parameters.items():
+        parameter.copy_(source.parameters[name])
+
+
+def test_each_optimizer_of_a_recipe_has_a_rule() -> None:
+    assert RULES.keys() == OPTIMIZERS.keys() == {section.optimizer for section in SECTIONS}
+
+
+@each_rule
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_blocked_update_moves_nothing_and_a_free_one_everything(
+    section: OptimSection, weight_dtype: torch.dtype
+) -> None:
+    optimizer = make(section, scale=True, weight_dtype=weight_dtype)
+    for number in range(3):
+        set_gradients(optimizer, number)
+        optimizer.step(number, FREE)
+    before = everything(optimizer)
+    set_gradients(optimizer, 3)
+    optimizer.step(3, BLOCKED)
+    assert changed(before, everything(optimizer)) == set()
+    set_gradients(optimizer, 3)
+    optimizer.step(3, FREE)  # negative control
+    constant = {"loss_scale", "a.start", "b.start", "d"}  # d grows in some steps only
+    assert changed(before, everything(optimizer)) >= set(before) - constant
+
+
+@each_rule
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nonfinite_gradient_moves_nothing_but_the_scale(section: OptimSection, value: float) -> None:
+    optimizer = make(section, scale=True)
+    set_gradients(optimizer, 0)
+    optimizer.step(0, FREE)
+    before = everything(optimizer)
+    set_gradients(optimizer, 1, value)
+    stats = optimizer.step(1, FREE)
+    assert float(stats.nonfinite) == 1
+    assert changed(before, everything(optimizer)) == {"loss_scale", "growth"}
+    assert float(optimizer.loss_scale) == 0.5 * float(before["loss_scale"])
+
+
+@each_rule
+def test_a_blocked_overflow_does_not_touch_the_scale(section: OptimSection) -> None:
+    optimizer = make(section, scale=True)
+    set_gradients(optimizer, 0, float("inf"))
+    before = everything(optimizer)
+    optimizer.step(0, BLOCKED)
+    assert changed(before, everything(optimizer)) == set()
+
+
+def test_the_scale_doubles_after_a_clean_run() -> None:
+    optimizer = make(scale=True)
+    optimizer.growth = torch.tensor(LOSS_SCALE_GROWTH_INTERVAL - 1.0)
+    before = float(optimizer.loss_scale)
+    set_gradients(optimizer, 0)
+    optimizer.step(0, FREE)
+    assert float(optimizer.loss_scale) == 2 * before and float(optimizer.growth) == 0
+
+
+@each_rule
+def test_loss_scale_does_not_change_the_update(section: OptimSection) -> None:
+    scaled, plain = make(section, scale=True), make(section, scale=False)
+    for optimizer in (scaled, plain):
+        for number in range(3):
+            set_gradients(optimizer, number)
+            optimizer.step(number, FREE)
+    for name in plain.parameters:
+        torch.testing.assert_close(scaled.parameters[name], plain.parameters[name])
+
+
+@each_rule
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_state_round_trip_continues_with_the_same_bytes(section: OptimSection, weight_dtype: torch.dtype) -> None:
+    def fresh() -> GatedOptimizer:
+        return make(section, scale=True, weight_dtype=weight_dtype, multiple=0.5)
+
+    straight, stopped = fresh(), fresh()
+    for seed in range(3):
+        for optimizer in (straight, stopped):
+            set_gradients(optimizer, seed)
+            optimizer.step(seed, FREE)
+    resumed, forgetful = fresh(), fresh()
+    copy_weights(stopped, resumed)
+    resumed.load(stopped.state(), stopped.ema)
+    copy_weights(stopped, forgetful)  # negative control: without its state the next update differs
+    for optimizer in (straight, resumed, forgetful):
+        set_gradients(optimizer, 3)
+        optimizer.step(3, FREE)
+    assert changed(everything(straight), everything(resumed)) == set()
+    assert "live.a" in changed(everything(straight), everything(forgetful))
+
+
+@each_rule
+def test_state_of_another_optimizer_is_refused(section: OptimSection) -> None:
+    optimizer = make(section)
+    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    optimizer.load(state, optimizer.ema)  # the control
+    other = make(next(each for each in SECTIONS if each is not section)).state()
+    less = {name: tensor for name, tensor in state.items() if name != "a.exp_avg"}
+    for wrong in (other, less, {**state, "a.more": state["a.exp_avg"]}):
+        before = everything(optimizer)
+        with pytest.raises(ResumeError) as caught:
+            optimizer.load(wrong, optimizer.ema)
+        assert caught.value.code == "resume-optimizer-changed" and section.optimizer in str(caught.value)
+        assert changed(before, everything(optimizer)) == set()
+
+
+@each_rule
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_rule_tells_the_bytes_that_it_holds(section: OptimSection, weight_dtype: torch.dtype) -> None:
+    optimizer = make(section, weight_dtype=weight_dtype)
+    held = tuple(buffer_N.element_size() for buffer_N in optimizer.rule.buffers.values())
+    assert sorted(held) == sorted(rule_of(section).itemsizes(weight_dtype))
+    assert all(buffer_N.shape == optimizer.weights.masters.shape for buffer_N in optimizer.rule.buffers.values())
+
+
+@each_rule
+def test_what_a_rule_logs_has_the_names_that_it_had_before(section: OptimSection) -> None:
+    optimizer = make(section)
+    names = optimizer.logged_names
+    set_gradients(optimizer, 0)
+    logged = optimizer.step(0, FREE).logged
+    assert tuple(logged) == names == optimizer.logged_names
+    assert all(number.ndim == 0 for number in logged.values())
+
+
+class NoHostWait(TorchDispatchMode):
+    """Raises where a number is read back from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host would wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_prodigy_waits_for_nothing() -> None:
+    """PyTorch's fused kernel for the CPU reads AdamW's step counts, which its kernel for GPUs does not."""
+    optimizer = make(SECTIONS[1], scale=True, multiple=0.5)
+    set_gradients(optimizer, 0)
+    with NoHostWait():
+        optimizer.step(0, FREE)
+        with pytest.raises(AssertionError, match="would wait"):
+            float(optimizer.loss_scale)  # the control
+
+
+def test_there_is_room_for_so_many_numbers_and_no_more() -> None:
+    scalars = Scalars(torch.device("cpu"))
+    for number in range(Scalars.CAPACITY):
+        assert float(scalars.add(f"number {number}", float(number))) == number
+    assert scalars.flat_S.tolist() == list(range(Scalars.CAPACITY))
+    with pytest.raises(ValueError, match="no room"):
+        scalars.add("one more")
+    few = Scalars(torch.device("cpu"))
+    few.add("step")
+    with pytest.raises(ValueError, match="'step'"):
+        few.add("step")
+
+
+def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    groups = [{"names": ["p"], "lr": 1e-6}]
+    optim = AdamwSection(learning_rate=1e-4, text_encoder_learning_rate=1e-6)
+    weights = FlatWeights({"p": parameter})
+    optimizer = make_optimizer(weights, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
+    assert optimizer.learning_rate(0) == 1e-4
