@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lora_rocm.data.cache import HashMemory
 from lora_rocm.data.caption_length import TokenLimit
+from lora_rocm.data.entry_spec import TensorSpec
 from lora_rocm.data.shape import Shape
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
