@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from lora_rocm.errors import AdapterError
 
 Say = Callable[[str], None]
-Form = Literal["kohya", "diffusers", "peft"]
+Form = str
+"""Of a file: kohya, diffusers or peft (``output.formats``)."""
 
 ROUNDING = {
     torch.float32: (2.0**-24, 2.0**-150),

@@ -97,7 +97,7 @@ class LokrEntry(Entry):
     @property
     def rank(self) -> int | None:
         """The one that the alpha of a file is divided by: that of w2, if it has one."""
-        return next((factor[1].shape[0] for factor in (self.w2, self.w1) if len(factor) == 2), None)
+        return next((len(factor[1]) for factor in (self.w2, self.w1) if len(factor) == 2), None)
 
     @property
     def sides(self) -> tuple[int, int, int, int]:
@@ -239,7 +239,8 @@ class LokrLinear(Linear):
         x_MN = x.unflatten(-1, (w1_LM.shape[1], w2_KN.shape[1]))
         mixed = F.linear(x_MN.transpose(-1, -2), w1_LM).transpose(-1, -2)  # [..., l, n]
         change = F.linear(mixed, w2_KN).flatten(-2)
-        return output + (change * self.scaling[PEFT_NAME]).to(output.dtype)
+        adapted: Tensor = output + (change * self.scaling[PEFT_NAME]).to(output.dtype)
+        return adapted
 
 
 class LokrConv2d(Conv2d):
@@ -247,19 +248,21 @@ class LokrConv2d(Conv2d):
 
     input_dropout = 0.0
 
-    def forward(self, x_BCHW: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = self.base_layer(x_BCHW, *args, **kwargs)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return output
         w1_LM, w2 = _weights(self)
         base, (outer, inner) = self.get_base_layer(), w1_LM.shape
+        assert isinstance(base, nn.Conv2d), "what this layer is made for"
         w2_KNHW = w2.reshape(len(w2), -1, *base.kernel_size)
-        x_BCHW = F.dropout(self._cast_input_dtype(x_BCHW, w1_LM.dtype), self.input_dropout, self.training)
+        x_BCHW = F.dropout(self._cast_input_dtype(x, w1_LM.dtype), self.input_dropout, self.training)
         batch, channels, height, width = x_BCHW.shape
         mixed = w1_LM @ x_BCHW.reshape(batch, inner, -1)  # [B, l, n * H * W]
         mixed = mixed.reshape(batch * outer, channels // inner, height, width)
         change = F.conv2d(mixed, w2_KNHW, None, base.stride, base.padding, base.dilation)
-        return output + (change.reshape(output.shape) * self.scaling[PEFT_NAME]).to(output.dtype)
+        adapted: Tensor = output + (change.reshape(output.shape) * self.scaling[PEFT_NAME]).to(output.dtype)
+        return adapted
 
 
 class _Model(LoKrModel):
@@ -445,8 +448,9 @@ def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:
 def _factor_of(sides: Iterable[tuple[int, int, int, int]]) -> int | None:
     """A factor that gives all of these (l, k, m, n), most likely the largest part that it made; None: there is none."""
     found = set(sides)
-    largest = max(max(outer, inner) for outer, _, inner, _ in found)
-    for factor in (largest, -1, *range(1, FACTORS_TRIED)):
+    largest: int = max(max(outer, inner) for outer, _, inner, _ in found)
+    candidates: list[int] = [largest, -1, *range(1, FACTORS_TRIED)]
+    for factor in candidates:
         if all(_cut((outer * height, inner * width), factor) == (outer, height, inner, width)
                for outer, height, inner, width in found):  # fmt: skip
             return factor

@@ -33,7 +33,7 @@ CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
     "diffusers": (
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
-        "A1111 and kohya's tools (do not know these names for SDXL)",
+        "A1111 and kohya's tools (do not know these names)",
     ),
     "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
@@ -229,7 +229,7 @@ def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
     )
 
 
-def _scale_inputs(layer: LoraLayer, entry: LoraEntry) -> None:
+def _scale_inputs(layer: Any, entry: LoraEntry) -> None:
     """Apply a DoRA's magnitudes per input, which PEFT's layers have not: W diag(c) x = W (c x).
 
     The factors are a buffer, which goes where the layer's weights go.
@@ -246,11 +246,12 @@ def _scaled_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return ((x * factors).to(x.dtype), *others)
 
 
-def _set_magnitude(layer: LoraLayer, magnitude_O: Tensor) -> None:
+def _set_magnitude(layer: Any, magnitude_O: Tensor) -> None:
     weight = layer.lora_magnitude_vector[PEFT_NAME].weight
     weight.copy_(magnitude_O.reshape(weight.shape))
 
 
 def _row_norms(weight: Tensor) -> Tensor:
     """Norm of each output row, in float32 (PEFT takes it in the base's format, which in bf16 is off by up to 0.4 %)."""
-    return weight.float().flatten(1).norm(dim=1)
+    norms: Tensor = weight.float().flatten(1).norm(dim=1)
+    return norms

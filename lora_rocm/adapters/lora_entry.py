@@ -102,13 +102,15 @@ class LoraEntry(Entry):
             return self.update()
         moved = weight + self.update()
         shape = (-1, *[1] * (weight.ndim - 1))
-        return moved * (self.magnitude / moved.flatten(1).norm(dim=1)).view(shape) - weight
+        change: Tensor = moved * (self.magnitude / moved.flatten(1).norm(dim=1)).view(shape) - weight
+        return change
 
     def input_scale(self, weight: Tensor) -> Tensor:
         """[in]: ``input_magnitude / norm``, by which such a DoRA multiplies the inputs of the adapted weight."""
         assert self.input_magnitude is not None, "a DoRA with magnitudes per input"
         norm = (weight + self.update()).transpose(0, 1).flatten(1).norm(dim=1)
-        return self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # as LyCORIS and ComfyUI add it
+        scale: Tensor = self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # as LyCORIS and ComfyUI add it
+        return scale
 
     def norm(self) -> float:
         """By the small Gram matrices."""

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
 from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
-from lora_rocm.adapters.names import KeyTable, adaptable, canonical, main_component
-from lora_rocm.adapters.origin import origin_of, title_of
+from lora_rocm.adapters.names import KeyTable, adaptable, canonical, main_component, weight_of
+from lora_rocm.adapters.origin import foreign, title_of
 from lora_rocm.base_models.safetensors_file import Header, read_header, read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
@@ -55,8 +55,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
         names = sorted(read_header(_one_file(path), AdapterError).tensors)
         found = {_component_of(name, family) for name in names}
     ours = found & {main_component(family), *family.text_components}
-    origin = origin_of(names)
-    if not ours or (origin is not None and origin.name != family.name):
+    if not ours or foreign(names, family.name) is not None:
         raise _of_another_model(family, names, path)
     return ours
 
@@ -91,7 +90,7 @@ def read_adapter(
 ) -> tuple[FileKind, dict[str, Entry]]:
     """``read_lora`` with the kind that the file is of."""
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
-    shapes = {canonical(name, module): tuple(base.weight.shape) for name, module, base in paths}
+    shapes = {canonical(name, module): tuple(weight_of(base).shape) for name, module, base in paths}
     try:
         folders = _peft_folders(path)
         if folders:
@@ -269,8 +268,8 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind
 
 def _of_another_model(family: ModelFamily, unknown: list[str], path: Path, count: int = 0) -> AdapterError:
     """The error for modules that this model has not; it says whose they are where that is known."""
-    origin, base = origin_of(unknown), title_of(family.name)
-    if origin is not None and origin.name != family.name:
+    origin, base = foreign(unknown, family.name), title_of(family.name)
+    if origin is not None:
         what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
     elif count:
         what = f"{len(unknown)} of {count} modules of this LoRA are not in this model, for example {unknown[0]}."

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
@@ -36,9 +36,16 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def weight_of(base: nn.Module) -> Tensor:
+    """The weight of a base layer."""
+    weight = base.weight
+    assert isinstance(weight, Tensor), "an adaptable layer has a weight"
+    return weight
+
+
 def main_component(family: ModelFamily) -> str:
     """The component of a family that is adapted in the first place: its UNet, or transformer."""
-    return next(name for name in next(iter(family.lora_targets.values())) if name not in family.text_components)
+    return next(name for name in family.kohya_prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class KeyTable:
         inputs: dict[str, tuple[int, ...]] = {}
         for component, root in components.items():
             for path, base in adaptable(root):
-                name, (rows, *rest) = canonical(component, path), base.weight.shape
+                name, (rows, *rest) = canonical(component, path), weight_of(base).shape
                 self.rows[name], first = rows, 0
                 for key, at, count in family.export_rows(component, path, rows):
                     self.parts.setdefault(key, []).append(Part(name, first, at, count))

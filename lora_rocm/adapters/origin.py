@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
+
+from lora_rocm.families.registry import PRODUCT
 
 SAMPLED = 4000
 """Names of a file that are looked at: more than any LoRA has that does not repeat itself."""
@@ -16,32 +19,37 @@ SAMPLED = 4000
 
 @dataclass(frozen=True)
 class Origin:
-    """A family of models. name: as ``model.family`` has it; title: for people; patterns: found in names, dots as ``_``.
+    """Models whose modules have names of their own.
 
-    All of the patterns must be found, and nothing of ``without``.
+    families: as ``model.family`` has them. title: for people. pattern: found in names, with dots as ``_``. without: not
+    found in any.
     """
 
-    name: str
+    families: tuple[str, ...]
     title: str
-    patterns: tuple[str, ...]
+    pattern: str
     without: str = ""
 
 
 ORIGINS: tuple[Origin, ...] = (
-    Origin("flux2", "FLUX.2", (r"double_stream_modulation|single_stream_modulation|to_qkv_mlp_proj",)),
-    Origin("flux", "FLUX.1", (r"(double|single)_blocks_\d+_|single_transformer_blocks_\d+_",)),
-    Origin("sd3", "Stable Diffusion 3", (r"joint_blocks_\d+_",)),
-    Origin("qwen_image", "Qwen-Image", (r"transformer_blocks_\d+_(img|txt)_(mlp|mod)",)),
-    Origin("", "FLUX.1 or Stable Diffusion 3", (r"transformer_blocks_\d+_(attn_add_|attn_to_add_out|ff_context)",)),
-    Origin("z_image", "Z-Image", (r"(noise_refiner|context_refiner)_\d+_|(^|_)layers_\d+_attention_(to_|qkv|out)",)),
-    Origin("ltx", "LTX-2", (r"(audio_to_video|video_to_audio)_attn",)),
-    Origin("wan", "Wan", (r"(^|_)(?<!\d_transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_",)),
-    Origin("sdxl", "SDXL", (r"lora_te2_|text_encoder_2_|lora_unet_(input|middle|output)_blocks?_",)),
-    Origin("sd1", "Stable Diffusion 1 or 2", (r"^lora_te_text_model_",)),
+    Origin(("flux2",), "FLUX.2", r"double_stream_modulation|single_stream_modulation|to_qkv_mlp_proj"),
+    Origin(("flux", "chroma"), "FLUX.1", r"(double|single)_blocks_\d+_|single_transformer_blocks_\d+_"),
+    Origin(("sd3",), "Stable Diffusion 3", r"joint_blocks_\d+_"),
+    Origin(("qwen-image",), "Qwen-Image", r"transformer_blocks_\d+_(img|txt)_(mlp|mod)"),
     Origin(
-        "causal_lm",
+        ("flux", "chroma", "sd3"),
+        "FLUX.1 or Stable Diffusion 3",
+        r"transformer_blocks_\d+_(attn_add_|attn_to_add_out|ff_context)",
+    ),
+    Origin(("z-image",), "Z-Image", r"(noise_refiner|context_refiner)_\d+_|(^|_)layers_\d+_attention_(to_|qkv|out)"),
+    Origin(("ltx2",), "LTX-2", r"(audio_to_video|video_to_audio)_attn"),
+    Origin(("wan", "anima"), "Wan", r"(^|_)(?<!\d_transformer_)blocks_\d+_(self_attn|cross_attn|ffn|attn[12])_"),
+    Origin(("sdxl",), "SDXL", r"lora_te2_|text_encoder_2_|lora_unet_(input|middle|output)_blocks?_"),
+    Origin(("sd15", "sd2"), "Stable Diffusion 1 or 2", r"^lora_te_text_model_"),
+    Origin(
+        ("causal-lm",),
         "a language model",
-        (r"(^|_)layers_\d+_(self_attn_[qkvo]_proj|mlp_(gate|up|down)_proj)",),
+        r"(^|_)layers_\d+_(self_attn_[qkvo]_proj|mlp_(gate|up|down)_proj)",
         without=r"encoder_layers_|text_model",
     ),
 )
@@ -49,15 +57,20 @@ ORIGINS: tuple[Origin, ...] = (
 
 
 def origin_of(names: Iterable[str]) -> Origin | None:
-    """The family whose models have modules of these names; None where they do not tell."""
-    text = "\n".join(re.sub(r"[.]", "_", name) for name, _ in zip(names, range(SAMPLED), strict=False))
+    """The models that have modules of these names; None where the names do not tell."""
+    text = "\n".join(name.replace(".", "_") for name in islice(names, SAMPLED))
     for origin in ORIGINS:
-        found = all(re.search(pattern, text, re.MULTILINE) for pattern in origin.patterns)
-        if found and not (origin.without and re.search(origin.without, text)):
+        if re.search(origin.pattern, text, re.MULTILINE) and not (origin.without and re.search(origin.without, text)):
             return origin
     return None
 
 
+def foreign(names: Iterable[str], family: str) -> Origin | None:
+    """The models that the names are of, if those are of no such family; None if they are, or do not tell."""
+    origin = origin_of(names)
+    return None if origin is None or family in origin.families else origin
+
+
 def title_of(family: str) -> str:
     """A family's name for people."""
-    return next((origin.title for origin in ORIGINS if origin.name == family), family)
+    return PRODUCT[family].title if family in PRODUCT else family

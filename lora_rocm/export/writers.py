@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,8 @@ def _kohya(
 def _diffusers(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
 ) -> Iterator[tuple[Path, bytes]]:
-    tensors, configs = {}, {}
+    tensors: dict[str, Tensor] = {}
+    configs: dict[str, Any] = {}
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops it where it is no more
         endings = adapter.files.text_endings if level else {}

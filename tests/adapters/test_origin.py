@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.adapters.origin import origin_of
 from lora_rocm.errors import AdapterError
+from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
 
 NAMES = {
@@ -60,6 +61,13 @@ def test_a_lora_of_this_family_is_not(tmp_path: Path, name: str) -> None:
     expected = {"lora_te1": "text_encoder", "lora_te2": "text_encoder_2"}.get("_".join(name.split("_")[:2]), "unet")
     found = components_of(Sdxl, written(tmp_path, name))  # type: ignore[arg-type]
     assert found == {component if component.startswith("text_encoder") else expected}
+
+
+def test_files_of_stable_diffusion_1_are_of_that_and_not_of_sdxl(tmp_path: Path) -> None:
+    path = written(tmp_path, "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_down.weight")
+    assert components_of(Sd15, path) == {"text_encoder"}  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match=r"LoRA for SDXL, and the base model is Stable Diffusion 1"):
+        components_of(Sd15, written(tmp_path, SDXL[4]))  # type: ignore[arg-type]
 
 
 def test_a_file_that_names_nothing_of_the_model_is_no_empty_answer(tmp_path: Path) -> None:
