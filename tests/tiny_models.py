@@ -7,6 +7,7 @@ that the original SDXL release uses.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.families.base import ModelFamily, Tensors
+from lora_rocm.latent_cache.quarantine import plain_door
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
@@ -365,3 +370,11 @@ def unet_output(unet: torch.nn.Module, prompt_BSD: Tensor | None = None, pooled_
     with torch.no_grad():
         output: Tensor = unet(latents, torch.tensor([10, 700]), prompt, added_cond_kwargs=conditioning).sample
     return output
+
+
+def caption_encoder(family: ModelFamily) -> Callable[[str], Tensors]:
+    """What all encoders of captions make of one together, on the CPU."""
+    loaded = [
+        each.load(plain_door(torch.device("cpu"))) for each in family.encoders() if each.entry.inputs == (CAPTION,)
+    ]
+    return lambda caption: {name: t for encode in loaded for name, t in encode({CAPTION: caption}).items()}

@@ -283,7 +283,7 @@ class LokrAdapter(Adapter):
         assert isinstance(lora, LokrSection), "a section of this kind"
         return _Config(
             r=lora.rank,
-            alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+            alpha=lora.effective_alpha,  # PEFT divides by the rank; any number will do
             decompose_both=lora.decompose_both,
             decompose_factor=lora.factor,
             input_dropout=lora.dropout,
@@ -325,7 +325,8 @@ class LokrAdapter(Adapter):
         kernel, rank = math.prod(shape[2:]), lora.rank
         first = rank * (outer + inner) if lora.decompose_both and rank < max(outer, inner) / 2 else outer * inner
         second = rank * (height + width * kernel) if rank < max(height, width) / 2 else height * width * kernel
-        return first + second
+        total: int = first + second
+        return total
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:

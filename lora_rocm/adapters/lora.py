@@ -55,7 +55,7 @@ class LoraAdapter(Adapter):
         assert isinstance(lora, LoraSection), "a section of this kind"
         return LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; any number will do
+            lora_alpha=lora.effective_alpha,  # PEFT divides by the rank; any number will do
             lora_dropout=lora.dropout,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,

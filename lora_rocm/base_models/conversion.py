@@ -161,8 +161,10 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
         tensor.sources = frozenset([name])
         traced[name] = tensor
     taken = fitted(converted(traced, module, converter), module)
-    made_of = {name: getattr(tensor, "sources", frozenset()) for name, tensor in taken.items()}
-    read = frozenset().union(*made_of.values())
+    made_of: dict[str, frozenset[str]] = {
+        name: getattr(tensor, "sources", frozenset()) for name, tensor in taken.items()
+    }
+    read = frozenset[str]().union(*made_of.values())
     return Found(tuple(name for name in sorted(entries) if name not in read and not harmless(name)), made_of)
 
 
@@ -175,10 +177,10 @@ class _Traced(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        made = super().__torch_function__(func, types, args, kwargs or {})
+        made: Any = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(made, _Traced):
             given = [arg for arg in args if isinstance(arg, _Traced)]
-            made.sources = frozenset().union(*(arg.sources for arg in given if hasattr(arg, "sources")))
+            made.sources = frozenset[str]().union(*(arg.sources for arg in given if hasattr(arg, "sources")))
         return made
 
 

@@ -264,8 +264,9 @@ class Source:
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
         ]
         found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
-        for name in self.layout.tokenizers if self.tokenizer_folder is not None else ():
-            found += sorted((self.tokenizer_folder / name).glob("*"))
+        folder = self.tokenizer_folder
+        for name in self.layout.tokenizers if folder is not None else ():
+            found += sorted((folder / name).glob("*")) if folder is not None else []
         return sorted({path for path in found if path.is_file()})
 
     def _hollow(self, name: str) -> nn.Module:

@@ -86,7 +86,7 @@ class Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
     def __init__(self, on_device: OnDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_device = on_device
         self.device: Counter[str] = Counter()
         self.host: Counter[str] = Counter()

@@ -26,6 +26,8 @@ from lora_rocm.loader.batches import Facts, Item, Prepared
 from lora_rocm.recipe.schema import Recipe, SampleSection
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
+from lora_rocm.train.build_trainer import first_pass, new_trainer
+from lora_rocm.train.context import Data, Start
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.outputs import Artifacts
@@ -68,8 +70,8 @@ class Bench(AbstractContextManager["Bench"]):
         incidents: what went wrong, and what was changed or given up because of it, in words.
     """
 
-    start: pipeline.Start
-    data: pipeline.Data
+    start: Start
+    data: Data
     artifacts: Artifacts
     trainer: Trainer
     steps: list[dict[str, Any]]
@@ -112,7 +114,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         session.readers.append(TensorBoard(run_dir.tensorboard, session.notice))
         steps, incidents = list[dict[str, Any]](), list[str]()
         session.readers.append(partial(_read, steps, incidents))  # what is given up while loading counts as well
-        start, family = pipeline.Start(session, recipe, device, dtype, settings), family_for(recipe)
+        start, family = Start(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
             cache = LatentCache(Path(recipe.cache.dir))
             data = pipeline.data_of(start, family, cache, synthetic(recipe, family, cache))
@@ -120,11 +122,11 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
             data = pipeline.prepare_data(start, family)
         stack.enter_context(closing(data.workers))
         artifacts, position = pipeline.load(start, family, data)
-        bench = Bench(start, data, artifacts, pipeline.new_trainer(start, data, position, artifacts), steps, incidents)
+        bench = Bench(start, data, artifacts, new_trainer(start, data, position, artifacts), steps, incidents)
         sizes = data.prepared.facts.bucket_counts
         compiler = compilation.for_run(recipe, device, sizes, session.notice, session.emit, session.beat)
         with compilation.explained(compiler):
-            pipeline.first_pass(start, artifacts, bench.trainer, compiler)
+            first_pass(start, artifacts, bench.trainer, compiler)
         bench.closing = stack.pop_all()
     return bench
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from lora_rocm.dataset.image_plugins import JXL_STARTS, jxl_size, plugin_faults
 from lora_rocm.foundation.bounded_read import check_plain
@@ -221,11 +221,11 @@ def _open(file: _Frugal) -> Image.Image:
     """The image, its header read. Raises what Pillow raises, and where it is too large."""
     from PIL import Image
 
-    formats = readable_formats()
-    size = jxl_size(file) if "JXL" in formats else None
+    formats, as_file = readable_formats(), cast("BinaryIO", file)  # all that Pillow asks of one
+    size = jxl_size(as_file) if "JXL" in formats else None
     if size is not None and size[0] * size[1] > 2 * (Image.MAX_IMAGE_PIXELS or MAX_PICTURE_BYTES):
         raise Image.DecompressionBombError(f"{size[0]}x{size[1]}")
-    return Image.open(file, formats=formats)
+    return Image.open(as_file, formats=formats)
 
 
 def _header(file: BinaryIO) -> Header:

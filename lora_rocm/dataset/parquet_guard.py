@@ -36,7 +36,7 @@ def unpacked_bytes(file: Path, limit_bytes: int) -> int:
     Raises:
         OSError, pyarrow.ArrowException (a ValueError or OSError): the file cannot be read, or is no Parquet.
     """
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     footer = parquet.read_metadata(file)
     least, more = 0, dict[tuple[int, int], int]()  # chunk -> how much larger it may be than what it surely takes

@@ -30,7 +30,7 @@ from lora_rocm.dataset.progress import Progress
 from lora_rocm.dataset.scan import Sample, image_bytes, load_image
 from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
-from lora_rocm.errors import DataError, Problem
+from lora_rocm.errors import DataError, MachineError, Problem
 from lora_rocm.latent_cache.cache import MISSING, entry_key, image_parts
 from lora_rocm.latent_cache.encode_session import Encoding, Repaired
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
@@ -210,6 +210,7 @@ class Caches:
 
     def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
         """Encode one item, on the CPU if the GPU is full of the model in training."""
+        full: MachineError | None = None
         for device in (self.encoding.device, CPU):
             empty_pools()
             try:
@@ -218,6 +219,7 @@ class Caches:
                 full = out_of_memory(error)
                 if full is None:
                     raise
+        assert full is not None, "one of the devices was tried"
         raise full
 
     def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
-from PIL import Image
+from PIL import __version__ as PILLOW_VERSION
 
 from lora_rocm import __version__
 from lora_rocm.cache_files.entry_file import SPEC_VERSION
@@ -94,8 +94,8 @@ class Shelf:
     def __init__(self, root: Path, recipe: Recipe, encoders: Sequence[Encoder]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
         self._entries = [encoder.entry for encoder in encoders]
-        readers = [Image.__version__, *sorted(readable_extensions())]  # others find or read other files
-        about = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers]
+        readers = [PILLOW_VERSION, *sorted(readable_extensions())]  # others find or read other files
+        about: list[Any] = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers]
         about += [[e.entry.name, e.entry.inputs, e.fingerprint] for e in encoders]
         about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
@@ -147,7 +147,9 @@ class Shelf:
             "dirs": manifest.facts.folders,
         }
         text = json.dumps(header).encode("utf-8")
-        content = b"".join([len(text).to_bytes(8, "little"), text, *map(memoryview, columns.values())])
+        content = b"".join(
+            [len(text).to_bytes(8, "little"), text, *(memoryview(column) for column in columns.values())]
+        )
         with contextlib.suppress(StorageError):
             write_atomic(self.path, content + hashlib.sha256(content).digest(), read_back=False)
 
@@ -184,8 +186,10 @@ class Shelf:
             column: Column = bytearray(min(count, left)) if typecode == "B" else array(typecode)
             if isinstance(column, array):
                 column.fromfile(file, min(count, left))
-            elif file.readinto(column) != count:
-                raise EOFError
+            else:
+                column[:] = file.read(len(column))
+                if len(column) != count:
+                    raise EOFError
             digest.update(column)
             columns[name] = column
         if file.read() != digest.digest():

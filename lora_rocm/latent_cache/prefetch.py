@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -26,7 +26,7 @@ Wanted = TypeVar("Wanted")
 
 def ahead(
     make: Callable[[Wanted], Made], wanted: Iterable[Wanted], bytes_of: Callable[[Wanted], int], threads: int = 0
-) -> Iterator[Made]:
+) -> Generator[Made, None, None]:
     """``map``, in threads: while one result is used the next ones are made. To be closed where it is left early.
 
     Args:

@@ -17,7 +17,8 @@ from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.prepare import Facts, Prepared, prepare
+from lora_rocm.latent_cache.manifest import Facts
+from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
 from lora_rocm.loader.worker_pool import GivenUp, Workers

@@ -281,7 +281,7 @@ def data_loader(
         batch_size=None,
         sampler=orders,
         num_workers=workers,
-        collate_fn=hand_over,
+        collate_fn=hand_over,  # type: ignore[arg-type]  # without batches of its own it hands on one item
         generator=torch.Generator().manual_seed(0),  # else it draws from the global generator, which others rely on
         **with_workers,
     )

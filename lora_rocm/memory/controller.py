@@ -283,7 +283,7 @@ def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
 ) -> Offload | None:
     """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
-    memory = Memory(Job(), False, False, str, plan=plan)
+    memory = Memory(Job(), False, False, lambda text: None, plan=plan)
     memory.put(family, model, transfer, pin, anew)
     return memory.offload
 

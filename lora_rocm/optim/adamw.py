@@ -51,7 +51,7 @@ class AdamW(UpdateRule):
             at_kernel["lr"] = group.learning_rate * factor
             part.grad = gradients[group.place].to(part.dtype)
         # GradScaler's contract with fused optimizers
-        self.kernel.found_inf, self.kernel.grad_scale = held, divisor
+        self.kernel.found_inf, self.kernel.grad_scale = held, divisor  # type: ignore[attr-defined]
         self.kernel.step()
         for part in self._parts:
             part.grad = None

@@ -76,7 +76,7 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
 
 def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None) -> None:
     """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
-    memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), trainer.optimizer.weights
+    memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
 
     def alone(batch: Tensors, draws: Tensors) -> None:
         _forget(weights, memory)
@@ -97,6 +97,13 @@ def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: c
         artifacts.guard.use_graphs(None)
 
 
+def _weights(artifacts: Artifacts) -> FlatWeights:
+    """The flat weights that the optimizer moves, with the leaves that the layers compute with."""
+    weights = artifacts.optimizer.weights
+    assert isinstance(weights, FlatWeights)
+    return weights
+
+
 def _forget(weights: FlatWeights, memory: Memory) -> None:
     """No gradients, and their buffer there or not as the plan in force has it."""
     weights.keep_gradients(memory.keeps_gradients)
@@ -105,7 +112,7 @@ def _forget(weights: FlatWeights, memory: Memory) -> None:
 
 def _engine(start: Start, artifacts: Artifacts) -> Engine:
     """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
-    model, weights, recipe = artifacts.model, artifacts.optimizer.weights, start.recipe
+    model, weights, recipe = artifacts.model, _weights(artifacts), start.recipe
     mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
     graphs = None
     if captures(start):

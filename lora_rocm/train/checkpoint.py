@@ -174,7 +174,7 @@ def _checksum(path: Path) -> str:
 
 def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
     """The newest checkpoint that is whole, and the newer ones that were passed over because they are not."""
-    damaged = []
+    damaged: list[Path] = []
     for _, path in reversed(run_dir.list_checkpoints()):
         checkpoint = read(path)
         if checkpoint is not None:

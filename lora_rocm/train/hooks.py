@@ -105,11 +105,13 @@ class TensorBoard:
 
     def __call__(self, event: dict[str, Any]) -> None:
         with self._given_up():
-            for name in self.SCALARS.get(event["type"], ()) if self._writer else ():
+            if self._writer is None:
+                return
+            for name in self.SCALARS.get(event["type"], ()):
                 self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
-            for name, value in event.get("optimizer", {}).items() if self._writer else ():
+            for name, value in event.get("optimizer", {}).items():
                 self._writer.add_scalar(f"{event['type']}/{name}", value, event["updates"])
-            if event["type"] in ("end", "error") and self._writer:
+            if event["type"] in ("end", "error"):
                 self._writer.close()
                 self._writer = None
 

@@ -33,7 +33,7 @@ MAX_WRONG_SUMS = 3  # in a row
 NAMED = 3  # how many samples a sentence names
 
 
-def seed_for(*parts: int | str) -> int:
+def seed_for(*parts: int | float | str) -> int:
     """A seed that is a function of its parts alone: (seed, attempt, iteration, index of the sample)."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little") >> 1
 
@@ -240,7 +240,14 @@ class Trainer:
         stats = self.optimizer.step(updates, said.blocked)
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
-        values = (stamp, said.loss, stats.grad_norm, said.blocked, stats.nonfinite, stats.loss_scale)
+        values: tuple[Tensor, ...] = (
+            stamp,
+            said.loss,
+            stats.grad_norm,
+            said.blocked,
+            stats.nonfinite,
+            stats.loss_scale,
+        )
         values += (own, said.wrong, said.guilty, said.stop, changed, *stats.logged.values())
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None

@@ -212,7 +212,7 @@ def _without_items(
     """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
     plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
-    workers = open_workers(cache, family, _runtime(start), start.session.notice, lambda: None)
+    workers = open_workers(cache, family, _runtime(start), start.session.notice)
     return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
 

@@ -21,6 +21,7 @@ from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import (
+    caption_encoder,
     tiny_pipeline,
     tiny_recipe,
     write_config_folder,
@@ -104,9 +105,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 def test_the_same_loss_from_folder_and_file(single: tuple[Path, Path], tiny_sdxl: Path) -> None:
     def loss(chosen: Sdxl) -> list[float]:
         batch = {"latent_mean": torch.ones(1, 4, 8, 8), "latent_std": torch.ones(1, 4, 8, 8)}
-        batch |= {
-            name: tensor[None] for name, tensor in chosen.encoders()[1].load(plain_door(CPU))("a red cat").items()
-        }
+        batch |= {name: tensor[None] for name, tensor in caption_encoder(chosen)("a red cat").items()}
         batch |= {"time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]])}
         model = chosen.load(torch.float32, CPU)
         return losses(chosen, model, batch, chosen.objective.draw(batch, [5]).tensors).tolist()
@@ -129,7 +128,7 @@ def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], tmp_p
     assert "model.config" in caught.value.fix
     shutil.rmtree(single[1] / "tokenizer_2")
     with pytest.raises(ModelError) as caught:
-        family(single[0], config=str(single[1])).encoders()[1].load(plain_door(CPU))
+        family(single[0], config=str(single[1])).encoders()[2].load(plain_door(CPU))
     assert caught.value.code == "tokenizer-missing"
 
 

@@ -16,6 +16,7 @@ from lora_rocm.bench.bare_loop import EAGER, BareStep, inputs_of
 from lora_rocm.bench.measurement import flagged_waits, times, variants, with_rates
 from lora_rocm.bench.setup import open_bench, recipe_for
 from lora_rocm.checks import kernel_check
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.controller import Memory
 from lora_rocm.recipe.load import load_recipe
@@ -93,7 +94,7 @@ def test_what_cannot_be_compiled_is_told(
     def cannot(*args: object) -> None:
         raise Unsupported("no such operator")
 
-    compiler: Compiler | None = Compiler("regional", ((64, 64),), str, lambda kind, **fields: None, str)
+    compiler: Compiler | None = Compiler("regional", (Shape.of(h=64, w=64),), str, lambda kind, **fields: None, str)
     monkeypatch.setattr(compilation, "for_run", lambda *how: compiler)
     monkeypatch.setattr(Memory, "probe", cannot)
     error = events_of(tmp_path, capfd, recipe_of())[-1]

@@ -20,8 +20,7 @@ from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
-from lora_rocm.latent_cache.quarantine import plain_door
-from tests.tiny_models import FEW_TARGETS, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import FEW_TARGETS, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -142,7 +141,7 @@ def test_pictures_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_pat
 
     family, model, adapter = trained(folder, output={"dtype": "fp32"})
     request = PreviewRequest("a red cat", "", 64, 64, 3, 4.0, 7)
-    encode = family.encoders()[1].load(plain_door(torch.device("cpu")))
+    encode = caption_encoder(family)
     writers.write("kohya", tmp_path / "lora.safetensors", family, adapter, family.recipe, FACTS)
     pipeline = pipeline_of(folder)
     pipeline.load_lora_weights(str(tmp_path / "lora.safetensors"))

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import WeightsVersion
 from lora_rocm.base_models.safetensors_file import read_header
+from lora_rocm.cache_files import hash_memory
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache import cache
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ VAE = "vae/diffusion_pytorch_model.safetensors"
 @pytest.fixture
 def folder(tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a model; files of this moment are remembered, too."""
-    monkeypatch.setattr(cache, "SETTLED_S", -1.0)
+    monkeypatch.setattr(hash_memory, "SETTLED_S", -1.0)
     return Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lora_rocm.train.adapter import Adapter, inject
 from torch import Tensor, nn
 
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError

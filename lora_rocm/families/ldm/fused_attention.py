@@ -79,12 +79,13 @@ class MergedProjections:
         merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
         if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
             return tuple(layer(x) for layer in layers)
-        a_RI, b_OR, scales = zip(*found, strict=True)  # type: ignore[arg-type]
+        a_RI, b_OR, scales = zip(*found, strict=True)
         return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join)
 
 
 def _base(layer: Any) -> nn.Linear:
-    base: nn.Linear = base_of(layer)
+    base = base_of(layer)
+    assert isinstance(base, nn.Linear)
     return base
 
 

@@ -47,6 +47,7 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
                 setattr(parent, name, _adopt(swapped, child))
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
         unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
+    module: Any
     for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             module.how = how
@@ -141,7 +142,7 @@ class FusedResnet(ResnetBlock2D):
         return residual(x_BCHW, h, bias, form)
 
 
-def _convolved(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(the convolution without its bias, the bias); of an adapted one the whole, and None."""
     if type(conv) in (nn.Conv2d, FrozenConv2d):
         return conv._conv_forward(x, conv.weight, None), conv.bias
@@ -228,7 +229,8 @@ class FusedBlock(BasicTransformerBlock):
         h, normal = add_layer_norm(hidden_states, None, self.norm1, form)
         h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, form)
         h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, form)
-        return h + self.ff(normal)
+        out: Tensor = h + self.ff(normal)
+        return out
 
 
 class FusedUpBlock(UpBlock2D):
@@ -290,7 +292,7 @@ class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
 def _caller(module: Any) -> Run:
     """What calls the blocks of a module: plainly, or as diffusers was told by ``enable_gradient_checkpointing``."""
     recomputes = torch.is_grad_enabled() and module.gradient_checkpointing
-    return module._gradient_checkpointing_func if recomputes else _call  # type: ignore[no-any-return]
+    return module._gradient_checkpointing_func if recomputes else _call
 
 
 def _call(module: nn.Module, *args: Any) -> Any:

@@ -118,15 +118,15 @@ def test_the_packaged_configs_are_the_published_model() -> None:
 
 
 def test_every_key_of_the_default_preset() -> None:
-    keys = kohya_shapes("attention-mlp")
-    assert keys == expected_attention_keys()
-    assert len(keys) == 722
+    found = kohya_shapes("attention-mlp")
+    assert found == expected_attention_keys()
+    assert len(found) == 722
 
 
 def test_every_key_of_the_attention_preset() -> None:
-    keys = kohya_shapes("attention")
-    assert keys == {name: shape for name, shape in expected_attention_keys().items() if "attn" in name}
-    assert len(keys) == 560
+    found = kohya_shapes("attention")
+    assert found == {name: shape for name, shape in expected_attention_keys().items() if "attn" in name}
+    assert len(found) == 560
 
 
 def test_every_key_of_the_conv_preset() -> None:
@@ -146,13 +146,13 @@ def test_every_matched_module_is_a_linear_or_a_convolution() -> None:
 def test_every_key_of_the_text_encoders(component: str, prefix: str, layers: int, cls: type[nn.Module]) -> None:
     with init_empty_weights():
         model = cls(CLIPTextConfig.from_pretrained(LAYOUT.configs / component))
-    keys = {
+    found = {
         keys.kohya_key(component, name, CONFIG) for name, _ in model.named_modules() if re.fullmatch(keys.TEXT, name)
     }
     parts = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "self_attn_out_proj", "mlp_fc1", "mlp_fc2")
     expected = {f"{prefix}_text_model_encoder_layers_{n}_{part}" for n in range(layers) for part in parts}
-    assert keys == expected
-    assert len(keys) == 6 * layers  # 72 and 192
+    assert found == expected
+    assert len(found) == 6 * layers  # 72 and 192
 
 
 def test_both_levels_of_transformers_give_one_key() -> None:

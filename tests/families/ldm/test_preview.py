@@ -15,8 +15,7 @@ from PIL import Image
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.ldm import encoders, preview
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache.quarantine import plain_door
-from tests.tiny_models import tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import caption_encoder, tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -31,7 +30,7 @@ def pixels(picture: Image.Image) -> np.ndarray:
 
 def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torch.float32, **sections: dict) -> list:
     family = Sdxl(tiny_recipe(folder, **sections))
-    return family.preview(family.load(dtype, CPU), requests, family.encoders()[1].load(plain_door(CPU)))
+    return family.preview(family.load(dtype, CPU), requests, caption_encoder(family))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -104,7 +103,7 @@ def test_the_model_is_left_as_it_was(tiny_sdxl: Path) -> None:
     unet = model.components["unet"].train()
     unet.conv_in.eval()
     before = {name: module.training for name, module in unet.named_modules()}
-    family.preview(model, [REQUEST], family.encoders()[1].load(plain_door(CPU)))
+    family.preview(model, [REQUEST], caption_encoder(family))
     assert {name: module.training for name, module in unet.named_modules()} == before
     assert set(before.values()) == {True, False}
 
@@ -113,7 +112,7 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
     lora = {"train_text_encoder": True}
     family = Sdxl(tiny_recipe(tiny_sdxl, lora=lora))
     model = family.load(torch.float32, CPU)
-    tokens = family.encoders()[1].load(plain_door(CPU))
+    tokens = caption_encoder(family)
     (before,) = family.preview(model, [REQUEST], tokens)
     assert abs(pixels(before) - pixels(draw(tiny_sdxl, [REQUEST])[0])).max() <= 1
     with torch.no_grad():
@@ -136,7 +135,7 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
     monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
     request = replace(REQUEST, width=128, height=128)
     family = Sdxl(tiny_recipe(tiny_sdxl))
-    model, text = family.load(torch.float32, CPU), family.encoders()[1].load(plain_door(CPU))
+    model, text = family.load(torch.float32, CPU), caption_encoder(family)
     largest: list[int] = []
     decoder = AutoencoderKL.decode
 

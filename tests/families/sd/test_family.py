@@ -84,7 +84,7 @@ def test_captions_are_encoded_as_by_the_pipeline(folders: dict[str, Path], versi
     pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
     expected_BSD, _ = pipeline.encode_prompt("a red cat", CPU, 1, False)
     family = family_of(version, folders[version])
-    encoded = family.encoders()[1].load(plain_door(CPU))("a red cat")
+    encoded = family.encoders()[1].load(plain_door(CPU))({CAPTION: "a red cat"})
     assert {name: spec.dims for name, spec in family.encoders()[1].entry.tensors.items()} == {"prompt_embeds": "SD"}
     torch.testing.assert_close(encoded["prompt_embeds"], expected_BSD[0])
 
