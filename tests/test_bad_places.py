@@ -198,14 +198,14 @@ def test_files_where_folders_are_wanted(program: Program) -> None:
 def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folder: Path, new: RunDir) -> None:
     cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
     images, texts = (sorted((cache / kind).rglob("*.safetensors")) for kind in ("image", "text_1"))
-    other = texts[3].read_bytes()
+    other = images[3].read_bytes()
     for file, change in (
         (images[0], lambda content: content[:-40]),  # half-written
         (images[1], lambda content: content[:-4] + bytes([content[-4] ^ 16]) + content[-3:]),  # one bit
-        (images[2], lambda content: b""),
+        (images[2], lambda content: other),  # another entry, whole
         (texts[0], lambda content: content[:20] + bytes([content[20] ^ 1]) + content[21:]),  # one bit of the header
         (texts[1], lambda content: content[:100]),
-        (texts[2], lambda content: other),  # another entry, whole
+        (texts[2], lambda content: b""),
     ):
         file.write_bytes(change(file.read_bytes()))
     images[3].unlink()

@@ -47,8 +47,8 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
                 setattr(parent, name, _adopt(swapped, child))
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
         unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
-    module: Any
-    for module in unet.modules():
+    for each in unet.modules():
+        module: Any = each
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             module.how = how
         elif isinstance(module, Attention):
