@@ -145,7 +145,12 @@ def test_shown_is_short_and_printable() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "where", "fix"),
     [
-        ("toy-text", {"model": {"vae": "x"}}, "model.vae", "model.vae is a key of model.family: sdxl."),
+        (
+            "toy-text",
+            {"model": {"vae": "x"}},
+            "model.vae",
+            "model.vae is a key of model.family: sdxl and of model.family: sd15 and of model.family: sd2.",
+        ),
         (
             "toy-text",
             {"objective": {"shift": 1}},
@@ -158,7 +163,12 @@ def test_shown_is_short_and_printable() -> None:
             "objective.label_smothing",
             "Did you mean objective.label_smoothing?",
         ),
-        ("sdxl", {"lora": {"factor": 1}}, "lora.factor", "lora.factor is a key of lora.type: toy."),
+        (
+            "sdxl",
+            {"lora": {"factor": 1}},
+            "lora.factor",
+            "lora.factor is a key of lora.type: lokr and of lora.type: toy.",
+        ),
         (
             "sdxl",
             {"lora": {"type": "toy", "use_dora": True}},
