@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -150,7 +151,7 @@ def test_pictures_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_pat
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        (ours,) = family.preview(model, [request], encode)
+        (ours,) = family.preview(model, [request], lambda prompt: encode({CAPTION: prompt}))
         theirs = pipeline(
             "a red cat",
             negative_prompt="",
