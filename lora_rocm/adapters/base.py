@@ -53,7 +53,6 @@ class Adapter(ABC):
         ]
         self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
         self.family, self.components_in_model = family, model.components
-        self.text_components = set(family.text_components)
         self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run reads through its checked door
         self.leaves: dict[str, nn.Parameter] = {
             f"{name}.{role}": tensor
@@ -246,7 +245,7 @@ class Adapter(ABC):
         for component in self.components:
             names = [name for name in self.parameters if name.startswith(component + ".")]
             rate = optim.learning_rate
-            if component in self.text_components and optim.text_encoder_learning_rate is not None:
+            if component in self.family.text_components and optim.text_encoder_learning_rate is not None:
                 rate = optim.text_encoder_learning_rate
             groups.append({"names": names, "component": component, "lr": rate})
         return groups
