@@ -216,7 +216,7 @@ def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folde
     assert results(new) == results(RunDir(folder / "runs" / "ok"))
     counted = Counter(event["kind"] for event in read_events(new.events()) if event["type"] == "repaired")
     assert counted == {"image": 4, "text_1": 3}
-    assert "never trained on: 4 pictures, 3 captions" in new.report.read_text(encoding="utf-8")
+    assert "never trained on: 4 of image, 3 of text_1" in new.report.read_text(encoding="utf-8")
     assert "7 damaged before and replaced" in program("cache", "verify", "--dir", cache).out
     assert "6 bad" in program("cache", "prune", "--dir", cache).out
     again = RunDir(new.path.with_name("again"))

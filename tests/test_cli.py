@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
         "--num",
         "--output",
         "--base",
+        "--family",
         "--config",
     },
     "export": {"RUN", "--format", "--output", "--dtype"},

@@ -272,11 +272,12 @@ def _repaired(facts: Facts) -> str:
     if not repaired:
         return ""
     kinds = Counter(event["kind"] for event in repaired)
-    what = f"Damaged and encoded again, never trained on: {kinds['image']} pictures, {kinds['text']} captions."
+    counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
+    what = f"Cache entries that were damaged and encoded again, never trained on: {counted}."
     advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
     rows = [(event["kind"], event["item"], event["reason"]) for event in repaired[:MAX_ROWS]]
     more = paragraph(f"... and {len(repaired) - MAX_ROWS} more") if len(repaired) > MAX_ROWS else ""
-    head = ("kind", "picture or caption", "what was wrong")
+    head = ("entry", "image or caption", "what was wrong")
     return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows), more)
 
 

@@ -171,7 +171,7 @@ def test_a_gpu_that_cannot_train_makes_no_directory(fake: pytest.MonkeyPatch, tm
     def unusable(situation: object, recipe: object, say: object) -> None:
         raise MachineError("gpu-unusable", "Training on this GPU would give wrong results.")
 
-    fake.setattr(train.selftest, "ensure", unusable)
+    fake.setattr(train.selftest_runner, "ensure", unusable)
     for options in ({}, {"run_dir": Path("run")}, {"resume": "latest"}):
         with pytest.raises(MachineError, match="wrong results"):
             train.train("my recipe.yaml", **options)  # type: ignore[arg-type]

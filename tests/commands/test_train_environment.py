@@ -139,7 +139,7 @@ def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPat
         asked.append(situation.facts.gpus[0].name)
         raise MachineError("gpu-unusable", "All copies arrive as zeros.")
 
-    monkeypatch.setattr(train.selftest, "self_test", no_test)
+    monkeypatch.setattr(train.selftest_runner, "self_test", no_test)
     facts = load_facts(HOSTS / "linux-rx7900xtx.json")
     monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     with pytest.raises(MachineError, match="zeros"):

@@ -62,7 +62,7 @@ def test_a_tool_that_fails_waits(waits: list[str], tmp_path: Path, monkeypatch: 
 def test_a_tool_that_is_done_waits(waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tmp_path / "job.json"
     job.write_text("{}", encoding="utf-8")
-    monkeypatch.setitem(model_child.TOOLS, "sample", lambda asked: None)
+    monkeypatch.setitem(model_child.TOOLS, "sample", lambda asked, registry: None)
     monkeypatch.setattr("sys.argv", ["tools", "sample", str(job)])
     assert model_child.main() == 0 and waits == ["waited"]
 

@@ -104,7 +104,7 @@ def captions_exchanged(starts: Starts) -> None:
 
 
 def another_reader(starts: Starts) -> None:
-    starts.monkeypatch.setattr(manifest.Image, "__version__", "99")
+    starts.monkeypatch.setattr(manifest, "PILLOW_VERSION", "99")
 
 
 def another_format(starts: Starts) -> None:

@@ -36,8 +36,9 @@ def test_the_gradients_buffer_is_there_where_the_plan_in_force_has_it(
     monkeypatch.setattr(build_trainer, "pins", lambda start: False)
     monkeypatch.setattr(Engine, "run", lambda self, *given: eager(*given))
     engine = Engine(None, None, weights, torch.ones(()), None)  # type: ignore[arg-type]
-    artifacts = SimpleNamespace(memory=memory, family=None, model=None, transfer=None)
-    trainer = SimpleNamespace(engine=engine, optimizer=SimpleNamespace(weights=weights), relief=SimpleNamespace())
+    optimizer = SimpleNamespace(weights=weights)
+    artifacts = SimpleNamespace(memory=memory, family=None, model=None, transfer=None, optimizer=optimizer)
+    trainer = SimpleNamespace(engine=engine, optimizer=optimizer, relief=SimpleNamespace())
     build_trainer.first_pass(None, artifacts, trainer, None)  # type: ignore[arg-type]
     assert were_there == keeps and (weights._gradients is not None) is keeps[-1]
     assert not weights.gradients.any()

@@ -87,14 +87,15 @@ def compiled(
 ) -> tuple[Compiler, Model, Said]:
     torch.manual_seed(0)
     model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
-    compiler = Compiler(how, sizes, said.words.append, said.tell, said.beats.append, backend="aot_eager")
+    shapes = tuple(Shape.of(h=height, w=width) for height, width in sizes)
+    compiler = Compiler(how, shapes, said.words.append, said.tell, said.beats.append, backend="aot_eager")
     family: Any = SimpleNamespace(blocks=lambda loaded: list(loaded.components["unet"].blocks))
     compiler.put(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
     return compiler, model, said
 
 
-def passes(model: nn.Module) -> Callable[[int, int], object]:
-    return lambda height, width: model(torch.ones(height, width, 3)).sum().backward()
+def passes(model: nn.Module) -> Callable[[Shape], object]:
+    return lambda shape: model(torch.ones(shape["h"], shape["w"], 3)).sum().backward()
 
 
 @pytest.mark.parametrize(("how", "pieces"), [("regional", 2), ("full", 1)])

@@ -47,10 +47,10 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
                 setattr(parent, name, _adopt(swapped, child))
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
         unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
-    for each in unet.modules():
-        module: Any = each
+    for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
-            module.how = how
+            fused: Any = module
+            fused.how = how
         elif isinstance(module, Attention):
             merge_projections(module, how)
 
