@@ -105,7 +105,7 @@ def test_memory_that_was_poisoned_is_what_the_next_tensor_gets() -> None:
 
 FAULTY_CHILD = """
 import torch
-from lora_rocm.device import selftest
+from lora_rocm.checks import selftest
 from lora_rocm.checks.selftest_base import Check
 
 def fault():
