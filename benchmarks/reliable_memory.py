@@ -37,17 +37,18 @@ divide each gradient by itself, so what is rounded otherwise there shows."""
 LAUNCH = """
 import sys
 from pathlib import Path
+from lora_rocm.commands import train
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.host import environ
+from lora_rocm.rules import environment
 from lora_rocm.rules.rule import Rule, When
-from lora_rocm.run import launch, process
+from lora_rocm.supervisor import process
 recipe, run_dir, cap, worker = sys.argv[1:]
 if worker:
     process.WORKER = worker
 if int(cap):
-    environ.RULES += (Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False)),)
+    environment.RULES += (Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False)),)
 try:
-    sys.exit(launch.train(recipe, run_dir=Path(run_dir)))
+    sys.exit(train.train(recipe, run_dir=Path(run_dir)))
 except LoraRocmError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
