@@ -85,11 +85,6 @@ class ShapeRules:
         """Pixels of which every side of an image is a multiple; 1 if the family reads no images."""
         return math.lcm(*(axis.multiple for axis in self.axes if axis.unit == "px"))
 
-    @property
-    def latent_px(self) -> int:
-        """Pixels a side that one number of the latents stands for; 1 if the family reads no images."""
-        return max((axis.per_latent for axis in self.axes if axis.unit == "px"), default=1)
-
     def tokens(self, lengths: Sequence[int]) -> int:
         """Positions of the model's sequence for a sample of these lengths, one for each axis: what it costs."""
         return math.prod(axis.tokens(length) for axis, length in zip(self.axes, lengths, strict=True))

@@ -39,7 +39,7 @@ def test_the_program_s_families_and_no_reserved_name() -> None:
 
 def test_shapes_of_sdxl() -> None:
     shapes = PRODUCT["sdxl"].shapes
-    assert (shapes.multiple_px, shapes.latent_px) == (8, 8)
+    assert shapes.multiple_px == 8
     assert shapes["w"].fits(1024) and not shapes["w"].fits(1020) and shapes["w"].nearest(1020) == (1016, 1024)
     assert shapes["w"].latents(1024) == 128 and shapes["w"].nearest(5) == (8,)
     assert shapes.tokens((1024, 512)) == 64 * 32
@@ -49,9 +49,9 @@ def test_shapes_of_videos_and_texts() -> None:
     video, text = TOY_VIDEO.shapes, TOY_TEXT.shapes
     frames = video["frames"]
     assert [n for n in range(12) if frames.fits(n)] == [1, 5, 9] and frames.nearest(7) == (5, 9)
-    assert (frames.latents(9), frames.tokens(9)) == (3, 3) and (video.multiple_px, video.latent_px) == (32, 16)
+    assert (frames.latents(9), frames.tokens(9)) == (3, 3) and video.multiple_px == 32
     assert video.tokens((9, 64, 96)) == 3 * 2 * 3
-    assert (text.multiple_px, text.latent_px, text.tokens((77,))) == (1, 1, 77) and "h" not in text and "h" in video
+    assert (text.multiple_px, text.tokens((77,))) == (1, 77) and "h" not in text and "h" in video
 
 
 @pytest.mark.parametrize(
