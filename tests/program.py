@@ -26,14 +26,13 @@ from typer.testing import CliRunner
 
 from lora_rocm import cli
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.families import weight_sizes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
 from lora_rocm.rundir.events import EventWriter, event_of, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.train import model_child, session, worker
+from lora_rocm.train import check_child, model_child, session, worker
 from tests.tiny_models import RUN_TARGETS
 
 MAX_ERROR_LINES = 14
@@ -197,9 +196,9 @@ def run_tool(
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
-    assert module == weight_sizes.__name__
+    assert module == check_child.__name__
     try:
-        return asdict(weight_sizes.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
+        return asdict(check_child.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code

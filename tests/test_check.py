@@ -154,7 +154,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
 
 
 def test_the_module_name_of_the_child() -> None:
-    assert module.WEIGH_MODULE == "lora_rocm.families.weight_sizes"
+    assert module.WEIGH_MODULE == "lora_rocm.train.check_child"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.entry import Say
+from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
 from lora_rocm.adapters.lora_reader import read_adapter
 from lora_rocm.adapters.start_file import check_start
@@ -37,17 +37,33 @@ def inject(
     adapter = _with_layers(family, model, lora)
     adapter.initialise(seed)
     if lora.init_from is not None:
-        path = Path(lora.init_from).expanduser()
-        absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
-        files, entries = read_adapter(family, {**model.components, **absent}, path, say)
-        check_start(family, lora, adapter, files, entries, path)
+        entries = start_entries(family, model, lora, adapter, say)
         adapter.start_from(entries)
         ranks_found = {entry.rank for entry in entries.values() if entry.rank is not None}
         lower = sorted(rank for rank in ranks_found if rank < lora.rank)
         if lower:
-            ranks = " and ".join(map(str, lower))
-            say(f"{path.name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
+            ranks, name = " and ".join(map(str, lower)), Path(lora.init_from).name
+            say(f"{name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
     return adapter
+
+
+def start_entries(
+    family: ModelFamily, model: LoadedModel, lora: AdapterSection, adapter: Adapter, say: Say = lambda text: None
+) -> dict[str, Entry]:
+    """Read the file of ``lora.init_from`` and check that the adapter can start from it; the model may be on meta.
+
+    Returns:
+        Module name -> entry.
+
+    Raises:
+        AdapterError: no LoRA, one of another model, or one that does not fit the recipe.
+    """
+    assert lora.init_from is not None, "asked for a start that the recipe does not name"
+    path = Path(lora.init_from).expanduser()
+    absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
+    files, entries = read_adapter(family, {**model.components, **absent}, path, say)
+    check_start(family, lora, adapter, files, entries, path)
+    return entries
 
 
 def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:

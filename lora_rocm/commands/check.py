@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
     from lora_rocm.dataset.shape import Shape
 
-WEIGH_MODULE = "lora_rocm.families.weight_sizes"
+WEIGH_MODULE = "lora_rocm.train.check_child"
 MAX_NAMED = 20
 NOUNS = {"image": "pictures", "video": "videos", "text": "texts"}  # of FamilySpec.samples
 KEPT_WEIGHTS = 50
@@ -239,8 +239,9 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     model = recipe.model
     # Names of files too: a new one may be read in place of another.
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
-    precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device, recipe.lora.train_text_encoder]
-    parts = [__version__, model.model_dump(mode="json"), recipe.objective.model_dump(mode="json"), precision, files]
+    precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
+    sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
+    parts = [__version__, sections, precision, files]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

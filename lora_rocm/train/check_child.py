@@ -1,8 +1,9 @@
-"""Can a recipe's base be trained on, and how much memory does it take?
+"""The child of ``lora-rocm check``: can a recipe's base be trained on as asked, and how much memory does it take?
 
-``python -m lora_rocm.families.weight_sizes RECIPE.json``.
+``python -m lora_rocm.train.check_child RECIPE.json``.
 
-Prints one JSON object (``Weighed``), or an error event. Configs, headers and tokenizers are read; no weights are.
+Prints one JSON object (``Weighed``), or an error event. Of the base only configs, headers and tokenizers are read; the
+file of ``lora.init_from`` is read whole.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from lora_rocm.adapters.factory import inject_hollow, start_entries
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError, ModelError
-from lora_rocm.families.base import family_for
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
@@ -44,10 +48,11 @@ class Weighed:
 
 
 def weigh(recipe: Recipe) -> Weighed:
-    """Look at the base of a recipe.
+    """Look at a recipe's base, at the modules that its adapter targets, and at the LoRA file that it starts from.
 
     Raises:
         ModelError: the base model is missing, damaged, of another family, or cannot be trained on as it is.
+        AdapterError: targets that match nothing, or a file that does not fit.
         MachineError: no GPU where one is asked for; damaged settings.
     """
     family = family_for(recipe)
@@ -56,17 +61,39 @@ def weigh(recipe: Recipe) -> Weighed:
     text_dtype = dtype if recipe.lora.train_text_encoder else torch.float32
     dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
     files = family.examine()
+    skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = {
-        name: family.weight_format(name).num_bytes(family.skeleton(name), dtypes.get(name, dtype))
-        for name in family.all_components
+        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, dtype))
+        for name, skeleton in skeletons.items()
     }
+    notices = list(family.notices)
+    files += _examine_adapter(family, recipe, skeletons, dtype, notices.append)
     try:
         limits = [asdict(limit) for limit in family.token_limits()]
     except ModelError as error:
         if error.code != "tokenizer-missing":  # a run asks the hub for those that a single file comes without
             raise
         limits = []
-    return Weighed(num_bytes, list(family.notices), [list(astuple(FileVersion.of(file))) for file in files], limits)
+    return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], limits)
+
+
+def _examine_adapter(
+    family: ModelFamily,
+    recipe: Recipe,
+    skeletons: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> list[Path]:
+    """Put the recipe's adapter into the model without numbers. Returns the files that were read for it."""
+    text_too = recipe.lora.train_text_encoder
+    trained = {name: c for name, c in skeletons.items() if text_too or name not in family.text_components}
+    model = LoadedModel(trained, dtype, torch.device("meta"))
+    adapter = inject_hollow(family, model, recipe.lora)
+    if recipe.lora.init_from is None:
+        return []
+    start_entries(family, model, recipe.lora, adapter, say)
+    path = Path(recipe.lora.init_from).expanduser()
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def main(registry: Registry = PRODUCT) -> int:
