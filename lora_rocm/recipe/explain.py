@@ -37,6 +37,8 @@ def shown(value: Any, limit: int = 60) -> str:
     """A value for a message: at most ``limit`` letters, one line, printable anywhere."""
     if isinstance(value, dict):
         return "a section"
+    if value is None:
+        return "nothing"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -67,11 +69,11 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
             value = _value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
                 problems[key] = Problem(
-                    where(key), f"is far too large or too small: {shown(value)}", _default_of(key, kinds.recipe)
+                    where(key), f"is far too large or too small: {shown(value)}", _about(key, kinds.recipe)
                 )
                 continue
             sentence = f"expected {' or '.join(phrases)}, got {shown(value)}"
-            fix = value_advice(dotted(key), value, steps) or _quote_advice(phrases, value)
+            fix = value_advice(dotted(key), value, steps) or _quote_advice(phrases, value) or _about(key, kinds.recipe)
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
@@ -116,7 +118,7 @@ def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], s
 def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "missing" and isinstance(detail["loc"][-1], int):
-        return f"has too few values: {shown(value)}", ""
+        return f"has too few values: {shown(value)}", _about(key[:-1], kinds.recipe)
     if kind == "missing":
         return "is missing", _description(key, kinds.recipe)
     if kind == "extra_forbidden":
@@ -130,19 +132,23 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
     if kind == "literal_error":
         own = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         choices = kinds.choices(key) or own
-        fix = value_advice(dotted(key), value) or _near_choice(value, choices)
+        fix = value_advice(dotted(key), value) or _near_choice(value, choices) or _about(key, kinds.recipe)
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "too_long":
-        return f"has more than {context['max_length']} items", ""
+        return f"has more than {context['max_length']} items", _about(key, kinds.recipe)
     if kind in COMPARED:
         words, limit = COMPARED[kind]
-        return f"has to be {words} {context[limit]}, got {shown(value)}", _default_of(key, kinds.recipe)
+        return f"has to be {words} {context[limit]}, got {shown(value)}", _about(key, kinds.recipe)
+    if kind == "finite_number":
+        return f"has to be a finite number, got {shown(value)}", _about(key, kinds.recipe)
     message = detail["msg"]
-    return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", ""
+    return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", _about(key, kinds.recipe)
 
 
 def _near_choice(value: Any, choices: Collection[str]) -> str:
     """A choice of nearly the same letters. Names of number formats differ in one letter: there all have to be there."""
+    if isinstance(value, str) and value.strip().lower() in choices:
+        return f"Write {value.strip().lower()}."
     near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)
     if not near or (any(map(str.isdigit, near[0])) and sorted(near[0]) != sorted(str(value).lower())):
         return ""
@@ -169,18 +175,32 @@ def _field_at(key: Key, model: type[BaseModel]) -> FieldInfo:
     return _section_at(key[:-1], model).model_fields[str(key[-1])]
 
 
-def _default_of(key: Key, model: type[BaseModel]) -> str:
-    """The default of a key as a hint; empty for an item of a list, and where it says nothing."""
-    if not isinstance(key[-1], str):
+def _about(key: Key, model: type[BaseModel]) -> str:
+    """What a key is and what it is by default, as a fix where nothing better is known."""
+    names = tuple(part for part in key if isinstance(part, str))
+    if not names:
         return ""
-    default = _field_at(key, model).default
-    return f"The default is {default:g}." if isinstance(default, int | float) and default else ""
+    field = _field_at(names, model)
+    text = _description_of(field).strip().splitlines()[:1]
+    default = field.default
+    if isinstance(default, bool):
+        text.append(f"The default is {str(default).lower()}.")
+    elif isinstance(default, int | float):
+        text.append(f"The default is {default:g}.")
+    elif isinstance(default, str) and default:
+        text.append(f"The default is {default}.")
+    elif isinstance(default, tuple) and default:
+        text.append(f"The default is [{', '.join(map(str, default))}].")
+    return " ".join(text)
+
+
+def _description_of(field: FieldInfo) -> str:
+    section = section_class(field.annotation)
+    return field.description or (section.__doc__ if section else "") or ""
 
 
 def _description(key: Key, model: type[BaseModel]) -> str:
-    field = _field_at(key, model)
-    section = section_class(field.annotation)
-    text = field.description or (section.__doc__ if section else "") or ""
+    text = _description_of(_field_at(key, model))
     return f"Add it: {text.strip().splitlines()[0]}" if text else ""
 
 
@@ -203,7 +223,7 @@ def _booleans(data: Any, model: type[BaseModel], key: Key, where: Callable[[Key]
         elif section is not None:
             yield from _booleans(value, section, (*key, name), where)
         elif _wants_number(field) and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
-            yield Problem(where((*key, name)), f"expected a number, got {str(value).lower()}")
+            yield Problem(where((*key, name)), f"expected a number, got {str(value).lower()}", _about((name,), model))
 
 
 def _wants_number(field: FieldInfo) -> bool:

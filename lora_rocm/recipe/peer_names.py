@@ -175,7 +175,8 @@ TIMESTEPS = "Not supported: timesteps are drawn evenly from the whole range."
 SCHEDULE = "Not supported: optim.lr_scheduler is constant, linear or cosine over all steps, without further options."
 LOSS = "Not supported: the loss is the mean squared error, and objective.min_snr_gamma its only weighting."
 TRACKING = "TensorBoard files are always written into the run directory; other trackers are not supported."
-MODULES = "Only LoRA and DoRA (lora.use_dora) are trained; leave it out."
+MODULES = "LoRA, DoRA (lora.use_dora) and LoKr (lora.type: lokr) are trained, nothing else; leave it out."
+LOKR = "A key of LoKr: set lora.type: lokr."
 CONV = (
     "lora.targets: attention-mlp-conv adapts convolutions too, with lora.rank and lora.alpha; others are not supported."
 )
@@ -222,7 +223,7 @@ ADVICE: dict[str, str] = {
         ("layer_filter", "layer_filter_preset", "layer_filter_regex"),
         "lora.targets takes a preset or regular expressions of module names.",
     ),
-    "model_type": "A LoRA of SDXL is trained: model.family: sdxl.",
+    "model_type": "model.family names the model that is trained; leave it out for SDXL.",
     **dict.fromkeys(("sdxl", "is_xl"), "SDXL is the default: model.family: sdxl."),
     "validation": "train.validation_every_n_steps and data.validation_split give a held-out loss; sample draws.",
     **dict.fromkeys(
@@ -250,7 +251,7 @@ ADVICE: dict[str, str] = {
     "walk_seed": "Each preview has the next seed; leave it out.",
     **dict.fromkeys(
         ("clip_skip", "text_encoder_layer_skip"),
-        "SDXL is always trained with the last layer but one of its text encoders; leave it out.",
+        "Each family reads the layer of its text encoders that it was trained with; leave it out.",
     ),
     **dict.fromkeys(("lowram", "highvram", "fused_backward_pass", "cpu_offload_checkpointing"), PLACEMENT),
     **dict.fromkeys(("low_vram", "layer_offloading", "blocks_to_swap", "offload_fraction"), PLACEMENT),
@@ -264,7 +265,8 @@ ADVICE: dict[str, str] = {
     "max_token_length": "Captions are read up to 75 tokens, longer ones are cut; there is no key for more yet.",
     **dict.fromkeys(("conv_dim", "conv_alpha", "conv"), CONV),
     **dict.fromkeys(("network_module", "lora_type", "peft_type", "algo", "lycoris_config"), MODULES),
-    **dict.fromkeys(("factor", "decompose_both", "use_cp", "use_tucker", "unit"), MODULES),
+    **dict.fromkeys(("factor", "decompose_both"), LOKR),
+    **dict.fromkeys(("use_cp", "use_tucker", "unit"), MODULES),
     **dict.fromkeys(
         ("network_args", "network_kwargs"),
         "lora.targets, lora.use_dora and lora.use_rslora take their place; other arguments are not supported.",
@@ -335,7 +337,7 @@ def value_advice(key: str, value: object, steps: object = None) -> str:
         own = "no" if key == "train.mixed_precision" and own == "fp32" else own
         return f"Write {own}." if own and own != plain and (key, own) != ("lora.weight_dtype", "fp16") else ""
     if key == "lora.type":
-        return "Write lora." if plain in ("locon", "dora") else MODULES
+        return "Write lora." if plain in ("locon", "dora") else "Write lokr." if plain == "lokr" else MODULES
     if key == "optim.optimizer":
         return _optimizer_advice(plain)
     if key == "runtime.device" and plain.partition(":")[0] in ("cuda", "hip", "rocm"):

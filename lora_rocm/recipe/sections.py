@@ -84,7 +84,7 @@ def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values cannot be changed afterwards."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelSection(Section):

@@ -155,7 +155,7 @@ class _Reader:
             return _scalar(tag, text)
         except (ValueError, KeyError):
             if tag == STANDARD_TAG + "float":
-                self.problem(node, key, f"expected a finite number, got {text:.60}")
+                self.problem(node, key, f"expected a finite number, got {text:.60}", "Write a number that is smaller.")
             else:
                 self.problem(node, key, f"{text!a:.60} is not a usable value", "Put text in quotes, without a tag (!).")
             return None

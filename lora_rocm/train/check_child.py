@@ -67,7 +67,7 @@ def weigh(recipe: Recipe) -> Weighed:
         for name, skeleton in skeletons.items()
     }
     notices = list(family.notices)
-    files += _examine_adapter(family, recipe, skeletons, dtype, notices.append)
+    files = [*files, *_examine_adapter(family, recipe, skeletons, dtype, notices.append)]
     try:
         limits = [asdict(limit) for limit in family.token_limits()]
     except ModelError as error:

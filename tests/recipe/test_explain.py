@@ -111,7 +111,33 @@ def test_one_problem(changes: dict[str, Any], where: str, what: str, fix: str) -
 def test_another_value_is_not_proposed_for_its_letters(section: str, key: str, value: str) -> None:
     train = {"max_train_steps": 10}
     (problem,) = problems_of(**{"train": train, section: {**(train if section == "train" else {}), key: value}})
-    assert problem.fix == ""
+    assert "Did you mean" not in problem.fix and "Write" not in problem.fix
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": {"alpha": "nan"}}, {"lora": {"rank": "nan"}}, {"lora": {"rank": "[1"}}, {"lora": {"rank": 1e100}},
+        {"lora": {"rank": None}}, {"lora": {"type": None}}, {"lora": {"targets": None}}, {"lora": {"dropout": "inf"}},
+        {"optim": {"betas": [0.9]}}, {"optim": {"betas": [0.9, 0.9, 0.9]}}, {"optim": {"betas": ["nan", 0.9]}},
+        {"data": {"path": "x", "exclude": 5}}, {"train": {"max_train_steps": 3, "seed": -1}},
+        {"output": {"name": None}},
+    ],
+)  # fmt: skip
+def test_every_problem_has_a_fix(changes: dict[str, Any]) -> None:
+    found = problems_of(**{"train": {"max_train_steps": 3}, **changes})
+    assert found and all(problem.fix and "None" not in problem.what for problem in found)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_number_of_a_recipe_is_infinite(value: str) -> None:
+    (problem,) = problems_of(train={"max_train_steps": 3}, optim={"learning_rate": value})
+    assert problem.what == f"has to be a finite number, got '{value}'" and "The default is 0.0001." in problem.fix
+
+
+def test_a_kind_in_capitals_is_recognised() -> None:
+    assert problems_of(train={"max_train_steps": 3}, lora={"type": "LoKr"})[0].fix == "Write lokr."
+    assert "Write" not in problems_of(train={"max_train_steps": 3}, lora={"type": "loha"})[0].fix
 
 
 def test_a_share_of_the_warm_up_is_counted_in_steps() -> None:

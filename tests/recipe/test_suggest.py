@@ -115,7 +115,7 @@ def test_suggestions(name: str, siblings: list[str], section: str, expected: str
         ),
         ("train", "max_train_minutes", "max_train_steps?", "not minutes"),
         ("output", "type", "output.dtype", "Keys of output"),
-        ("lora", "unit", "Did you mean", "Only LoRA and DoRA"),
+        ("lora", "unit", "Did you mean", "LoKr (lora.type"),
         ("model", "weight_dtype", "lora.weight_dtype", "follows train.mixed_precision"),
         ("optim", "lr_scheduler_power", "Did you mean", "without further options"),
         ("optim", "lr_scheduler_type", "Did you mean", "without further options"),
