@@ -330,9 +330,13 @@ def read_caption(path: Path) -> str:
     """The text of a caption file (UTF-8, with or without a byte-order mark) on one line.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read, or is no caption (a pipe, a file of gigabytes).
+        OSError: the file cannot be read, or is no caption (a pipe, a file of gigabytes).
+        UnicodeDecodeError: it is no UTF-8 text. UTF-16 without a byte-order mark is known by its many NUL bytes.
     """
-    return one_line(read_plain(path, MAX_CAPTION_BYTES).decode("utf-8-sig"))
+    content = read_plain(path, MAX_CAPTION_BYTES)
+    if content.count(0) * 3 > len(content):
+        raise UnicodeDecodeError("utf-8", content, 0, len(content), "it holds many NUL bytes")
+    return one_line(content.decode("utf-8-sig"))
 
 
 def file_name_caption(path: Path) -> str:

@@ -14,13 +14,17 @@ from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.doctor.redact import private_of, texts_in
 from lora_rocm.doctor.text import finding_lines, machine_text, report_text
+from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.rule import Situation
 
-HEAD = """\
-# lora-rocm doctor report
+TITLE = "# lora-rocm doctor report"
+MAX_REPORT_BYTES = 1 << 24
+HEAD = f"""\
+{TITLE}
 
 Paths of the user, names of user and host, tokens and addresses were taken out. Read it before you send it all the same.
 """
@@ -30,10 +34,24 @@ def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str
     """Write the report about a machine; whole or not at all.
 
     Raises:
-        StorageError: it cannot be written there.
+        StorageError: it cannot be written there, or another file is there, which would be lost.
     """
+    _require_own(path)
     text = report(without_private(situation), live=live, tested_on=tested_on)
     write_atomic(followed(path), printable(text, keep="\n").encode("utf-8"))
+
+
+def _require_own(path: Path) -> None:
+    """Only an earlier report is written over."""
+    try:
+        there = read_plain(path, MAX_REPORT_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
+    if not there.startswith(TITLE.encode()):
+        what = "Another file is there already, and no report."
+        raise StorageError("report-exists", what, where=str(path), fix="Give the name of a new file.")
 
 
 def without_private(situation: Situation) -> Situation:

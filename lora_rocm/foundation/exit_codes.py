@@ -36,6 +36,9 @@ def exit_code_of(command: Callable[[], int | None], *, outlives_output: bool = F
     except OSError as error:
         _tell(str(storage_error(error, error.filename or "")))
         return MachineError.exit_code
+    except MemoryError:
+        _tell("The main memory is used up.\n  fix:   Close other programs, or raise the limit (ulimit -v).")
+        return MachineError.exit_code
     except Exception as error:  # the edge of the process: told in a sentence and kept in a file
         with tempfile.NamedTemporaryFile(
             "w", prefix="lora-rocm-", suffix=".txt", delete=False, encoding="utf-8"

@@ -60,6 +60,8 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
         if len(problems) == MAX_PROBLEMS:
             break
         key = _real_key(detail, data)
+        if detail["type"] == "too_short" and any(other[: len(key)] == key for other in problems):
+            continue  # the items that are refused are not counted
         if detail["type"] == "extra_forbidden" and key[0] in {section for section, _ in kinds.unknown}:
             continue
         phrase = EXPECTED.get(detail["type"].partition("_")[0])

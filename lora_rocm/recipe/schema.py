@@ -46,6 +46,8 @@ from lora_rocm.recipe.sections import (
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
 
+Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
+
 
 class SourceOptions(Section):
     """What can be said of each source of images; written under ``data`` it is the default of all sources."""
@@ -164,7 +166,7 @@ class AdapterSection(Section):
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
-    targets: str | Annotated[tuple[str, ...], Field(max_length=MAX_ITEMS)] = Field(
+    targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
@@ -431,7 +433,7 @@ class OutputSection(Section):
         2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0, le=10_000
     )
     formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
-        ("kohya",), "What to write at the end.", max_length=MAX_ITEMS
+        ("kohya",), "What to write at the end.", min_length=1, max_length=MAX_ITEMS
     )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Number format of the exported weights.")
     author: str | None = on_resume(None, "Metadata.")

@@ -44,7 +44,10 @@ from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
-DATA_DIFFER = "The training pictures are not those of the checkpoint."
+DATA_DIFFER = (
+    "The training data are not those of the checkpoint: images, captions, or the VAE, text encoders and "
+    "tokenizers that encode them."
+)
 BASE_DIFFERS = "The base model is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

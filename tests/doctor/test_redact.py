@@ -263,3 +263,13 @@ def test_a_report_names_remembered_changes_without_the_user_s_paths() -> None:
     text = " ".join(report_file.report(without_private(situation), live=False).split())
     assert "[note] remembered" in text and "change-sdma-off" in text and "checkpointing" in text
     assert "zoe" not in text and "<home>/models/base.safetensors" in text
+
+
+def test_only_an_earlier_report_is_written_over(tmp_path: Path) -> None:
+    recipe, report = tmp_path / "my.yaml", tmp_path / "report.md"
+    recipe.write_text("model: {}\n", encoding="utf-8")
+    with pytest.raises(StorageError, match="no report"):
+        report_file.write_report(recipe, case(LINUX)[0], live=False)
+    assert recipe.read_text(encoding="utf-8") == "model: {}\n"
+    for _ in range(2):
+        report_file.write_report(report, case(LINUX)[0], live=False)

@@ -47,3 +47,11 @@ def test_a_bug_is_kept_in_a_file(
     (file,) = tmp_path.iterdir()
     assert str(file) in told and "Traceback" not in told and "ZeroDivisionError: oops" in told
     assert "Traceback" in file.read_text(encoding="utf-8")
+
+
+def test_memory_that_is_used_up_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    def use_all() -> int:
+        raise MemoryError
+
+    assert exit_code_of(use_all) == 3
+    assert "main memory is used up" in (said := capsys.readouterr().err) and "bug" not in said

@@ -88,7 +88,7 @@ def test_a_caption_is_one_line_of_text(tmp_path: Path, content: bytes, caption: 
     assert read_caption(tmp_path / "a.txt") == caption
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\0", b"\xed\xa0\x80", b"a\x80"])
+@pytest.mark.parametrize("content", [b"\xff\xfe\0", b"\xed\xa0\x80", b"a\x80", "a cat".encode("utf-16-le")])
 def test_a_caption_in_no_encoding_costs_its_picture_alone(tmp_path: Path, content: bytes) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.png").write_bytes(attacks.picture())

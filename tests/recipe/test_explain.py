@@ -201,3 +201,11 @@ def test_a_key_of_another_kind_is_said_to_be_one(
     model = {"family": family, "name_or_path": "x", **changes.pop("model", {})}
     (problem,) = problems_of(TOYS, **changes, model=model)
     assert (problem.where, problem.what) == (where, "there is no such key") and problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"output": {"formats": []}}, {"lora": {"targets": []}}, {"lora": {"targets": ""}}, {"lora": {"targets": [""]}}],
+)
+def test_what_would_leave_nothing_is_refused(changes: dict[str, Any]) -> None:
+    assert problems_of(train={"max_train_steps": 3}, **changes)

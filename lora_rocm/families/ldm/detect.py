@@ -324,7 +324,7 @@ def _not_a_model(source: Source) -> ModelError:
 def _wrong(source: Source, expected: Expected, what: str) -> ModelError:
     return ModelError(
         "wrong-family",
-        f"This is {what}; the recipe asks for {expected.title}.",
+        f"This is {what}, and {expected.title} is wanted.",
         where=f"model.name_or_path: {source.name}",
         fix=expected.fix,
     )
