@@ -210,7 +210,19 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
                 f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
                 f"{recipe.optim.rate_advice}"
             )
+    values = recipe.model_dump()
+    for key, other in NEED_ANOTHER.items():
+        if _get(layers.data, key) and not _get(values, other):
+            found.append(f"{layers.where(key)}: this does nothing without {dotted(other)}.")
     return found
+
+
+NEED_ANOTHER: dict[Key, Key] = {
+    ("optim", "text_encoder_learning_rate"): ("lora", "train_text_encoder"),
+    ("train", "validation_every_n_steps"): ("data", "validation_split"),
+    ("data", "validation_split"): ("train", "validation_every_n_steps"),
+}
+"""Keys that are read only if another one is set -> that other."""
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:

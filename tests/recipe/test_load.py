@@ -73,11 +73,26 @@ def test_every_problem_at_once_with_its_line() -> None:
     assert "got 'sixteen'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ("optim.text_encoder_learning_rate=1e-5", "lora.train_text_encoder=true"),
+        ("train.validation_every_n_steps=5", "data.validation_split=0.1"),
+        ("data.validation_split=0.1", "train.validation_every_n_steps=5"),
+    ],
+)
+def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None:
+    Path("alone.yaml").write_text(MINIMAL, encoding="utf-8")
+    (said,) = load_recipe("alone.yaml", [given]).notices
+    assert f"{given.partition('=')[0]}: this does nothing without {needed.partition('=')[0]}" in said
+    assert load_recipe("alone.yaml", [given, needed]).notices == ()
+
+
 def test_a_rate_that_is_meant_for_another_optimizer_is_questioned_with_its_line() -> None:
     Path("high.yaml").write_text(MINIMAL + "optim:\n  learning_rate: 1.0\n", encoding="utf-8")
     (said,) = load_recipe("high.yaml").notices
     assert said.startswith("high.yaml:8 optim.learning_rate: 1 is very high for adamw") and "Prodigy" in said
-    both = load_recipe("high.yaml", ["optim.text_encoder_learning_rate=0.5"]).notices
+    both = load_recipe("high.yaml", ["optim.text_encoder_learning_rate=0.5", "lora.train_text_encoder=true"]).notices
     assert len(both) == 2 and both[1].startswith("--set optim.text_encoder_learning_rate: 0.5")
     for usual in ("1.0e-2", "3.0e-3", "1.0e-4"):
         assert load_recipe("high.yaml", [f"optim.learning_rate={usual}"]).notices == ()
