@@ -391,6 +391,20 @@ def test_loras_that_do_not_fit(
     assert all(word.lower() in said.lower() for word in words), said
 
 
+def test_a_run_outlives_the_file_that_it_started_from(program: Program, folder: Path, new: Path) -> None:
+    lora, again = new.parent / "start.safetensors", new.parent / "again"
+    lora.write_bytes((folder / "runs" / "ok" / "lora.safetensors").read_bytes())
+    start = f"lora.init_from={json.dumps(str(lora))}"
+    for run_dir in (new, again):
+        assert program.train(run_dir, start, "train.max_train_steps=1").code == 0
+    assert program.train(new, start, "train.max_train_steps=2", resume=new).code == 0
+    lora.unlink()
+    assert program.train(again, start, "train.max_train_steps=2", resume=again).code == 0
+    assert (again / "lora.safetensors").read_bytes() == (new / "lora.safetensors").read_bytes()
+    assert program("export", again, "--format", "peft").code == 0
+    program.train(new.parent / "fresh", start).refused(2, "lora.init_from", "start.safetensors")
+
+
 def test_files_that_are_no_lora(program: Program, files: Path, new: Path) -> None:
     whole = (files / "runs" / "ok" / "lora.safetensors").read_bytes()
     (files / "cut lora.safetensors").write_bytes(whole[:-100])

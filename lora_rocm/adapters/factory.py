@@ -47,6 +47,11 @@ def inject(
     return adapter
 
 
+def without_start(lora: AdapterSection) -> AdapterSection:
+    """The section without ``init_from``: for layers whose weights all come from a checkpoint."""
+    return lora.model_copy(update={"init_from": None})
+
+
 def start_entries(
     family: ModelFamily, model: LoadedModel, lora: AdapterSection, adapter: Adapter, say: Say = lambda text: None
 ) -> dict[str, Entry]:

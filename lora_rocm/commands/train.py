@@ -54,7 +54,7 @@ def train(
         _say(notice)
     chosen = prepare.choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
-    loaded.require_files(images=not begun)  # the worker asks for them, where there is something left to train
+    loaded.require_files(begun)  # the worker asks for them, where there is something left to train
     require_packages()
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1

@@ -121,10 +121,11 @@ class LoadedRecipe:
     notices: tuple[str, ...]
     layers: Layered
 
-    def require_files(self, images: bool = True) -> None:
+    def require_files(self, begun: bool = False) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
 
-        ``images``: the folders with images too. A run whose training is complete can do without.
+        ``begun``: without the folders of images, which a run whose training is complete can do without, and without the
+        file of lora.init_from, whose effect is in the checkpoints.
 
         Raises:
             RecipeError: with a problem for each that does not.
@@ -133,7 +134,7 @@ class LoadedRecipe:
         for key, value, rule in _paths(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
-            if not rule.must_be or value.startswith(BUILTIN) or (key[0] == "data" and not images):
+            if not rule.must_be or value.startswith(BUILTIN) or (begun and (key[0] == "data" or key == INIT_FROM)):
                 continue
             if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
                 path = shown(value, PATH_LETTERS)
@@ -217,6 +218,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     return found
 
 
+INIT_FROM: Key = ("lora", "init_from")
 NEED_ANOTHER: dict[Key, Key] = {
     ("optim", "text_encoder_learning_rate"): ("lora", "train_text_encoder"),
     ("train", "validation_every_n_steps"): ("data", "validation_split"),

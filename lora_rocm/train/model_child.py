@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.factory import attach_file, inject, without_start
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.device.backend_settings import apply
@@ -102,7 +102,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     device, settings = _start(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     model = family.load(dtype, torch.device("cpu"))
-    adapter = inject(family, model, recipe.lora, recipe.train.seed)
+    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
     adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.factory import inject, without_start
 from lora_rocm.checks import kernel_check
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
@@ -269,7 +269,8 @@ def _load_model(
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
     triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.session.notice)
     model = family.load(start.dtype, torch.device("cpu"))
-    adapter = inject(family, model, recipe.lora, recipe.train.seed, start.session.notice)
+    lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
+    adapter = inject(family, model, lora, recipe.train.seed, start.session.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     staying = memory.staying(family, model)

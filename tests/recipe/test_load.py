@@ -348,6 +348,7 @@ def test_require_files_names_line_and_path(in_folder: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         loaded.require_files()
     assert wheres(caught) == ["recipe.yaml:4 data.path", "--set lora.init_from"]
+    loaded.require_files(begun=True)
     (in_folder / "pics").mkdir()
     (in_folder / "x.safetensors").touch()
     loaded.require_files()
