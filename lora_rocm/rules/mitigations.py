@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lora_rocm.errors import RestartCode
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Rule, Situation, When
 
@@ -28,7 +29,7 @@ Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
 
-SEEN_OF_CODE: dict[str, Seen] = {
+SEEN_OF_CODE: dict[RestartCode, Seen] = {
     "transfer-failed": "corruption",
     "verdict-lost": "corruption",
     "read-failed": "corruption",
@@ -89,6 +90,11 @@ class Change:
     applies: Callable[[Situation], bool] = field(default=lambda situation: True)
     most: int = 1
     size: Size | None = None
+
+
+def seen_of_code(code: str) -> Seen | None:
+    """What the error of this code was; None where no new start cures it, or the code is of another version."""
+    return next((seen for known_code, seen in SEEN_OF_CODE.items() if known_code == code), None)
 
 
 def parts(situation: Situation) -> int:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_rocm.errors import StoppedError, StorageError
+from lora_rocm.errors import RestartCode, StoppedError, StorageError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.schema import Recipe
@@ -62,8 +62,8 @@ from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
-UNKILLABLE = "worker-unkillable"
-KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
+UNKILLABLE: RestartCode = "worker-unkillable"
+KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
 
 Keep = Callable[[Situation, Sequence[str], str], None]
