@@ -16,6 +16,7 @@ from typing import Literal
 from lora_rocm.errors import RestartCode
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Rule, Situation, When
+from lora_rocm.rundir.event_types import ChangeEvent
 
 Seen = Literal[
     "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
@@ -95,6 +96,12 @@ class Change:
 def seen_of_code(code: str) -> Seen | None:
     """What the error of this code was; None where no new start cures it, or the code is of another version."""
     return next((seen for known_code, seen in SEEN_OF_CODE.items() if known_code == code), None)
+
+
+def change_event(change_id: str, seen: str) -> ChangeEvent:
+    """The event for a row of ``CHANGES`` that was made, and because of what."""
+    row = BY_ID[change_id]
+    return ChangeEvent(id=row.id, effect=row.effect, seen=seen, text=row.text)
 
 
 def parts(situation: Situation) -> int:

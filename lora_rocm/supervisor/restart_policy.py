@@ -12,6 +12,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.kernel_log import device_fault, killed_for_memory
 from lora_rocm.rules.mitigations import BY_ID, Change, Seen, candidates, known, seen_of_code
 from lora_rocm.rules.rule import Situation
+from lora_rocm.rundir.event_types import FailureEvent
 from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
@@ -59,20 +60,20 @@ class Failure:
     kernel_log: tuple[str, ...] = ()
     changed: bool = False
 
-    def to_event(self) -> dict[str, Any]:
-        return {
-            "seen": self.seen or "",
-            "phase": self.phase,
-            "activity": self.activity,
-            "updates": self.updates,
-            "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
-            "limit_s": self.limit_s,
-            "code": self.error.code,
-            "what": self.error.what,
-            "where": self.error.where,
-            "stacks": self.stacks,
-            "kernel_log": list(self.kernel_log),
-        }
+    def to_event(self) -> FailureEvent:
+        return FailureEvent(
+            seen=self.seen or "",
+            phase=self.phase,
+            activity=self.activity,
+            updates=self.updates,
+            silent_s=None if self.silent_s is None else round(self.silent_s, 3),
+            limit_s=self.limit_s,
+            code=self.error.code,
+            what=self.error.what,
+            where=self.error.where,
+            stacks=self.stacks,
+            kernel_log=list(self.kernel_log),
+        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.rules.mitigations import seen_of_code
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from tests.checks.test_frozen_weights import Recorder
@@ -61,9 +62,9 @@ def spoilt_after(rig: Rig, updates: int, act: Callable[[], object]) -> Rig:
     """Do something when so many updates are confirmed; the passes of the next one are queued already."""
     emit = rig.trainer.emit
 
-    def told(event_type: str, **fields: Any) -> None:
-        emit(event_type, **fields)
-        if event_type == "step" and fields["updates"] == updates:
+    def told(event: Event) -> None:
+        emit(event)
+        if isinstance(event, StepEvent) and event.updates == updates:
             act()
 
     rig.trainer.emit = told
@@ -274,7 +275,7 @@ def test_graphs_that_compute_wrong_are_refused_as_those_of_the_canary(capture: A
     optimizer = make()
     one_update(optimizer)
     canary = Canary(CPU, torch.float32, 2, DeviceTransfer(CPU, pin=False))
-    guard = Guard(canary, optimizer, lambda *args, **fields: None)
+    guard = Guard(canary, optimizer, lambda event: None)
     with pytest.raises(CanaryError) as caught:
         guard.use_graphs(capture)
     assert caught.value.code == "canary-graph" and seen_of_code(caught.value.code) == "graph"

@@ -20,6 +20,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import seen_of_code
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
@@ -78,8 +79,8 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     session = Session(directory, watch_parent=False)
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["type"] == "step" and event["updates"] >= stop_at:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepEvent) and event.updates >= stop_at:
             directory.stop.touch()
 
     session.readers.append(stop)
