@@ -29,6 +29,7 @@ from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
 
@@ -172,8 +173,8 @@ class Run:
             stop_requested=lambda: self.stop,
         )
 
-    def _emit(self, event_type: str, **fields: Any) -> None:
-        self.told(event_type, fields)
+    def _emit(self, event: Event) -> None:
+        self.told(event.type, event.to_json())
 
     def _batches(self, first: int) -> Iterator[Batch]:
         iteration = first

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import psutil
 
+from lora_rocm.rundir.event_types import Event, PhaseEvent
 from lora_rocm.train import worker
 from lora_rocm.train.session import Session
 
@@ -29,12 +29,12 @@ PRECISE = {
 class Limited(Session):
     """Sets the limit when the first step is about to begin, and lifts it after the last."""
 
-    def emit(self, event_type: str, **fields: Any) -> None:
-        super().emit(event_type, **fields)
-        spare, state = int(os.environ.get(SPARE, "0")), fields.get("state")
-        if spare and (event_type, fields.get("phase")) == ("phase", "step"):
+    def emit(self, event: Event) -> None:
+        super().emit(event)
+        spare = int(os.environ.get(SPARE, "0"))
+        if spare and isinstance(event, PhaseEvent) and event.phase == "step":
             this = psutil.Process()
-            most = this.memory_info().vms + spare if state == "begin" else psutil.RLIM_INFINITY
+            most = this.memory_info().vms + spare if event.state == "begin" else psutil.RLIM_INFINITY
             this.rlimit(psutil.RLIMIT_AS, (most, psutil.RLIM_INFINITY))
 
 

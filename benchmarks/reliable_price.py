@@ -51,6 +51,7 @@ from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import build_trainer, loop, pipeline
 from lora_rocm.train.context import Start
@@ -281,11 +282,11 @@ class Measured(loop.Trainer):
         spent_s = [0.0]
         emit = self.emit
 
-        def noted(event_type: str, **fields: Any) -> None:
-            if event_type == "step":
-                checks.append(fields["check_s"])
+        def noted(event: Event) -> None:
+            if isinstance(event, StepEvent):
+                checks.append(event.check_s)
                 spent_s.append(0.0)
-            emit(event_type, **fields)
+            emit(event)
 
         self.emit = noted
         try:

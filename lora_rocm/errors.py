@@ -9,13 +9,14 @@
     |   +-- ResumeError           a run directory or checkpoint that does not fit
     +-- MachineError              exit 3: the machine or its software
     |   +-- StorageError          disk full, permission, a file that changed under us
-    |   +-- TransferError         data did not arrive on the device as sent, by any method
-    |   +-- NonFiniteError        loss or gradient not finite several times in a row, or a weight or moment to be saved
-    |   +-- StateError            what is trained is not what the last update made of it
-    |   +-- CanaryError           a calculation with a known answer came out wrong, or the frozen base has changed
     |   +-- ExportError           a written file did not load back with the same effect
-    |   +-- WorkerDiedError       the training process ended without saying why
-    |   +-- WorkerHungError       the training process was silent for too long
+    |   +-- RestartError          a new start may cure it; its code is a ``RestartCode``
+    |       +-- TransferError     data did not arrive on the device as sent, by any method
+    |       +-- NonFiniteError    loss or gradient not finite several times in a row, or a weight or moment to be saved
+    |       +-- StateError        what is trained is not what the last update made of it
+    |       +-- CanaryError       a calculation with a known answer came out wrong, or the frozen base has changed
+    |       +-- WorkerDiedError   the training process ended without saying why
+    |       +-- WorkerHungError   the training process was silent for too long
     +-- GaveUpError               exit 4: the budget of restarts is spent, everything is kept
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
 
@@ -28,7 +29,30 @@ from __future__ import annotations
 import errno
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+RestartCode = Literal[
+    "canary-graph",
+    "canary-kernel",
+    "canary-weights",
+    "device-fault",
+    "gpu-not-seen",
+    "no-gpu",
+    "nonfinite",
+    "out-of-memory",
+    "rank-lost",
+    "ranks-parted",
+    "read-failed",
+    "state-changed",
+    "state-nonfinite",
+    "sum-wrong",
+    "transfer-failed",
+    "verdict-lost",
+    "worker-died",
+    "worker-hung",
+    "worker-unkillable",
+]
+"""The codes on which a decision about a new start rests (``rules.mitigations``, ``supervisor.restart_policy``)."""
 
 
 class LoraRocmError(Exception):
@@ -124,19 +148,26 @@ class StorageError(MachineError):
     """Disk full, permission, or a file that changed under us."""
 
 
-class TransferError(MachineError):
+class RestartError(MachineError):
+    """A failure that a new start may cure, perhaps with something changed."""
+
+    def __init__(self, code: RestartCode, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(code, what, where=where, fix=fix)
+
+
+class TransferError(RestartError):
     """Data did not arrive on the device as it was sent, by any method."""
 
 
-class NonFiniteError(MachineError):
+class NonFiniteError(RestartError):
     """Loss or gradient not finite several times in a row, or a weight or moment that was to be saved."""
 
 
-class StateError(MachineError):
+class StateError(RestartError):
     """Trained weights, their average or the optimizer's state have changed in memory since the last update."""
 
 
-class CanaryError(MachineError):
+class CanaryError(RestartError):
     """A calculation whose answer is known came out wrong, or the frozen base model has changed."""
 
 
@@ -144,11 +175,11 @@ class ExportError(MachineError):
     """A written file did not load back with the same effect."""
 
 
-class WorkerDiedError(MachineError):
+class WorkerDiedError(RestartError):
     """The training process ended without saying why."""
 
 
-class WorkerHungError(MachineError):
+class WorkerHungError(RestartError):
     """The training process was silent for too long, and was ended (or could not be)."""
 
 

@@ -30,7 +30,7 @@ ROOMS: dict[str, str] = {
     "foundation": STANDARD,
     "hardware": STANDARD,
     "hardware.probe": STANDARD,
-    "rundir": STANDARD,
+    "rundir": LIGHT,
     "sections": LIGHT,
     "specs": LIGHT,
     "recipe": LIGHT,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lora_rocm.bench.pcie import address_of, link_to
 from lora_rocm.checks.timing import Call, Work, measure, wall_seconds_of
+from lora_rocm.rundir.event_types import LinkEvent
 from lora_rocm.rundir.events import emit
 
 SIZES = tuple(2**power for power in (12, 16, 20, 24, 28))  # 4 KiB to 256 MiB
@@ -19,7 +20,7 @@ def run(device: torch.device, start: int) -> None:
     """Measure, as events; without a GPU copies in main memory."""
     if device.type == "cuda":
         gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-        emit("link", links=_links(gpus))
+        emit(LinkEvent(links=_links(gpus)))
         works = gpu_works(gpus)
     else:
         gpus = []

@@ -21,6 +21,7 @@ from lora_rocm.device.allocator import device_budget
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, describe
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.rundir.event_types import MachineEvent
 from lora_rocm.rundir.events import emit
 
 
@@ -46,7 +47,7 @@ def main() -> int:
     tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     device = choose_device("auto")
     apply(settings_from(os.environ), device)  # what is measured is what trains
-    emit("machine", **machine(device))
+    emit(MachineEvent(**machine(device)))
     if tool == "transfer":
         copies.run(device, job["start"])
     else:

@@ -36,6 +36,7 @@ from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import MachineEvent
 from lora_rocm.rundir.events import emit
 
 BATCHES, BATCHES_S = 400, 4.0
@@ -136,7 +137,7 @@ def main() -> int:
     family, cache = family_for(recipe), LatentCache(Path(recipe.cache.dir))
     prepared = prepare(recipe, family, Encoding(cache, device))
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
-    emit("machine", **machine(device), pictures=len(prepared.items))
+    emit(MachineEvent(**{**machine(device), "pictures": len(prepared.items)}))
     measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)
     return 0
 

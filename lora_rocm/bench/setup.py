@@ -24,6 +24,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.loader.batches import Facts, Item, Prepared
 from lora_rocm.recipe.schema import Recipe, SampleSection
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.build_trainer import first_pass, new_trainer
@@ -131,8 +132,9 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
     return bench
 
 
-def _read(steps: list[dict[str, Any]], incidents: list[str], event: dict[str, Any]) -> None:
+def _read(steps: list[dict[str, Any]], incidents: list[str], emitted: Event) -> None:
     """Keep what the measurement needs of a run's events."""
+    event = emitted.to_json()
     if event["type"] == "step":
         steps.append(event)
     elif event["type"] == "incident":

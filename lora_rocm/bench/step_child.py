@@ -29,6 +29,7 @@ from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import BeginEvent, ErrorEvent, MachineEvent, RowEvent
 from lora_rocm.rundir.events import emit
 
 OURS = "lora-rocm"
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None, watch_parent: bool = True) -> int:
 
 
 def _told(error: LoraRocmError) -> int:
-    emit("error", **error.to_event())
+    emit(ErrorEvent(**error.to_event()))
     settle()
     return error.exit_code
 
@@ -68,7 +69,7 @@ def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:
     wake_profiler(device)
     matmul = matmul_rate(device, dtype)
     libraries = {"diffusers": diffusers.__version__, "peft": peft.__version__, "python": sys.version.split()[0]}
-    emit("machine", **machine(device), **libraries, matmul=matmul)
+    emit(MachineEvent(**{**machine(device), **libraries, "matmul": matmul}))
     wanted = Wanted(job["steps"], job["profile"], Path(job["traces"]))
     names = variants(job["against"], device)
     inputs: Inputs | None = None
@@ -117,13 +118,13 @@ def _bare(
 
 
 def _begin(number: int, fields: dict[str, Any]) -> None:
-    emit("begin", number=number, limit_s=LIMIT_S, fields=fields)
+    emit(BeginEvent(number=number, limit_s=LIMIT_S, fields=fields))
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a thread of C: it ends us even in a call that hangs
 
 
 def _end(number: int, fields: dict[str, Any], figures: Figures) -> None:
     faulthandler.cancel_dump_traceback_later()
-    emit("row", number=number, **{"problem": None, **fields, **figures})
+    emit(RowEvent(number=number, **{"problem": None, **fields, **figures}))
 
 
 if __name__ == "__main__":

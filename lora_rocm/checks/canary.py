@@ -22,7 +22,7 @@ from lora_rocm.checks.selftest_base import DTYPES, WrongAnswerError, judge, pois
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import CanaryError
+from lora_rocm.errors import CanaryError, RestartCode
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
 """The problems are scaled by the next one at each look (no precision is lost): the answer of the look before is wrong
@@ -101,7 +101,7 @@ class Canary:
         graph = [GRAPH] if self.capture else []
         return [*(name for name, _ in self._kernels(1.0)), *graph, self.weights]
 
-    def _failed(self, code: str, what: str, name: str, detail: object) -> CanaryError:
+    def _failed(self, code: RestartCode, what: str, name: str, detail: object) -> CanaryError:
         return CanaryError(
             code,
             f"{what}. {self.consequence}",

@@ -26,6 +26,7 @@ from lora_rocm.device.precision import choose_device
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.selftest_result import Result, Status
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, ErrorEvent, ResultEvent
 from lora_rocm.rundir.events import emit
 
 DEVICE_LOST = 70
@@ -101,16 +102,16 @@ def main(arguments: list[str] | None = None, table: Table = checks) -> int:
         device = choose_device("gpu" if options.device == "cuda" else "cpu")
         apply(settings_from(os.environ), device)
     except LoraRocmError as error:
-        emit("error", **error.to_event())
+        emit(ErrorEvent(**error.to_event()))
         return error.exit_code
     chosen = [check for check in table(device) if not options.only or _group(check) in options.only]
-    emit("checks", names=[check.name for check in chosen])
+    emit(ChecksEvent(names=[check.name for check in chosen]))
     for check in chosen:
         if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
             continue
-        emit("check", name=check.name, timeout_s=check.timeout_s)
+        emit(CheckEvent(name=check.name, timeout_s=check.timeout_s))
         result, works = run_check(check, device)
-        emit("result", name=result.name, status=result.status, seconds=result.seconds, detail=result.detail)
+        emit(ResultEvent(name=result.name, status=result.status, seconds=result.seconds, detail=result.detail))
         if not works:
             return DEVICE_LOST
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lora_rocm.rundir.event_types import BeginEvent, RowEvent
 from lora_rocm.rundir.events import emit
 
 REPEATS = {"cuda": 5, "cpu": 3}
@@ -94,9 +95,9 @@ def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float],
     goes on after that row in a new one.
     """
     for number, work in enumerate(works[start:], start):
-        emit("begin", number=number, limit_s=limit_s, fields=work.fields)
+        emit(BeginEvent(number=number, limit_s=limit_s, fields=work.fields))
         faulthandler.dump_traceback_later(limit_s, exit=True)  # a thread of C: it ends us even in a call that hangs
-        emit("row", number=number, **work.fields, **_measured(work, seconds), **work.found)
+        emit(RowEvent(number=number, **work.fields, **_measured(work, seconds), **work.found))
         _clean_up()
         faulthandler.cancel_dump_traceback_later()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lora_rocm.errors import MachineError
+from lora_rocm.errors import RestartError
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.settings import Settings
 
@@ -15,18 +15,18 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     """``auto`` takes a GPU where torch sees one: that of this number, which becomes the current one.
 
     Raises:
-        MachineError: a GPU was asked for, or is expected by the plan, and torch sees none, or not so many.
+        RestartError: a GPU was asked for, or is expected by the plan, and torch sees none, or not so many.
     """
     available = torch.cuda.is_available()
     if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
-        raise MachineError(
+        raise RestartError(
             "gpu-not-seen",
             f"This machine has a GPU, and this PyTorch ({torch.__version__}) is one for it but does not see it.",
             where="runtime.device: auto",
             fix="lora-rocm doctor says why. To train on the CPU all the same: --set runtime.device=cpu",
         )
     if wanted == "gpu" and not available:
-        raise MachineError(
+        raise RestartError(
             "no-gpu",
             f"The recipe asks for a GPU, and this PyTorch ({torch.__version__}) sees none.",
             where="runtime.device: gpu",
@@ -35,7 +35,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     if not available or wanted == "cpu":
         return torch.device("cpu")
     if index >= torch.cuda.device_count():
-        raise MachineError(
+        raise RestartError(
             "no-gpu",
             f"This process is to train on GPU {index}, and torch sees {torch.cuda.device_count()}.",
             where=f"LOCAL_RANK={index}",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.errors import MachineError, TransferError, UserError
+from lora_rocm.errors import MachineError, RestartError, TransferError, UserError
 from lora_rocm.hardware.ranks import Rank
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class World:
             stamp: where this rank is (an iteration); all have to be there.
 
         Raises:
-            MachineError: "rank-lost", another rank is gone.
+            RestartError: "rank-lost", another rank is gone.
         """
         votes_K = votes_K.to(torch.float64)
         if self.size == 1:
@@ -142,7 +142,7 @@ class World:
             stamp: see ``sum_``.
 
         Raises:
-            MachineError: "rank-lost".
+            RestartError: "rank-lost".
         """
         if self.size == 1:
             return Agreed(blocked, self._nothing(blocked), loss, self._nothing(blocked), self._nothing(blocked))
@@ -167,7 +167,7 @@ class World:
             limit_s: how long the others are waited for; None: as long as they live.
 
         Raises:
-            MachineError: "rank-lost".
+            RestartError: "rank-lost".
         """
         if self._store is None:
             return [text]
@@ -187,7 +187,7 @@ class World:
         """Have rank 0 do something; the others wait until it has done it.
 
         Raises:
-            MachineError: "rank-lost".
+            RestartError: "rank-lost".
         """
         if self.is_first:
             action()
@@ -197,7 +197,7 @@ class World:
         """Have rank 0 do something first, and then the others, who find what it has left; what each of them has made.
 
         Raises:
-            MachineError: "rank-lost".
+            RestartError: "rank-lost".
         """
         made = [action()] if self.is_first else []
         self.exchange(what, limit_s=None)
@@ -338,8 +338,8 @@ def _others(what: str) -> Iterator[None]:
         raise _lost(what, next(iter(str(error).splitlines()), type(error).__name__)) from error
 
 
-def _lost(what: str, said: str) -> MachineError:
-    return MachineError(
+def _lost(what: str, said: str) -> RestartError:
+    return RestartError(
         "rank-lost",
         "Another of the processes that train together is gone or does not answer.",
         where=f"{what}: {said}",

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from lora_rocm.errors import LoraRocmError, MachineError, storage_error
+from lora_rocm.errors import LoraRocmError, MachineError, RestartError, storage_error
 from lora_rocm.foundation.packages import unusable
 
 NO_DEVICE_MEMORY = (
@@ -86,18 +86,18 @@ def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmEr
     return machine_error(error) or otherwise
 
 
-def machine_error(error: BaseException) -> MachineError | None:
+def machine_error(error: BaseException) -> RestartError | None:
     """The error for memory that ran out or a GPU that failed; None where it is another."""
     return out_of_memory(error) or device_fault(error)
 
 
-def out_of_memory(error: BaseException) -> MachineError | None:
+def out_of_memory(error: BaseException) -> RestartError | None:
     """The error to show where a device's memory or main memory ran out; None where it was something else."""
     on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, NO_DEVICE_MEMORY)
     on_host = isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
         return None
-    return MachineError(
+    return RestartError(
         "out-of-memory",
         f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
         where=_first_line(error),
@@ -106,14 +106,14 @@ def out_of_memory(error: BaseException) -> MachineError | None:
     )
 
 
-def device_fault(error: BaseException) -> MachineError | None:
+def device_fault(error: BaseException) -> RestartError | None:
     """The error to show where the GPU reported a fault, or is lost; None where it was something else.
 
     After it nothing on the device can be used by this process any more: only a new start helps.
     """
     if out_of_memory(error) is not None or not _says(error, DEVICE_FAULTS) or _says(error, NO_FAULTS):
         return None
-    return MachineError(
+    return RestartError(
         "device-fault",
         "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
         where=_first_line(error),

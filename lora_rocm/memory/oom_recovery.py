@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from lora_rocm.device.allocator import Usage, empty_pools
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.rules.mitigations import BY_ID, Seen
+from lora_rocm.rules.mitigations import change_event
+from lora_rocm.rundir.event_types import Emit
 
 EMPTY_EVERY_UPDATES = 100
 """Emptied pools that do not last for so many updates were no cure."""
@@ -30,7 +29,7 @@ class Relief:
     batch_size: int
     parts: int
     recomputes: bool
-    emit: Callable[..., Any]
+    emit: Emit
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
@@ -50,20 +49,14 @@ class Relief:
             return f"{seen}: in pieces, so all that was free was given back, and the step is made again unchanged"
         if self.parts < self.batch_size:
             self.parts *= 2
-            tell("micro-batch-halved", self.emit)
+            self.emit(change_event("micro-batch-halved", "out-of-memory"))
             return f"made again in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
             self.family.recompute_activations(self.model)
             self.recomputes = True
-            tell("checkpointing", self.emit)
+            self.emit(change_event("checkpointing", "out-of-memory"))
             return "made again, and activations are computed again instead of kept"
         raise full
 
     def _may_empty_again(self, updates: int) -> bool:
         return self._emptied_at is None or updates - self._emptied_at >= EMPTY_EVERY_UPDATES
-
-
-def tell(change: str, emit: Callable[..., Any], seen: Seen = "out-of-memory") -> None:
-    """The event for a change of the table (``host.changes``) that the worker has made itself, and because of what."""
-    row = BY_ID[change]
-    emit("change", id=row.id, effect=row.effect, seen=seen, text=row.text)

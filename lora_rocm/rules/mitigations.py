@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lora_rocm.errors import RestartCode
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Rule, Situation, When
+from lora_rocm.rundir.event_types import ChangeEvent
 
 Seen = Literal[
     "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
@@ -28,7 +30,7 @@ Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
 """exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
 
-SEEN_OF_CODE: dict[str, Seen] = {
+SEEN_OF_CODE: dict[RestartCode, Seen] = {
     "transfer-failed": "corruption",
     "verdict-lost": "corruption",
     "read-failed": "corruption",
@@ -89,6 +91,17 @@ class Change:
     applies: Callable[[Situation], bool] = field(default=lambda situation: True)
     most: int = 1
     size: Size | None = None
+
+
+def seen_of_code(code: str) -> Seen | None:
+    """What the error of this code was; None where no new start cures it, or the code is of another version."""
+    return next((seen for known_code, seen in SEEN_OF_CODE.items() if known_code == code), None)
+
+
+def change_event(change_id: str, seen: str) -> ChangeEvent:
+    """The event for a row of ``CHANGES`` that was made, and because of what."""
+    row = BY_ID[change_id]
+    return ChangeEvent(id=row.id, effect=row.effect, seen=seen, text=row.text)
 
 
 def parts(situation: Situation) -> int:

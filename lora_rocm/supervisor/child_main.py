@@ -11,6 +11,7 @@ import traceback
 
 from lora_rocm.foundation.output_stream import outlive
 from lora_rocm.foundation.packages import unusable
+from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
 
@@ -31,7 +32,7 @@ def main() -> int:
 def _told(error: Exception) -> int:
     traceback.print_exc()
     explained = unusable(error)
-    emit("error", **explained.to_event())
+    emit(ErrorEvent(**explained.to_event()))
     return explained.exit_code
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_rocm.errors import GaveUpError, LoraRocmError, WorkerHungError
+from lora_rocm.errors import GaveUpError, LoraRocmError, RestartCode, WorkerHungError
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.kernel_log import device_fault, killed_for_memory
-from lora_rocm.rules.mitigations import BY_ID, SEEN_OF_CODE, Change, Seen, candidates, known
+from lora_rocm.rules.mitigations import BY_ID, Change, Seen, candidates, known, seen_of_code
 from lora_rocm.rules.rule import Situation
+from lora_rocm.rundir.event_types import FailureEvent
 from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
@@ -21,7 +22,7 @@ LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
 """So many places further in that table: a GPU that was reset is not there at once, nor is what a process held of it."""
 BEFORE_STEPS = ("start", "load")
 """Phases in which memory that runs out is that of the base and the adapter alone."""
-GPU_IS_AWAY = ("gpu-not-seen", "no-gpu")
+GPU_IS_AWAY: tuple[RestartCode, ...] = ("gpu-not-seen", "no-gpu")
 """After another failure of the same command time may cure these: a GPU that was reset comes back."""
 REMEMBERED = "remembered"
 """In place of what was seen: a change of an earlier run on this machine."""
@@ -59,20 +60,20 @@ class Failure:
     kernel_log: tuple[str, ...] = ()
     changed: bool = False
 
-    def to_event(self) -> dict[str, Any]:
-        return {
-            "seen": self.seen or "",
-            "phase": self.phase,
-            "activity": self.activity,
-            "updates": self.updates,
-            "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
-            "limit_s": self.limit_s,
-            "code": self.error.code,
-            "what": self.error.what,
-            "where": self.error.where,
-            "stacks": self.stacks,
-            "kernel_log": list(self.kernel_log),
-        }
+    def to_event(self) -> FailureEvent:
+        return FailureEvent(
+            seen=self.seen or "",
+            phase=self.phase,
+            activity=self.activity,
+            updates=self.updates,
+            silent_s=None if self.silent_s is None else round(self.silent_s, 3),
+            limit_s=self.limit_s,
+            code=self.error.code,
+            what=self.error.what,
+            where=self.error.where,
+            stacks=self.stacks,
+            kernel_log=list(self.kernel_log),
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def seen_of(
     if hung is not None:
         seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"
     else:
-        seen = "illegal-access" if error.code in GPU_IS_AWAY and not first else SEEN_OF_CODE.get(error.code)
+        seen = "illegal-access" if error.code in GPU_IS_AWAY and not first else seen_of_code(error.code)
     if seen in ("died", "hang"):
         if killed_for_memory(kernel_log, pid):
             return "out-of-memory"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lora_rocm.errors import MachineError, StorageError, storage_error
+from lora_rocm.errors import MachineError, RestartError, StorageError, storage_error
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
@@ -129,7 +129,7 @@ def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str
         if error.code != "no-gpu":
             raise
         name = situation.gpu.name if situation.gpu is not None else "GPU of this machine"
-        raise MachineError(
+        raise RestartError(
             "gpu-not-seen",
             f"The installed PyTorch does not see the {name}.",
             where=error.what,

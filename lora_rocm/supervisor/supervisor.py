@@ -13,17 +13,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from lora_rocm.errors import StoppedError, StorageError
+from lora_rocm.errors import RestartCode, StoppedError, StorageError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.kernel_log import Moment, lines_since
-from lora_rocm.rules.mitigations import BY_ID
+from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rules.rule import Situation
+from lora_rocm.rundir import event_types
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.heartbeat import read_heartbeat
@@ -62,8 +63,8 @@ from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
-UNKILLABLE = "worker-unkillable"
-KERNEL_LOG_CODES = (DIED, "worker-hung", UNKILLABLE, "device-fault")
+UNKILLABLE: RestartCode = "worker-unkillable"
+KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "device-fault")
 """After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
 
 Keep = Callable[[Situation, Sequence[str], str], None]
@@ -88,23 +89,17 @@ def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) 
     for sentence in mitigation_store.notices(situation):
         say(sentence)
     for change in situation.changes:
-        record(run_dir, 1, "change", **change_fields(change, REMEMBERED))
+        record(run_dir, 1, change_event(change, REMEMBERED))
     return situation
 
 
-def record(run_dir: RunDir, session: int, event_type: str, **fields: Any) -> Event:
+def record(run_dir: RunDir, session: int, event: event_types.Event) -> Event:
     """Write one event of the supervisor."""
     writer = EventWriter(run_dir.events(SUPERVISOR), session)
     try:
-        return writer.write(event_type, **fields)
+        return writer.write(event)
     finally:
         writer.close()
-
-
-def change_fields(change: str, seen: str) -> dict[str, str]:
-    """Of the event ``change``."""
-    row = BY_ID[change]
-    return {"id": change, "effect": row.effect, "seen": seen, "text": row.text}
 
 
 @dataclass
@@ -207,7 +202,7 @@ class Supervisor:
                     worker.given_up = worker is not late
                     if not worker.kill():
                         error = unkillable(worker.pid, self.again)
-                        self._tell("failure", **self._failure(End(worker, error), hung, states, began).to_event())
+                        self._tell(self._failure(End(worker, error), hung, states, began).to_event())
                         raise error
                 follow(workers, asked, on_event, self.say)  # what they said to the very last
             found = verdict(workers)
@@ -301,7 +296,7 @@ class Supervisor:
         if failure.seen is None:
             raise failure.error
         history = self._history.with_failure(failure, self._has_progressed(state), state.checkpoints)
-        self._tell("failure", **failure.to_event())
+        self._tell(failure.to_event())
         judgement = Raise(failure.error) if stop else after(failure, history, self.situation)
         if isinstance(judgement, Raise):
             raise judgement.error
@@ -313,7 +308,7 @@ class Supervisor:
     def _prepare(self, failure: Failure, restart: Restart) -> None:
         """Put the changes in force, and tell that there is a further start."""
         for change in restart.changes:
-            self._tell("change", **change_fields(change, str(failure.seen)))
+            self._tell(change_event(change, str(failure.seen)))
         self._change(restart.changes, str(failure.seen))
         planned = plan(self.situation)
         if planned != self._planned:
@@ -321,14 +316,15 @@ class Supervisor:
             self._planned = planned
         history = self._history
         self._tell(
-            "restart",
-            number=len(history.failures),
-            spent=history.spent,
-            budget=history.budget,
-            progress=history.progress,
-            from_updates=self._newest,
-            attempt=history.attempt,
-            changes=list(self.situation.changes),
+            event_types.RestartEvent(
+                number=len(history.failures),
+                spent=history.spent,
+                budget=history.budget,
+                progress=history.progress,
+                from_updates=self._newest,
+                attempt=history.attempt,
+                changes=list(self.situation.changes),
+            )
         )
 
     def _has_progressed(self, state: WatchState) -> bool:
@@ -346,8 +342,8 @@ class Supervisor:
         if changes:
             self.keep(self.situation, changes, seen)
 
-    def _tell(self, event_type: str, **fields: Any) -> None:
-        self.on_event(record(self.run_dir, self._session, event_type, **fields))
+    def _tell(self, event: event_types.Event) -> None:
+        self.on_event(record(self.run_dir, self._session, event))
 
 
 def newest_checkpoint(run_dir: RunDir) -> int:

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_rocm.errors import LoraRocmError, StoppedError
+from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import Event, Worker, follow, stop_signals
 
-DIED, LOST = "worker-died", "rank-lost"
-"""The second: of a rank that ends because another one has. Never the cause."""
+DIED: RestartCode = "worker-died"
+LOST: RestartCode = "rank-lost"
+"""Of a rank that ends because another one has. Never the cause."""
 
 OnRankEvent = Callable[[int, Event], None]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import psutil
 import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
@@ -32,10 +30,6 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
         repair = data.prepared.repair
         return loader(plan, family, data.workers, first, count, pin_memory=pinned, repair=repair)
-
-    def extras(now: Position) -> dict[str, Any]:
-        epoch = 1 + now.iteration // data.plan.steps_per_epoch
-        return {"max_train_steps": data.max_train_steps, "epoch": epoch, "memory_bytes": memory_bytes(model.device)}
 
     hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
     if train.validation_every_n_steps and data.prepared.held_out:
@@ -70,7 +64,7 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         beat=session.beat,
         world=start.world,
         hooks=hooks,
-        step_extras=extras,
+        steps_per_epoch=data.plan.steps_per_epoch,
     )
 
 
@@ -125,10 +119,3 @@ def _engine(start: Start, artifacts: Artifacts) -> Engine:
         lambda: torch.autocast(model.device.type, model.dtype if mixed else torch.bfloat16, enabled=mixed),
         graphs,
     )
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return int(psutil.Process().memory_info().rss)

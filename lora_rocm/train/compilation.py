@@ -22,6 +22,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.probe_batch import send_zeros
 from lora_rocm.kernels.backend import refusal
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import CompileEvent, Emit
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
@@ -71,7 +72,7 @@ class Compiler:
     how: How
     shapes: Sequence[Shape]
     say: Callable[[str], None]
-    tell: Callable[..., object]
+    tell: Emit
     beat: Callable[[str], None]
     backend: str = "inductor"
     pieces: int = field(default=0, init=False)
@@ -117,7 +118,7 @@ class Compiler:
     def _tell(self, done: int) -> None:
         following = next(iter(self._ordered[done:]), None)
         size = "" if following is None else str(following)
-        self.tell("compile", size=size, done=done, total=len(self.shapes))
+        self.tell(CompileEvent(size=size, done=done, total=len(self.shapes)))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -144,7 +145,7 @@ def for_run(
     device: torch.device,
     shapes: Iterable[Shape],
     say: Callable[[str], None],
-    tell: Callable[..., object],
+    tell: Emit,
     beat: Callable[[str], None],
 ) -> Compiler | None:
     """The compiler of a run over samples of these shapes; None where nothing is to be compiled."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -17,12 +15,13 @@ from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.rundir.event_types import CanaryEvent, Emit
 
 NAMED = 3  # how many tensors an error names
 ENCODERS = "encoders' weights"
 
 
-def look(canary: Canary, updates: int, emit: Callable[..., Any]) -> None:
+def look(canary: Canary, updates: int, emit: Emit) -> None:
     """One look, and the event that tells of it.
 
     Raises:
@@ -31,12 +30,13 @@ def look(canary: Canary, updates: int, emit: Callable[..., Any]) -> None:
     started = time.perf_counter()
     failure = canary.failure()
     emit(
-        "canary",
-        updates=updates,
-        passed=failure is None,
-        checks=canary.checks,
-        detail=failure.where if failure else "",
-        seconds=round(time.perf_counter() - started, 6),
+        CanaryEvent(
+            updates=updates,
+            passed=failure is None,
+            checks=canary.checks,
+            detail=failure.where if failure else "",
+            seconds=round(time.perf_counter() - started, 6),
+        )
     )
     if failure:
         raise failure
@@ -53,7 +53,7 @@ class CacheGuard:
 
     rank: int
     updates: int
-    emit: Callable[..., Any]
+    emit: Emit
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
     def __call__(self, door: DeviceTransfer) -> None:
@@ -81,7 +81,7 @@ class Guard:
 
     canary: Canary
     optimizer: GatedOptimizer
-    emit: Callable[..., Any]
+    emit: Emit
     _sound_at: int | None = field(default=None, init=False)  # updates when the canary last passed
 
     def check_kernels(self, updates: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch, split
+from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
 from lora_rocm.train.loop import Trainer, seed_for
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Validation:
 
     steps: int
     open_batches: Callable[[], Iterator[Batch]]
-    emit: Callable[..., Any]
+    emit: Emit
 
     def due(self, updates: int) -> bool:
         return updates % self.steps == 0
@@ -66,7 +68,7 @@ class Validation:
             trainer.beat("loader")
         for component in trainer.model.components.values():
             component.train()
-        self.emit("validation", updates=trainer.position.updates, loss=total / weight)
+        self.emit(ValidationEvent(updates=trainer.position.updates, loss=total / weight))
 
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
         """Per-sample loss on the CPU; a sample's noise depends on the sample alone. Checked like a training batch."""
@@ -103,15 +105,15 @@ class TensorBoard:
         with self._given_up():
             self._writer = SummaryWriter(str(folder))
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         with self._given_up():
             if self._writer is None:
                 return
-            for name in self.SCALARS.get(event["type"], ()):
-                self._writer.add_scalar(f"{event['type']}/{name}", event[name], event["updates"])
-            for name, value in event.get("optimizer", {}).items():
-                self._writer.add_scalar(f"{event['type']}/{name}", value, event["updates"])
-            if event["type"] in ("end", "error"):
+            if isinstance(event, StepEvent | ValidationEvent):
+                found = {name: getattr(event, name) for name in self.SCALARS[event.type]}
+                for name, value in {**found, **getattr(event, "optimizer", {})}.items():
+                    self._writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
+            if isinstance(event, EndEvent | ErrorEvent):
                 self._writer.close()
                 self._writer = None
 

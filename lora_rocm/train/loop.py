@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.rundir.event_types import Emit, IncidentEvent, StepEvent
 from lora_rocm.train.engine import Engine
 
 MAX_NONFINITE_IN_A_ROW = 4
@@ -113,6 +115,13 @@ class Hook(Protocol):
     def act(self, trainer: Trainer) -> None: ...
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
 @dataclass
 class Trainer:
     """Everything one run needs, and the loop over it."""
@@ -128,12 +137,13 @@ class Trainer:
     dropout: bool
     position: Position
     relief: Relief
-    emit: Callable[..., Any]
+    emit: Emit
     stop_requested: Callable[[], bool]
     beat: Callable[[str], None] = lambda activity: None
     hooks: Sequence[Hook] = ()
-    step_extras: Callable[[Position], dict[str, Any]] = lambda position: {}
+    steps_per_epoch: int = 1
     world: World = field(default_factory=World)
+    _max_train_steps: int = field(default=0, init=False)  # of ``fit``
     _stopping: bool = field(default=False, init=False)  # all ranks have heard that they should stop
     _wrong_sums: int = field(default=0, init=False)  # in a row
     _settled_at: float = field(default=0.0, init=False)  # when a step's time begins to count, perf_counter
@@ -148,6 +158,7 @@ class Trainer:
             MachineError: memory ran out, and nothing is left that would need less.
         """
         pending: Pending | None = None
+        self._max_train_steps = max_train_steps
         batches = self.open_batches(self.position.iteration)
         self._settled_at = time.perf_counter()
         while self.position.updates < max_train_steps:
@@ -283,22 +294,25 @@ class Trainer:
         now = time.perf_counter()
         copy_s, check_s = (sum(part) for part in zip(*(clock.seconds() for clock in pending.clocks), strict=True))
         self.emit(
-            "step",
-            updates=position.updates,
-            iteration=pending.iteration,
-            loss=loss,
-            learning_rate=pending.learning_rate,
-            grad_norm=grad_norm,
-            step_s=round(now - self._settled_at, 6),
-            loading_s=round(pending.loading_s, 6),
-            copy_s=round(copy_s, 6),
-            check_s=round(check_s, 6),
-            wait_s=round(waited_s, 6),
-            transfer_checks=self.transfer.checks,
-            transfer_failures=self.transfer.failures,
-            loss_scale=scale,
-            optimizer=logged,
-            **self.step_extras(position),
+            StepEvent(
+                updates=position.updates,
+                iteration=pending.iteration,
+                loss=loss,
+                learning_rate=pending.learning_rate,
+                grad_norm=grad_norm,
+                step_s=round(now - self._settled_at, 6),
+                loading_s=round(pending.loading_s, 6),
+                copy_s=round(copy_s, 6),
+                check_s=round(check_s, 6),
+                wait_s=round(waited_s, 6),
+                transfer_checks=self.transfer.checks,
+                transfer_failures=self.transfer.failures,
+                loss_scale=scale,
+                optimizer=logged,
+                max_train_steps=self._max_train_steps,
+                epoch=1 + position.iteration // self.steps_per_epoch,
+                memory_bytes=memory_bytes(self.model.device),
+            )
         )
         self._settled_at = now
         return Outcome.DONE
@@ -358,4 +372,6 @@ class Trainer:
             )
 
     def _incident(self, kind: str, work: Work | Pending, detail: str, action: str) -> None:
-        self.emit("incident", kind=kind, iteration=work.iteration, samples=work.samples, detail=detail, action=action)
+        self.emit(
+            IncidentEvent(kind=kind, iteration=work.iteration, samples=work.samples, detail=detail, action=action)
+        )

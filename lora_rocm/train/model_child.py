@@ -34,6 +34,7 @@ from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
@@ -60,7 +61,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
                 tensors |= encode({CAPTION: prompt})
             del encode  # it leaves before the next one, or the model, comes
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
-    attach_file(family, model, lora, job["strength"], lambda text: emit("notice", text=text))
+    attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     _send(model, device, settings)
     requests = [
         PreviewRequest(
@@ -81,7 +82,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         path = _free_name(folder, f"seed{request.seed}")
         write_atomic(path, png(picture), root)
         paths.append(str(path))
-    emit("drawn", pictures=paths)
+    emit(DrawnEvent(pictures=paths))
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
@@ -109,11 +110,12 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     writers.write(job["format"], path, family, adapter, recipe, facts, None if job["output"] else run_dir.path)
     found = writers.verify(job["format"], path, family, model, adapter)
     emit(
-        "export",
-        format=job["format"],
-        path=str(path),
-        max_difference=found.max_difference,
-        cannot_read=list(found.cannot_read),
+        ExportEvent(
+            format=job["format"],
+            path=str(path),
+            max_difference=found.max_difference,
+            cannot_read=list(found.cannot_read),
+        )
     )
 
 
@@ -265,7 +267,7 @@ def main(registry: Registry = PRODUCT) -> int:
         traceback.print_exc()
         what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
         explained = told(error, sys.argv[2], MachineError("internal", what, fix="Please report it with the command."))
-    emit("error", **explained.to_event())
+    emit(ErrorEvent(**explained.to_event()))
     settle()
     return explained.exit_code
 

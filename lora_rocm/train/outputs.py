@@ -24,10 +24,11 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
 from lora_rocm.memory.controller import Memory
-from lora_rocm.memory.oom_recovery import tell
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.mitigations import change_event
+from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
 from lora_rocm.train import checkpoint as state
@@ -117,7 +118,7 @@ class Artifacts:
         }
         path = state.save(self.run_dir, position, parts, facts)
         state.rotate(self.run_dir, self.recipe.output.keep_last)
-        self.session.emit("checkpoint", updates=updates, path=self._name(path), lora=self._name(lora))
+        self.session.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
 
     def _require_in_step(self, updates: int) -> None:
         if self.world.size > 1:
@@ -182,7 +183,7 @@ class Artifacts:
         drawn = self._drawn(updates)
         if isinstance(drawn, MachineError) and not self.tiles:
             self.tiles = True
-            tell("preview-tiling", self.session.emit)
+            self.session.emit(change_event("preview-tiling", "out-of-memory"))
             empty_pools()
             drawn = self._drawn(updates)
         empty_pools()
@@ -193,7 +194,7 @@ class Artifacts:
             )
             return
         self.drawn_at = updates
-        self.session.emit("preview", updates=updates, pictures=[self._name(path) for path in drawn])
+        self.session.emit(PreviewEvent(updates=updates, pictures=[self._name(path) for path in drawn]))
 
     def _drawn(self, updates: int) -> list[Path] | MachineError:
         """The pictures of a round, or that memory ran out."""
@@ -211,7 +212,7 @@ class Artifacts:
         path = self.run_dir.export_of(form)
         written = self._write(form, path, position)
         found = writers.verify(form, path, self.family, self.model, self.adapter)
-        told = {
+        told: dict[str, Any] = {
             "format": form,
             "path": self._name(path),
             "max_difference": found.max_difference,
@@ -225,7 +226,7 @@ class Artifacts:
                 where=str(self.run_dir.path / changed[0]),
                 fix="Check the disk, then run the same command again: the file is made again from the last checkpoint.",
             )
-        self.session.emit("export", **told)
+        self.session.emit(ExportEvent(**told))
         return {**told, "files": [digest.to_json() for digest in written]}
 
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
@@ -251,7 +252,7 @@ class Artifacts:
             self.session.notice("No concept score: none of the training pictures can be read any more.")
             return {}
         found = concept_score.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
-        self.session.emit("concept", score=found.score, control=found.control, detail=found.distances)
+        self.session.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
         return {"concept": asdict(found)}
 
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,11 +23,12 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.memory.controller import Memory, decide
-from lora_rocm.memory.oom_recovery import tell
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.rules.mitigations import Seen, change_event
+from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import checkpoint as state
 from lora_rocm.train import compilation
@@ -116,7 +116,7 @@ def _fit(start: Start, data: Data, position: Position, artifacts: Artifacts) -> 
                 first_pass(start, artifacts, trainer, compiler)
         start.world.exchange("compiled", limit_s=None)  # one may have to compile what another has in its cache
         with session.phase("step"), watching as seen:
-            session.readers.append(lambda event: seen() if event["type"] == "step" else None)
+            session.readers.append(lambda event: seen() if isinstance(event, StepEvent) else None)
             if compiler is None:
                 first_pass(start, artifacts, trainer, compiler)
             finished = trainer.fit(data.max_train_steps)
@@ -190,7 +190,7 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         notice=session.notice,
         repaired=session.repaired,
         tiles=start.settings.vae_tiling,
-        tiles_needed=lambda: tell("vae-tiling", session.emit),
+        tiles_needed=lambda: session.emit(change_event("vae-tiling", "out-of-memory")),
         open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )
@@ -226,15 +226,19 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
     session.emit(
-        "data",
-        samples=len(prepared.items),
-        set_aside=[problem.to_json() for problem in prepared.set_aside],
-        notices=list(prepared.notices),
-        buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
-        steps_per_epoch=plan.steps_per_epoch,
-        max_train_steps=steps,
+        DataEvent(
+            samples=len(prepared.items),
+            set_aside=[problem.to_json() for problem in prepared.set_aside],
+            notices=list(prepared.notices),
+            buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
+            steps_per_epoch=plan.steps_per_epoch,
+            max_train_steps=steps,
+        )
     )
-    given_up = partial(tell, "workers-0", session.emit)
+
+    def given_up(seen: Seen) -> None:
+        session.emit(change_event("workers-0", seen))
+
     workers = open_workers(cache, family, _runtime(start), session.notice, given_up)
     return Data(prepared, plan, steps, workers)
 

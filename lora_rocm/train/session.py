@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.errors import MachineError, StoppedError
 from lora_rocm.foundation.files import open_in_place
+from lora_rocm.rundir.event_types import CacheEvent, Event, NoticeEvent, PhaseEvent, RepairedEvent, StepEvent
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
@@ -45,17 +45,16 @@ class Session:
         self.beat("start")
         past = read_events(run_dir.events(rank), "start")
         self.events = EventWriter(run_dir.events(rank), session=len(past) + 1)
-        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        self.readers: list[Callable[[Event], None]] = []
         self._orphaned = threading.Event()
         if watch_parent:
             threading.Thread(target=self._watch_parent, daemon=True, name="parent-watch").start()
 
-    def emit(self, event_type: str, **fields: Any) -> None:
-        event = self.events.write(event_type, **fields)
-        encoding = event_type == "cache" and fields["done"] < fields["total"] and fields["per_second"]
-        if event_type == "step" or encoding:
-            self._under_way.add(event_type)
-        elif event_type == "cache":  # another encoder is loaded next
+    def emit(self, event: Event) -> None:
+        self.events.write(event)
+        if isinstance(event, StepEvent) or (isinstance(event, CacheEvent) and event.encodes):
+            self._under_way.add(event.type)
+        elif isinstance(event, CacheEvent):  # another encoder is loaded next
             self._under_way.discard("cache")
         for reader in self.readers:
             reader(event)
@@ -75,24 +74,24 @@ class Session:
             self._stacks.close()
 
     def notice(self, text: str) -> None:
-        self.emit("notice", text=text)
+        self.emit(NoticeEvent(text=text))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         self._phases.append(name)
         self.beat(name)
-        self.emit("phase", phase=name, state="begin", seconds=0.0)
+        self.emit(PhaseEvent(phase=name, state="begin", seconds=0.0))
         yield
         self._phases.pop()
-        self.emit("phase", phase=name, state="end", seconds=round(time.perf_counter() - started, 3))
+        self.emit(PhaseEvent(phase=name, state="end", seconds=round(time.perf_counter() - started, 3)))
 
     def stop_requested(self) -> bool:
         return self._orphaned.is_set() or self.run_dir.stop.exists()
 
     def cache_progress(self, what: str, done: int, total: int, per_second: float) -> None:
         """Progress of the caches; also where caching is left when a stop was asked for."""
-        self.emit("cache", what=what, done=done, total=total, per_second=round(per_second, 2))
+        self.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
         self.beat("cache")
         if self.stop_requested():
             raise StoppedError(
@@ -103,7 +102,7 @@ class Session:
 
     def repaired(self, kind: str, item: str, reason: str) -> None:
         """A damaged cache entry was encoded again."""
-        self.emit("repaired", kind=kind, item=item, reason=reason)
+        self.emit(RepairedEvent(kind=kind, item=item, reason=reason))
 
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit

@@ -32,6 +32,7 @@ from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, StartEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import stop_signals
@@ -80,8 +81,8 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
         explained = _explained(error, run_dir, me)
         with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
             run_dir.require()
-            emit = session.emit if session is not None else EventWriter(run_dir.events(me.rank)).write
-            emit("error", **explained.to_event())
+            emit: Emit = session.emit if session is not None else EventWriter(run_dir.events(me.rank)).write
+            emit(ErrorEvent(**explained.to_event()))
         settle()
         return explained.exit_code
     finally:
@@ -115,20 +116,21 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     world = join(me, device, session.beat)
     checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
-        "start",
-        pid=os.getpid(),
-        device=describe(device),
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
-        precision=str(dtype).removeprefix("torch."),
-        resumed_from=checkpoint.position.updates if checkpoint else None,
+        StartEvent(
+            pid=os.getpid(),
+            device=describe(device),
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            precision=str(dtype).removeprefix("torch."),
+            resumed_from=checkpoint.position.updates if checkpoint else None,
+        )
     )
     _require_same(world, recipe, dtype, checkpoint)
     start = Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world)
     finished, updates = pipeline.train(start)
     world.close()
     code = 0 if finished else StoppedError.exit_code
-    session.emit("end", reason="done" if finished else "stopped", updates=updates, exit_code=code)
+    session.emit(EndEvent(reason="done" if finished else "stopped", updates=updates, exit_code=code))
     if device.type == "cuda":
         torch.cuda.synchronize()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
     return code

@@ -15,6 +15,7 @@ from lora_rocm.supervisor.resume import open_run
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
+    event,
     failure_fields,
     restart_fields,
     save_recipe,
@@ -39,7 +40,7 @@ def write(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
     time.sleep(0.005)  # events have milliseconds
     writer = EventWriter(run_dir.events(), session=1)
     for event_type, fields in events:
-        writer.write(event_type, **fields)
+        writer.write(event(event_type, **fields))
     writer.close()
 
 
@@ -94,7 +95,7 @@ def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
     time.sleep(0.005)  # events have milliseconds
     writer = EventWriter(run_dir.events("supervisor"))
     for event_type, fields in events:
-        writer.write(event_type, **fields)
+        writer.write(event(event_type, **fields))
     writer.close()
 
 

@@ -15,7 +15,7 @@ from lora_rocm.commands import train
 from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError, storage_error
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import supervisor
-from tests.supervisor.fake_run import RECIPE
+from tests.supervisor.fake_run import RECIPE, event
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,5 +208,5 @@ def test_a_run_that_was_rolled_back_goes_on_with_its_noise(
     for attempt in (0, 2):
         assert train.train("my recipe.yaml", run_dir=run_dir.path, resume="latest", supervised=supervised) == 0
         if not attempt:
-            supervisor.record(run_dir, 1, "restart", attempt=2, **fields)
+            supervisor.record(run_dir, 1, event("restart", attempt=2, **fields))
     assert seen == [0, 2]

@@ -11,7 +11,7 @@ import torch
 
 from lora_rocm.device.torch_errors import device_fault, out_of_memory, settle, told
 from lora_rocm.errors import MachineError
-from lora_rocm.rules.mitigations import SEEN_OF_CODE
+from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.train import model_child, worker
 
 
@@ -123,7 +123,7 @@ def test_what_a_new_start_does_not_cure_is_neither(error: Exception) -> None:
 
 
 def test_the_supervisor_knows_both_codes() -> None:
-    assert SEEN_OF_CODE["out-of-memory"] == "out-of-memory" and SEEN_OF_CODE["device-fault"] == "illegal-access"
+    assert seen_of_code("out-of-memory") == "out-of-memory" and seen_of_code("device-fault") == "illegal-access"
 
 
 def test_the_real_error_of_a_full_machine() -> None:

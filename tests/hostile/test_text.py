@@ -34,7 +34,7 @@ from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
 from tests.hostile import attacks
 from tests.program import RECIPE
-from tests.supervisor.fake_run import data_fields, step_fields, write_whole_run
+from tests.supervisor.fake_run import data_fields, event, step_fields, write_whole_run
 
 STEERS = ("\x1b", "\x07", "\x9b")
 
@@ -140,9 +140,9 @@ def steered(run_dir: RunDir) -> dict[str, str]:
     """Everything that the readers of a run directory show."""
     plain, bars = io.StringIO(), io.StringIO()
     views = (ProgressDisplay(LineView(plain)), ProgressDisplay(BarView(Console(file=bars, force_terminal=False))))
-    for event in read_events(run_dir.events()):
+    for read in read_events(run_dir.events()):
         for view in views:
-            view.on_event(event)
+            view.on_event(read)
     views[1].view.end()
     shown = {"lines": plain.getvalue(), "bars": bars.getvalue(), "status": status_text(status(run_dir))}
     return {**shown, "report": write_report(run_dir).read_text(encoding="utf-8")}
@@ -154,12 +154,12 @@ def test_a_run_directory_from_somebody_else(tmp_path: Path) -> None:
     write_whole_run(run_dir)
     bad = attacks.STEERING + attacks.HTML
     writer = EventWriter(run_dir.events(), session=2)
-    writer.write("data", **data_fields(notices=[bad], set_aside=[{"where": bad, "what": bad, "fix": bad}]))
-    writer.write("notice", text=bad)
-    writer.write("repaired", kind="image", item=bad, reason=bad)
-    writer.write("incident", kind=bad, iteration=1, samples=[bad], detail=bad, action=bad)
-    writer.write("checkpoint", updates=3, path=bad, lora=bad)
-    writer.write("error", code=bad, what=bad, where=bad, fix=bad, exit_code=3)
+    writer.write(event("data", **data_fields(notices=[bad], set_aside=[{"where": bad, "what": bad, "fix": bad}])))
+    writer.write(event("notice", text=bad))
+    writer.write(event("repaired", kind="image", item=bad, reason=bad))
+    writer.write(event("incident", kind=bad, iteration=1, samples=[bad], detail=bad, action=bad))
+    writer.write(event("checkpoint", updates=3, path=bad, lora=bad))
+    writer.write(event("error", code=bad, what=bad, where=bad, fix=bad, exit_code=3))
     writer.close()
     assert any(sign in run_dir.events().read_text(encoding="utf-8").replace("\\u001b", "\x1b") for sign in STEERS)
     for name, text in steered(run_dir).items():

@@ -21,7 +21,8 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
-from lora_rocm.rules.mitigations import SEEN_OF_CODE
+from lora_rocm.rules.mitigations import seen_of_code
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from tests.checks.test_frozen_weights import Recorder
@@ -61,9 +62,9 @@ def spoilt_after(rig: Rig, updates: int, act: Callable[[], object]) -> Rig:
     """Do something when so many updates are confirmed; the passes of the next one are queued already."""
     emit = rig.trainer.emit
 
-    def told(event_type: str, **fields: Any) -> None:
-        emit(event_type, **fields)
-        if event_type == "step" and fields["updates"] == updates:
+    def told(event: Event) -> None:
+        emit(event)
+        if isinstance(event, StepEvent) and event.updates == updates:
             act()
 
     rig.trainer.emit = told
@@ -82,7 +83,7 @@ def test_a_flipped_bit_is_named_before_the_next_update_and_nothing_moves(part: s
 
     with pytest.raises(StateError) as caught:
         spoilt_after(rig, AT, spoil).fit(AT + 9)
-    assert caught.value.where == f"after {AT} updates: {part}" and SEEN_OF_CODE[caught.value.code] == "corruption"
+    assert caught.value.where == f"after {AT} updates: {part}" and seen_of_code(caught.value.code) == "corruption"
     assert rig.trainer.position == Position(AT, AT) and not rig.of_type("incident")
     assert all(torch.equal(tensor, held[0][name]) for name, tensor in everything(rig.optimizer).items())
 
@@ -274,10 +275,10 @@ def test_graphs_that_compute_wrong_are_refused_as_those_of_the_canary(capture: A
     optimizer = make()
     one_update(optimizer)
     canary = Canary(CPU, torch.float32, 2, DeviceTransfer(CPU, pin=False))
-    guard = Guard(canary, optimizer, lambda *args, **fields: None)
+    guard = Guard(canary, optimizer, lambda event: None)
     with pytest.raises(CanaryError) as caught:
         guard.use_graphs(capture)
-    assert caught.value.code == "canary-graph" and SEEN_OF_CODE[caught.value.code] == "graph"
+    assert caught.value.code == "canary-graph" and seen_of_code(caught.value.code) == "graph"
     optimizer.state_guard.reset()
     one_update(optimizer)
     assert is_changed(optimizer) == [], "launch by launch as before"

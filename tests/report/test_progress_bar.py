@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lora_rocm.report import progress_bar
 from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay, make_progress
-from lora_rocm.rundir.events import EVENT_FIELDS
+from lora_rocm.rundir.event_types import RUN_EVENTS
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
@@ -50,7 +50,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_event_type_is_covered_here() -> None:
-    assert {event_type for event_type, _ in EVENTS} == set(EVENT_FIELDS)
+    assert {event_type for event_type, _ in EVENTS} == {kind.type for kind in RUN_EVENTS}
 
 
 def drawn(view_of: Any) -> str:

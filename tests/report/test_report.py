@@ -21,6 +21,7 @@ from tests.hardware.situations import facts_of
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
+    event,
     failure_fields,
     restart_fields,
     save_recipe,
@@ -103,7 +104,7 @@ def test_a_whole_run(run_dir: RunDir) -> None:
 def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
     writer = EventWriter(run_dir.events())
     for updates in range(1, 9):
-        writer.write("step", **step_fields(updates, optimizer={"prodigy_d": 1e-6 * updates}))
+        writer.write(event("step", **step_fields(updates, optimizer={"prodigy_d": 1e-6 * updates})))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert html.count("<svg") == 3 and "<h3>prodigy d</h3>" in html
@@ -165,10 +166,10 @@ def test_a_recipe_that_is_no_plain_file_is_neither_waited_for_nor_read_without_e
 def test_an_error_is_the_headline(run_dir: RunDir) -> None:
     save_recipe(run_dir)
     writer = EventWriter(run_dir.events(), session=1)
-    writer.write("start", **start_fields())
-    writer.write("data", **data_fields(set_aside=[], notices=[]))
-    writer.write("step", **step_fields(1, loss=float("nan"), step_s=0.0))
-    writer.write("error", code="c", what="The disk is full.", where="/x", fix="Free it.", exit_code=3)
+    writer.write(event("start", **start_fields()))
+    writer.write(event("data", **data_fields(set_aside=[], notices=[])))
+    writer.write(event("step", **step_fields(1, loss=float("nan"), step_s=0.0)))
+    writer.write(event("error", code="c", what="The disk is full.", where="/x", fix="Free it.", exit_code=3))
     writer.close()
     html, checker = checked(write_report(run_dir))
     assert "Ended at step 1 of 40: The disk is full." in html and "Free it." in html
@@ -191,9 +192,9 @@ def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_canary_that_failed_is_told(run_dir: RunDir) -> None:
     writer = EventWriter(run_dir.events(), session=1)
-    writer.write("step", **step_fields(1))
-    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
-    writer.write("canary", updates=9, passed=False, checks=["sums"], detail="sums: <3> is wrong", seconds=0.01)
+    writer.write(event("step", **step_fields(1)))
+    writer.write(event("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01))
+    writer.write(event("canary", updates=9, passed=False, checks=["sums"], detail="sums: <3> is wrong", seconds=0.01))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert "looked at 2 times, 1 of them with a failure: after step 9: sums: &lt;3&gt; is wrong" in html
@@ -202,8 +203,8 @@ def test_a_canary_that_failed_is_told(run_dir: RunDir) -> None:
 def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
     for session, (checks, failures) in enumerate([(10, 1), (4, 0)], start=1):
         writer = EventWriter(run_dir.events(), session=session)
-        writer.write("start", **start_fields(resumed_from=session - 1))
-        writer.write("step", **step_fields(session, transfer_checks=checks, transfer_failures=failures))
+        writer.write(event("start", **start_fields(resumed_from=session - 1)))
+        writer.write(event("step", **step_fields(session, transfer_checks=checks, transfer_failures=failures)))
         writer.close()
     html, _ = checked(write_report(run_dir))
     assert "14 transfers were checked, 1 failed and were sent again." in html
@@ -213,20 +214,22 @@ def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
 def failures(run_dir: RunDir, effect: str = "exact", attempt: int = 0) -> None:
     """Of a supervisor: a hang, a change, a restart; then a worker that changes something itself."""
     worker = EventWriter(run_dir.events(), session=1)
-    worker.write("start", **start_fields())
+    worker.write(event("start", **start_fields()))
     supervisor = EventWriter(run_dir.events("supervisor"), session=1)
     ended = failure_fields(what="Killed.\nThe end of its log:\n    <i>last</i> words", kernel_log=[])
-    supervisor.write("failure", **ended)
+    supervisor.write(event("failure", **ended))
     log = ["[ 12.5] amdgpu: <ring> gfx_0.0.0 timeout & reset"]
     supervisor.write(
-        "failure",
-        **failure_fields(seen="hang", silent_s=312.0, limit_s=300.0, stacks="<b>stacks</b>-1.txt", kernel_log=log),
+        event(
+            "failure",
+            **failure_fields(seen="hang", silent_s=312.0, limit_s=300.0, stacks="<b>stacks</b>-1.txt", kernel_log=log),
+        )
     )
-    supervisor.write("change", **change_fields(effect=effect))
-    supervisor.write("restart", **restart_fields(attempt=attempt))
+    supervisor.write(event("change", **change_fields(effect=effect)))
+    supervisor.write(event("restart", **restart_fields(attempt=attempt)))
     time.sleep(0.005)  # events have milliseconds
     worker.write(
-        "change", **change_fields(id="checkpointing", seen="out-of-memory", text="<i>again</i>", effect=effect)
+        event("change", **change_fields(id="checkpointing", seen="out-of-memory", text="<i>again</i>", effect=effect))
     )
     worker.close()
     supervisor.close()
@@ -265,7 +268,7 @@ def test_each_event_file_is_told_without_the_other(run_dir: RunDir, missing: str
 
 def test_restarts_alone_change_nothing(run_dir: RunDir) -> None:
     supervisor = EventWriter(run_dir.events("supervisor"), session=1)
-    supervisor.write("restart", **restart_fields())
+    supervisor.write(event("restart", **restart_fields()))
     supervisor.close()
     html, _ = checked(write_report(run_dir))
     assert incident_texts.UNCHANGED in html and incident_texts.EXACT not in html
@@ -283,7 +286,7 @@ def test_a_hang_without_a_last_word_is_the_headline(run_dir: RunDir) -> None:
     assert "Ended at step 0 of ?: The training process was silent for 312 s" in html
     time.sleep(0.005)  # events have milliseconds
     writer = EventWriter(run_dir.events(), session=2)
-    writer.write("start", **start_fields(resumed_from=2))
+    writer.write(event("start", **start_fields(resumed_from=2)))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert "Not finished" in html and "Ended at" not in html
@@ -291,10 +294,10 @@ def test_a_hang_without_a_last_word_is_the_headline(run_dir: RunDir) -> None:
 
 def test_an_error_that_was_got_over_is_no_headline(run_dir: RunDir) -> None:
     writer = EventWriter(run_dir.events(), session=1)
-    writer.write("start", **start_fields())
-    writer.write("error", code="c", what="The copies failed.", where="", fix="", exit_code=3)
+    writer.write(event("start", **start_fields()))
+    writer.write(event("error", code="c", what="The copies failed.", where="", fix="", exit_code=3))
     assert "Ended at step 0 of ?: The copies failed." in checked(write_report(run_dir))[0]
-    writer.write("start", **start_fields(resumed_from=2))
+    writer.write(event("start", **start_fields(resumed_from=2)))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert "The copies failed." not in html and "Not finished" in html
@@ -303,7 +306,7 @@ def test_an_error_that_was_got_over_is_no_headline(run_dir: RunDir) -> None:
 def test_a_spike_is_in_the_table(run_dir: RunDir) -> None:
     writer = EventWriter(run_dir.events(), session=1)
     for updates in range(1, 40):
-        writer.write("step", **step_fields(updates, loss=7.5 if updates == 30 else 0.1))
+        writer.write(event("step", **step_fields(updates, loss=7.5 if updates == 30 else 0.1)))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert "<td>30</td><td>7.5</td><td>0.1</td>" in html
@@ -314,7 +317,7 @@ def test_memory_that_spilled_is_told(run_dir: RunDir) -> None:
     write_json(run_dir.environment, {"machine": facts.to_json()})
     writer = EventWriter(run_dir.events(), session=1)
     for updates in range(1, 60):
-        writer.write("step", **step_fields(updates, step_s=0.2 if updates < 30 else 0.9, memory_bytes=2**34))
+        writer.write(event("step", **step_fields(updates, step_s=0.2 if updates < 30 else 0.9, memory_bytes=2**34)))
     writer.close()
     html, _ = checked(write_report(run_dir))
     assert "times slower" in html and "memory is full" in html

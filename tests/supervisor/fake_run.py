@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from lora_rocm.foundation.files import write_json
-from lora_rocm.rundir.events import EventWriter, event_line, event_of
+from lora_rocm.rundir.event_types import TYPES, Event
+from lora_rocm.rundir.events import EventWriter, event_of
 from lora_rocm.rundir.layout import RunDir
 
 RECIPE = """\
@@ -27,11 +28,14 @@ def save_recipe(run_dir: RunDir, *overrides: str) -> None:
     path.unlink()
 
 
-def heard(event: dict[str, Any]) -> dict[str, Any]:
-    """An event of a stand-in, written and read as a real one: what the real writer would refuse is an error here."""
-    read = event_of(event_line(event))
-    assert read is not None
-    return read
+def event(event_type: str, **fields: Any) -> Event:
+    """An event of a stand-in; one that no reader would take is refused."""
+    return TYPES[event_type](**fields)
+
+
+def heard(fields: dict[str, Any]) -> dict[str, Any]:
+    """An event of a stand-in, as its reader gets it: what the real writer would refuse is an error here."""
+    return event(fields["type"], **{name: value for name, value in fields.items() if name != "type"}).to_json()
 
 
 def as_heard(line: str) -> dict[str, Any]:
@@ -115,23 +119,30 @@ def write_whole_run(run_dir: RunDir) -> None:
     run_dir.create()
     save_recipe(run_dir)
     writer = EventWriter(run_dir.events(), session=1)
-    writer.write("start", **start_fields())
-    writer.write("phase", phase="cache", state="begin", seconds=0.0)
-    writer.write("cache", what="images", done=18, total=18, per_second=3.5)
-    writer.write("phase", phase="cache", state="end", seconds=5.5)
-    writer.write("repaired", kind="image", item="pics/<c>.png", reason="cut short")
-    writer.write("data", **data_fields())
+    writer.write(event("start", **start_fields()))
+    writer.write(event("phase", phase="cache", state="begin", seconds=0.0))
+    writer.write(event("cache", what="images", done=18, total=18, per_second=3.5))
+    writer.write(event("phase", phase="cache", state="end", seconds=5.5))
+    writer.write(event("repaired", kind="image", item="pics/<c>.png", reason="cut short"))
+    writer.write(event("data", **data_fields()))
     for updates in range(1, 41):
-        writer.write("step", **step_fields(updates))
+        writer.write(event("step", **step_fields(updates)))
         if updates % 10 == 0:
-            writer.write("validation", updates=updates, loss=0.3 - updates / 400)
-    writer.write("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01)
-    writer.write("canary", updates=40, passed=True, checks=["sums"], detail="", seconds=0.01)
+            writer.write(event("validation", updates=updates, loss=0.3 - updates / 400))
+    writer.write(event("canary", updates=0, passed=True, checks=["sums"], detail="", seconds=0.01))
+    writer.write(event("canary", updates=40, passed=True, checks=["sums"], detail="", seconds=0.01))
     writer.write(
-        "incident", kind="transfer", iteration=7, samples=["pics/a.png"], detail="<latents> differ", action="sent again"
+        event(
+            "incident",
+            kind="transfer",
+            iteration=7,
+            samples=["pics/a.png"],
+            detail="<latents> differ",
+            action="sent again",
+        )
     )
     lora = "checkpoints/lora-step00000040.safetensors"
-    writer.write("checkpoint", updates=40, path="checkpoints/step-00000040", lora=lora)
+    writer.write(event("checkpoint", updates=40, path="checkpoints/step-00000040", lora=lora))
     for updates in (0, 20, 40):
         for number in range(3):
             path = run_dir.samples_at(updates) / f"{number:02d}.png"
@@ -142,9 +153,9 @@ def write_whole_run(run_dir: RunDir) -> None:
     (run_dir.path / lora).write_bytes(b"x" * 2000)
     run_dir.lora.write_bytes(b"x" * 3000)
     told = {"format": "kohya", "path": "lora.safetensors", "max_difference": 1.5e-6, "cannot_read": ["reader <x>"]}
-    writer.write("export", **told)
-    writer.write("concept", score=0.97, control=0.51, detail={"before": 0.61, "after": 0.32})
-    writer.write("end", reason="done", updates=40, exit_code=0)
+    writer.write(event("export", **told))
+    writer.write(event("concept", score=0.97, control=0.51, detail={"before": 0.61, "after": 0.32}))
+    writer.write(event("end", reason="done", updates=40, exit_code=0))
     writer.close()
     write_json(run_dir.result, {"updates": 40, "exports": [told]})
     write_json(

@@ -16,7 +16,7 @@ from pathlib import Path
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
-from tests.supervisor.fake_run import start_fields, step_fields
+from tests.supervisor.fake_run import event, start_fields, step_fields
 
 
 def leave_with_parent() -> None:
@@ -44,19 +44,19 @@ def main() -> int:
         BEFORE_A_WORD[mode]()
     writer = EventWriter(run_dir.events(rank), session=before + 1)
     if mode == "late-orphan":  # what an orphan still says before the real worker can start
-        writer.write("end", reason="stopped", updates=0, exit_code=130)
+        writer.write(event("end", reason="stopped", updates=0, exit_code=130))
     heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
     heartbeat.beat("start")
     if "--stacks-after" in sys.argv:
         after_s = min(json.loads(sys.argv[sys.argv.index("--stacks-after") + 1]).values())
         faulthandler.dump_traceback_later(after_s, repeat=True, file=run_dir.stacks(rank).open("wb"))
     reached = max((updates for updates, _ in run_dir.list_checkpoints()), default=0)
-    writer.write("start", **start_fields(pid=os.getpid(), resumed_from=reached or None))
-    writer.write("phase", phase="step", state="begin", seconds=0.0)
+    writer.write(event("start", **start_fields(pid=os.getpid(), resumed_from=reached or None)))
+    writer.write(event("phase", phase="step", state="begin", seconds=0.0))
     for updates in range(reached + 1, reached + 4):
         heartbeat.beat("loader")
         heartbeat.beat("step")
-        writer.write("step", **step_fields(updates))
+        writer.write(event("step", **step_fields(updates)))
     if "further" in when:
         save(run_dir, writer, reached + 3)
     if mode.startswith("loader-"):
@@ -80,7 +80,7 @@ def mode_of(text: str, rank: int, before: int) -> tuple[str, str]:
 
 def save(run_dir: RunDir, writer: EventWriter, updates: int) -> None:
     run_dir.checkpoint(updates).mkdir(parents=True)
-    writer.write("checkpoint", updates=updates, path=f"checkpoints/step-{updates:08d}", lora="x")
+    writer.write(event("checkpoint", updates=updates, path=f"checkpoints/step-{updates:08d}", lora="x"))
 
 
 def silence() -> None:
@@ -93,7 +93,7 @@ def wordless() -> None:
 
 
 def done(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("end", reason="done", updates=3, exit_code=0)
+    writer.write(event("end", reason="done", updates=3, exit_code=0))
     return 0
 
 
@@ -101,7 +101,7 @@ def until_stopped(run_dir: RunDir, writer: EventWriter) -> int:
     leave_with_parent()
     while not run_dir.stop.exists():
         time.sleep(0.02)
-    writer.write("end", reason="stopped", updates=3, exit_code=130)
+    writer.write(event("end", reason="stopped", updates=3, exit_code=130))
     return 130
 
 
@@ -112,18 +112,18 @@ def deaf(run_dir: RunDir, writer: EventWriter) -> int:
 
 
 def error(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("error", code="disk-full", what="The disk is full.", where="/x", fix="Free it.", exit_code=3)
+    writer.write(event("error", code="disk-full", what="The disk is full.", where="/x", fix="Free it.", exit_code=3))
     sys.stderr.write("Traceback (most recent call last):\n  File ...\nOSError: no space\n")
     return 3
 
 
 def stop_while_caching(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("error", code="stopped", what="Stopped while encoding.", where="", fix="", exit_code=130)
+    writer.write(event("error", code="stopped", what="Stopped while encoding.", where="", fix="", exit_code=130))
     return 130
 
 
 def crash_after_end(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("end", reason="done", updates=3, exit_code=0)
+    writer.write(event("end", reason="done", updates=3, exit_code=0))
     os.abort()
 
 
@@ -175,30 +175,30 @@ def hang_deaf(run_dir: RunDir, writer: EventWriter) -> int:
 
 
 def hang_after_end(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("end", reason="done", updates=3, exit_code=0)
+    writer.write(event("end", reason="done", updates=3, exit_code=0))
     silence()
     return 0
 
 
 def change_then_die(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("change", id="micro-batch-halved", effect="rounding", seen="out-of-memory", text="smaller")
+    writer.write(event("change", id="micro-batch-halved", effect="rounding", seen="out-of-memory", text="smaller"))
     os._exit(9)
 
 
 def loader_then_die(run_dir: RunDir, writer: EventWriter) -> int:
-    writer.write("change", id="workers-0", effect="exact", seen="loader-hang", text="without")
+    writer.write(event("change", id="workers-0", effect="exact", seen="loader-hang", text="without"))
     os._exit(9)
 
 
 def change_then_full(run_dir: RunDir, writer: EventWriter) -> int:
     """All that a worker can change was changed, and memory ran out all the same: what it held was in pieces."""
-    writer.write("change", id="checkpointing", effect="rounding", seen="out-of-memory", text="again")
+    writer.write(event("change", id="checkpointing", effect="rounding", seen="out-of-memory", text="again"))
     return failing("out-of-memory")(run_dir, writer)
 
 
 def failing(code: str) -> Callable[[RunDir, EventWriter], int]:
     def end(run_dir: RunDir, writer: EventWriter) -> int:
-        writer.write("error", code=code, what=f"It met {code}.", where="there", fix="Do so.", exit_code=3)
+        writer.write(event("error", code=code, what=f"It met {code}.", where="there", fix="Do so.", exit_code=3))
         return 3
 
     return end

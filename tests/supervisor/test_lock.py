@@ -17,7 +17,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import lock
 from lora_rocm.supervisor.lock import end_leftover, is_running, locked
 from lora_rocm.supervisor.process import kill_tree
-from tests.supervisor.fake_run import start_fields
+from tests.supervisor.fake_run import event, start_fields
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_leave_is_ended(
     pid = hold(run_dir, holders, 60, "-m", "lora_rocm.train.worker")
     if named_by == "start event":
         writer = EventWriter(run_dir.events())
-        writer.write("start", **start_fields(pid=pid))
+        writer.write(event("start", **start_fields(pid=pid)))
         writer.close()
         HeartbeatWriter(run_dir.heartbeat()).close()
     said: list[str] = []

@@ -18,6 +18,7 @@ from lora_rocm.families.ldm import encoders
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache import quarantine
 from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import guard, pipeline
@@ -45,9 +46,7 @@ def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = 
     directory = RunDir(place / "run").create()
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     session = Session(directory, watch_parent=False)
-    session.readers.append(
-        lambda event: on_progress(event["what"], event["done"]) if event["type"] == "cache" else None
-    )
+    session.readers.append(lambda event: on_progress(event.what, event.done) if isinstance(event, CacheEvent) else None)
     try:
         pipeline.prepare_data(pipeline.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
     finally:
@@ -183,7 +182,7 @@ def test_a_device_that_is_lost_too_does_not_take_the_place_of_the_first_error(
     def lost(*device: Any, **how: Any) -> DeviceTransfer:
         raise second
 
-    look = CacheGuard(rank=4, updates=0, emit=lambda *event, **fields: None)
+    look = CacheGuard(rank=4, updates=0, emit=lambda event: None)
     door = DeviceTransfer(torch.device("cpu"), pin=False)
     look(door)
     monkeypatch.setattr(Canary, "failure", lambda self: first)

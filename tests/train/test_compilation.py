@@ -21,6 +21,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels import backend as choice
 from lora_rocm.memory.controller import decide
+from lora_rocm.rundir.event_types import CompileEvent, Event
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
@@ -67,9 +68,9 @@ class Said:
         self.events: list[tuple[str, int, int]] = []
         self.beats: list[str] = []
 
-    def tell(self, event_type: str, *, size: str, done: int, total: int) -> None:
-        assert event_type == "compile"
-        self.events.append((size, done, total))
+    def tell(self, event: Event) -> None:
+        assert isinstance(event, CompileEvent)
+        self.events.append((event.size, event.done, event.total))
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from lora_rocm.checks.canary import Canary
 from lora_rocm.errors import CanaryError, ExportError, NonFiniteError, StateError
 from lora_rocm.export import writers
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
@@ -55,9 +56,9 @@ def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[Tra
     def watched(trainer: Trainer, max_train_steps: int) -> bool:
         emit = trainer.emit
 
-        def told(event_type: str, **fields: Any) -> None:
-            emit(event_type, **fields)
-            if event_type == "step" and fields["updates"] == updates:
+        def told(event: Event) -> None:
+            emit(event)
+            if isinstance(event, StepEvent) and event.updates == updates:
                 act(trainer)
 
         trainer.emit = told

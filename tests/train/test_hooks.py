@@ -14,6 +14,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Trainer
+from tests.supervisor.fake_run import event, step_fields
 from tests.train.test_loop import Corruptor, Rig, batches
 
 NUMBERS = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
@@ -85,9 +86,9 @@ def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     said: list[str] = []
     writer = TensorBoard(RunDir(tmp_path).tensorboard, said.append)
-    writer({"type": "step", "updates": 1, **NUMBERS, "optimizer": {"prodigy_d": 1e-4}})
-    writer({"type": "notice", "text": "nothing to plot"})
-    writer({"type": "end", "reason": "done", "updates": 1, "exit_code": 0})
+    writer(event("step", **step_fields(1, loss_scale=1.0, optimizer={"prodigy_d": 1e-4})))
+    writer(event("notice", text="nothing to plot"))
+    writer(event("end", reason="done", updates=1, exit_code=0))
     (file,) = RunDir(tmp_path).tensorboard.iterdir()
     assert b"step/loss" in file.read_bytes() and b"step/grad_norm" in file.read_bytes()
     assert b"step/prodigy_d" in file.read_bytes()
@@ -105,9 +106,9 @@ def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
     for updates in range(1, 40):
         if gone and updates == 3:
             shutil.rmtree(folder)
-        writer({"type": "step", "updates": updates, **NUMBERS})
+        writer(event("step", **step_fields(updates)))
         time.sleep(0.001)
-    writer({"type": "end", "reason": "done", "updates": 39, "exit_code": 0})
+    writer(event("end", reason="done", updates=39, exit_code=0))
     for thread in set(threading.enumerate()) - before:
         thread.join(10)  # it ends with an error, which must not be taken for that of a later test
     assert len(said) == 1 and str(folder) in said[0] and "Training goes on" in said[0]

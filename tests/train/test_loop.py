@@ -22,6 +22,7 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
 
@@ -123,8 +124,8 @@ class Rig:
             hooks=hooks or [],
         )
 
-    def emit(self, event_type: str, **fields: Any) -> None:
-        self.events.append({"type": event_type, **fields})
+    def emit(self, event: Event) -> None:
+        self.events.append(event.to_json())
 
     def fit(self, steps: int) -> Rig:
         self.finished = self.trainer.fit(steps)

@@ -19,7 +19,8 @@ from lora_rocm.errors import NonFiniteError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rules.mitigations import SEEN_OF_CODE
+from lora_rocm.rules.mitigations import seen_of_code
+from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
@@ -78,8 +79,8 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     session = Session(directory, watch_parent=False)
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["type"] == "step" and event["updates"] >= stop_at:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepEvent) and event.updates >= stop_at:
             directory.stop.touch()
 
     session.readers.append(stop)
@@ -190,7 +191,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
         with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as caught:
             after_step(patch, at, poison)
             start(recipe, run_dir)
-        assert caught.value.code == code and caught.value.exit_code == 3 and SEEN_OF_CODE[code] == seen
+        assert caught.value.code == code and caught.value.exit_code == 3 and seen_of_code(code) == seen
         last = events(run_dir, "phase")[-1]  # a look before a checkpoint has a checkpoint's time
         assert (last["phase"], last["state"]) == ("checkpoint", "begin" if code == "state-nonfinite" else "end")
         checkpoint, damaged = state.latest_valid(RunDir(run_dir))

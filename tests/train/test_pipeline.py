@@ -19,6 +19,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
@@ -79,7 +80,7 @@ def start(
     session = Session(directory, watch_parent=False)
     session.readers.append(
         lambda event: (
-            directory.stop.touch() if event["type"] == "step" and event["updates"] >= (stop_at or STEPS + 9) else None
+            directory.stop.touch() if isinstance(event, StepEvent) and event.updates >= (stop_at or STEPS + 9) else None
         )
     )
     try:

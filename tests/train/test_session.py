@@ -17,7 +17,7 @@ from lora_rocm.errors import StoppedError
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.session import Session
-from tests.supervisor.fake_run import step_fields
+from tests.supervisor.fake_run import event, step_fields
 
 START: dict[str, Any] = {
     "pid": 1,
@@ -32,7 +32,7 @@ START: dict[str, Any] = {
 def test_sessions_count_the_starts(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         session = Session(RunDir(tmp_path), watch_parent=False)
-        session.emit("start", **START)
+        session.emit(event("start", **START))
         session.close()
         assert session.events.session == number
     assert [event["session"] for event in read_events(RunDir(tmp_path).events())] == [1, 2, 3]
@@ -44,12 +44,12 @@ def test_phases_are_bracketed_and_readers_see_every_event(tmp_path: Path) -> Non
     with session.phase("load"):
         session.notice("hello")
     session.close()
-    assert [(event["type"], event.get("state")) for event in seen] == [
+    assert [(event.type, getattr(event, "state", None)) for event in seen] == [
         ("phase", "begin"),
         ("notice", None),
         ("phase", "end"),
     ]
-    assert seen == read_events(RunDir(tmp_path).events())
+    assert [event.type for event in seen] == [event["type"] for event in read_events(RunDir(tmp_path).events())]
 
 
 def test_caching_stops_when_asked_and_only_then(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def caching(done: int) -> Callable[[Session, ExitStack], None]:
 
 def after_a_step(session: Session, phases: ExitStack) -> None:
     phases.enter_context(session.phase("step"))
-    session.emit("step", **step_fields(1))
+    session.emit(event("step", **step_fields(1)))
     session.beat("loader")
 
 

@@ -1,0 +1,408 @@
+"""The events of a run and of its children: one class for each type.
+
+A writer makes an instance, and is refused what no reader would take. A reader takes a line if its class takes the
+fields; fields that the class does not have are those of another version and are left out. Text is made safe to print,
+and a number that is not finite is null, in writing and in reading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+from lora_rocm.foundation.terminal_text import legible
+
+MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # products and sums of them are finite
+
+
+def _text(value: object) -> str:
+    """Names of files, captions and what libraries say are in events: nothing of it may steer a terminal."""
+    if not isinstance(value, str):
+        raise ValueError("this is not a text")
+    return value if value.isprintable() else legible(value, keep="\n")
+
+
+def _anything(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list | tuple):
+        return [_anything(item) for item in value]
+    if isinstance(value, dict):
+        return {_anything(name): _anything(item) for name, item in value.items()}
+    return _finite(value)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _problem(value: dict[str, str]) -> dict[str, str]:
+    if not {"where", "what"} <= value.keys():
+        raise ValueError("this does not say what is wrong, and where")
+    return value
+
+
+Whole = Annotated[int, Field(gt=-MAX_WHOLE, lt=MAX_WHOLE)]
+Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+NumberOrNull = Annotated[Number | None, BeforeValidator(_finite)]
+Text = Annotated[str, PlainValidator(_text)]
+Anything = Annotated[Any, AfterValidator(_anything)]
+Problem = Annotated[dict[Text, Text], AfterValidator(_problem)]
+
+
+class Event(BaseModel):
+    """What every event has.
+
+    Attributes:
+        type: the name of the class in files.
+        time: seconds since the epoch; set where the event is written.
+        session: counts the starts of the worker in this run directory; set where the event is written.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    type: ClassVar[str]
+    time: Number = 0.0
+    session: Whole = 0
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Self:
+        """The event with these fields; those that the class does not have are passed over.
+
+        Raises:
+            ValidationError: a field is missing or holds something else.
+        """
+        return cls.model_validate(fields, extra=None if cls.model_config["extra"] == "allow" else "ignore")
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as its readers get it."""
+        return {"type": self.type, **self.__dict__, **(self.model_extra or {})}
+
+
+Emit = Callable[[Event], object]
+
+
+class StartEvent(Event):
+    """A worker started. resumed_from: an update count."""
+
+    type = "start"
+    pid: Whole
+    device: Text
+    torch: Text
+    threads: Whole
+    precision: Text
+    resumed_from: Whole | None
+
+
+class PhaseEvent(Event):
+    """phase: load, cache, compile, step, checkpoint, preview, export. state: begin or end. seconds: on end."""
+
+    type = "phase"
+    phase: Text
+    state: Text
+    seconds: Number
+
+
+class DataEvent(Event):
+    """What the data came to."""
+
+    type = "data"
+    samples: Whole
+    set_aside: list[Problem]
+    notices: list[Text]
+    buckets: dict[Text, Whole]
+    steps_per_epoch: Whole
+    max_train_steps: Whole
+
+
+class CacheEvent(Event):
+    """Caching goes on. what: an entry's progress name; sizes, hashes, texts: what is only looked at."""
+
+    type = "cache"
+    what: Text
+    done: Whole
+    total: Whole
+    per_second: NumberOrNull
+
+    @property
+    def encodes(self) -> bool:
+        """An encoder is at work."""
+        return self.done < self.total and bool(self.per_second)
+
+
+class CompileEvent(Event):
+    """Compiling goes on. done, total: shapes of samples. size: the shape that is compiled now, else empty."""
+
+    type = "compile"
+    size: Text
+    done: Whole
+    total: Whole
+
+
+class RepairedEvent(Event):
+    """A damaged cache entry was encoded again. kind: image, text. item: the image or caption."""
+
+    type = "repaired"
+    kind: Text
+    item: Text
+    reason: Text
+
+
+class StepEvent(Event):
+    """One confirmed update.
+
+    Seconds: step_s of the whole step, loading_s of waiting for the loader, copy_s of copies to the device, check_s of
+    checking them there, wait_s of waiting for the verdict. optimizer: what the optimizer tells of itself
+    (``optim.rule``), by name.
+    """
+
+    type = "step"
+    updates: Whole
+    max_train_steps: Whole
+    iteration: Whole
+    epoch: NumberOrNull
+    loss: NumberOrNull
+    learning_rate: Number
+    grad_norm: NumberOrNull
+    step_s: Number
+    loading_s: Number
+    copy_s: Number
+    check_s: Number
+    wait_s: Number
+    memory_bytes: Number
+    transfer_checks: Whole
+    transfer_failures: Whole
+    loss_scale: NumberOrNull
+    optimizer: dict[Text, Number]
+
+
+class IncidentEvent(Event):
+    """kind: transfer, nonfinite, fp16-overflow, out-of-memory."""
+
+    type = "incident"
+    kind: Text
+    iteration: Whole | None
+    samples: list[Text] | None
+    detail: Text
+    action: Text
+
+
+class CanaryEvent(Event):
+    """Known answers were asked for again. checks: their names. detail: what was wrong, else empty."""
+
+    type = "canary"
+    updates: Whole
+    passed: bool
+    checks: list[Text]
+    detail: Text
+    seconds: NumberOrNull
+
+
+class ValidationEvent(Event):
+    """The loss over samples that are held out."""
+
+    type = "validation"
+    updates: Whole
+    loss: NumberOrNull
+
+
+class CheckpointEvent(Event):
+    """A checkpoint was written, and a LoRA file beside it."""
+
+    type = "checkpoint"
+    updates: Whole
+    path: Text
+    lora: Text | None
+
+
+class PreviewEvent(Event):
+    """One preview round. pictures: paths relative to the run directory."""
+
+    type = "preview"
+    updates: Whole
+    pictures: list[Text]
+
+
+class ConceptEvent(Event):
+    """A number for the concept (``train.concept_score``)."""
+
+    type = "concept"
+    score: Number
+    control: NumberOrNull
+    detail: Anything
+
+
+class ExportEvent(Event):
+    """A LoRA file was written and read back."""
+
+    type = "export"
+    format: Text
+    path: Text
+    max_difference: NumberOrNull
+    cannot_read: list[Text]
+
+
+class NoticeEvent(Event):
+    """A sentence for the user."""
+
+    type = "notice"
+    text: Text
+
+
+class ChangeEvent(Event):
+    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: because of what."""
+
+    type = "change"
+    id: Text
+    effect: Text
+    seen: Text
+    text: Text
+
+
+class FailureEvent(Event):
+    """A worker failed; the supervisor writes it.
+
+    Attributes:
+        seen: see ``rules.mitigations``, or empty.
+        phase, activity, updates: where the worker was.
+        silent_s, limit_s: null unless it hung.
+        code, what, where: of its error, or how it ended.
+        stacks: file in the run directory.
+        kernel_log: lines of the system's log since its start.
+    """
+
+    type = "failure"
+    seen: Text
+    phase: Text
+    activity: Text | None
+    updates: Whole | None
+    silent_s: NumberOrNull
+    limit_s: NumberOrNull
+    code: Text
+    what: Text
+    where: Text
+    stacks: Text | None
+    kernel_log: list[Text]
+
+
+class RestartEvent(Event):
+    """The supervisor starts the worker again. spent, budget: of ``runtime.max_restarts``. attempt: ``train.loop``."""
+
+    type = "restart"
+    number: Whole
+    spent: Number
+    budget: Number
+    progress: bool
+    from_updates: Whole | None
+    attempt: Whole
+    changes: list[Text]
+
+
+class ErrorEvent(Event):
+    """The worker, or a child, ends with this error (``errors.LoraRocmError``)."""
+
+    type = "error"
+    code: Text
+    what: Text
+    where: Text
+    fix: Text
+    exit_code: Whole
+
+
+class EndEvent(Event):
+    """The worker is leaving. reason: done or stopped."""
+
+    type = "end"
+    reason: Text
+    updates: Whole
+    exit_code: Whole
+
+
+RUN_EVENTS = tuple(Event.__subclasses__())
+"""The events of a run directory. Those below are written by children that have none; so are ``export``, ``error``."""
+
+
+class DrawnEvent(Event):
+    """Previews that belong to no step of a run. pictures: absolute paths."""
+
+    type = "drawn"
+    pictures: list[Text]
+
+
+class ChecksEvent(Event):
+    """The names of all checks of a self-test."""
+
+    type = "checks"
+    names: list[Text]
+
+
+class CheckEvent(Event):
+    """A check of the self-test begins."""
+
+    type = "check"
+    name: Text
+    timeout_s: Number
+
+
+class ResultEvent(Event):
+    """A check of the self-test has ended."""
+
+    type = "result"
+    name: Text
+    status: Text
+    seconds: Number
+    detail: Text
+
+
+class _Figures(Event):
+    """Carries further fields: what a benchmark has found."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Anything]
+
+
+class MachineEvent(_Figures):
+    """What is measured. gpus: the bus of each."""
+
+    type = "machine"
+    device: Text
+    gpu: bool
+    torch: Text
+    hip: Text | None
+    cuda: Text | None
+    threads: Whole
+    budget_bytes: NumberOrNull
+    integrated: bool | None
+    gpus: Anything
+
+
+class LinkEvent(Event):
+    """The links between devices."""
+
+    type = "link"
+    links: Anything
+
+
+class BeginEvent(Event):
+    """The measurement of a row begins."""
+
+    type = "begin"
+    number: Whole
+    limit_s: Number
+    fields: Anything
+
+
+class RowEvent(_Figures):
+    """The measurement of a row has ended. problem: why there are no figures."""
+
+    type = "row"
+    number: Whole
+    problem: Text | None
+
+
+TYPES: dict[str, type[Event]] = {
+    kind.type: kind for kind in (*Event.__subclasses__(), *_Figures.__subclasses__()) if kind is not _Figures
+}
