@@ -85,6 +85,8 @@ def status_text(found: dict[str, Any]) -> str:
         lines.append(f"  error: {found['error']['what']}")
     lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
     lines += [f"  file: {path}" for path in found["files"]]
+    if found["last_event_s_ago"] is None and found["last_checkpoint"]:
+        lines.append("  its events are gone or damaged: steps, loss and rate are not known")
     return "\n".join(lines)
 
 

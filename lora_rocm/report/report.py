@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import RecipeError
+from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
@@ -70,9 +70,16 @@ def write_report(run_dir: RunDir) -> Path:
     """Write the report from what the run has so far.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: it cannot be written, or would take the place of one that says more.
     """
     events = read_events(run_dir.events())
+    if not events and run_dir.report.exists():
+        raise StorageError(
+            "events-lost",
+            "The events of this run are gone or damaged: a new report would have no curves.",
+            where=str(run_dir.events()),
+            fix="Put the file back from a copy. The report that is there was left as it is.",
+        )
     trouble = trouble_of(run_dir, events)
     try:
         recipe = load_recipe(run_dir.recipe).recipe

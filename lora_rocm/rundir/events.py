@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
@@ -87,6 +87,10 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+CHUNK_BYTES = 1 << 24
+ENDLESS = b"?"  # in place of a line's beginning: what follows it is no event
+
+
 class EventReader:
     """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones.
 
@@ -110,15 +114,18 @@ class EventReader:
                 return []
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                found = [event for line in self._lines(file) if (event := event_of(line)) is not None]
         except FileNotFoundError:
             return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._marks:
-            lines = [line for line in lines if any(mark in line for mark in self._marks)]
-        found = [event for event in map(event_of, lines) if event is not None]
         return [event for event in found if event["type"] in self._types] if self._types else found
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """The whole lines that may be of wanted types. A line without end costs no more memory than CHUNK_BYTES."""
+        while data := file.read(CHUNK_BYTES):
+            self._offset += len(data)
+            *lines, rest = (self._rest + data).split(b"\n")
+            self._rest = rest if len(rest) < CHUNK_BYTES else ENDLESS
+            yield from (line for line in lines if not self._marks or any(mark in line for mark in self._marks))
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:

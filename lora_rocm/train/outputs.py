@@ -266,7 +266,7 @@ class Artifacts:
         return Facts(
             steps=position.updates,
             epochs=epochs,
-            num_epochs=self.recipe.train.epochs or epochs + 1,
+            num_epochs=self.recipe.train.epochs or -(-self.room.max_train_steps // self.steps_per_epoch),
             num_images=sum(found.bucket_counts.values()),
             tag_frequency=found.tag_frequency,
             buckets={str(shape): count for shape, count in found.bucket_counts.items()},

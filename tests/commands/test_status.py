@@ -89,6 +89,10 @@ def test_finished(tmp_path: Path) -> None:
     assert found["last_checkpoint"] == str(run_dir.checkpoint(40))
     assert [Path(name).name for name in found["files"]] == ["lora-step00000040.safetensors", "lora.safetensors"]
     assert 0.05 < found["loss"] < 0.3
+    assert "gone or damaged" not in status_text(found)
+    run_dir.events().unlink()
+    run_dir.events("supervisor").unlink(missing_ok=True)
+    assert "its events are gone or damaged" in status_text(status(run_dir))
 
 
 def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:

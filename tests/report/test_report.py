@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lora_rocm.errors import StorageError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report import incident_texts, report
 from lora_rocm.report.report import write_report
@@ -161,6 +162,18 @@ def test_a_recipe_that_is_no_plain_file_is_neither_waited_for_nor_read_without_e
     assert ("Recipe" in checker.headings) == (
         kind == "link to a plain file"
     ) and "Exports, loaded back" in checker.headings
+
+
+def test_a_report_is_not_replaced_by_one_without_events(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    before = write_report(run_dir).read_bytes()
+    whole = run_dir.events().read_bytes()
+    run_dir.events().write_bytes(b"garbage\n")
+    with pytest.raises(StorageError, match="gone or damaged"):
+        write_report(run_dir)
+    assert run_dir.report.read_bytes() == before
+    run_dir.events().write_bytes(whole)
+    assert write_report(run_dir).read_bytes() == before
 
 
 def test_an_error_is_the_headline(run_dir: RunDir) -> None:

@@ -231,3 +231,13 @@ def test_what_a_library_prints_between_events_is_passed_over(tmp_path: Path) -> 
     noise = [b"[" * 100_000, b"\xff\xfe", b"null", b"5", b"{}", b'{"type": 5}', b'{"type": "step"}']
     path.write_bytes(b"\n".join([*noise, b'{"type": "checks", "names": []}', b""]))
     assert [event["type"] for event in read_events(path)] == ["checks"]
+
+
+def test_a_line_without_end_costs_only_itself_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    notice = json.dumps({"type": "notice", "time": 1.0, "session": 0, "text": "here"}).encode("ascii") + b"\n"
+    path.write_bytes(notice + bytes(1000) + b"\n" + notice)
+    monkeypatch.setattr(events, "CHUNK_BYTES", len(notice) + 7)
+    reader = EventReader(path)
+    assert [event["text"] for event in reader.poll()] == ["here", "here"]
+    assert len(reader._rest) < events.CHUNK_BYTES
