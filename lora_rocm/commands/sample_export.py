@@ -48,6 +48,9 @@ def sample(
     _check_options(options, config if base is None else None)
     if output is None:
         output = RunDir(source).asked if source.is_dir() else Path("samples")
+    elif not output.is_dir() and os.path.lexists(output):
+        what = "A file lies where the folder for the images would be made."
+        raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
     job = {
         **options,
         "source": str(source),

@@ -91,6 +91,11 @@ def train(start: Start) -> tuple[bool, int]:
     with session.phase("load"):
         artifacts, position = load(start, family, data)
     finished = position.updates >= data.max_train_steps  # only the result is missing
+    if position.updates > data.max_train_steps:
+        session.notice(
+            f"The checkpoint is of step {position.updates}, beyond the {data.max_train_steps} steps of the recipe: "
+            "the result is that of the checkpoint."
+        )
     if finished:
         data.workers.close()
         artifacts.checkpoint(position)  # a kill may have come before older ones were rotated away

@@ -77,6 +77,7 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
         ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
         ({"negative_prompt": "\udcff"}, "--negative-prompt"),
         ({"config": Path("c")}, "--config c"),
+        ({"output": Path("lora.safetensors")}, "--output lora.safetensors"),
     ],
 )
 def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, Any], words: str) -> None:
