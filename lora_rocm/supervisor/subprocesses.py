@@ -27,15 +27,17 @@ from lora_rocm.supervisor.process import (
     heavy_command,
     kill_tree,
     own_group,
+    stop_signals,
 )
 
 
 def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: OnEvent) -> int:
     """Run a heavy child that writes one JSON event a line on standard output; return its exit code.
 
-    Ctrl-C ends it at once: it keeps nothing that could be lost.
+    Ctrl-C, SIGTERM and the end of the terminal end it at once: it keeps nothing that could be lost.
 
     Raises:
+        KeyboardInterrupt: one of these came.
         LoraRocmError: the error event that it wrote.
         WorkerDiedError: it failed without one.
     """
@@ -61,7 +63,7 @@ def follow_tool(
         reader = EventReader(output)
         problem: Event | None = None
         late = False
-        with log.open("wb") as errors, output.open("wb") as events:
+        with log.open("wb") as errors, output.open("wb") as events, stop_signals() as asked:
             tool = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -74,6 +76,8 @@ def follow_tool(
             try:
                 ended = False
                 while not ended and not late:
+                    if asked.count or asked.closing:
+                        raise KeyboardInterrupt
                     ended = tool.poll() is not None
                     for event in reader.poll():
                         if event["type"] == "error":

@@ -41,6 +41,7 @@ from lora_rocm.train import checkpoint as state
 from lora_rocm.train.preview import png
 
 Job = dict[str, Any]
+WRITTEN_TOGETHER = 8  # images: what is drawn is not lost when more of them are asked for and somebody stops it
 
 
 def sample(job: Job, registry: Registry = PRODUCT) -> None:
@@ -75,14 +76,15 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         )
         for number in range(job["num"])
     ]
-    pictures = family.preview(model, requests, encoded.__getitem__)
-    paths, folder = [], Path(job["output"])
+    folder = Path(job["output"])
     root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
-    for request, picture in zip(requests, pictures, strict=True):
-        path = _free_name(folder, f"seed{request.seed}")
-        write_atomic(path, png(picture), root)
-        paths.append(str(path))
-    emit(DrawnEvent(pictures=paths))
+    for first in range(0, len(requests), WRITTEN_TOGETHER):
+        some, paths = requests[first : first + WRITTEN_TOGETHER], []
+        for request, image in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
+            path = _free_name(folder, f"seed{request.seed}")
+            write_atomic(path, png(image), root)
+            paths.append(str(path))
+        emit(DrawnEvent(pictures=paths))
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lora_rocm.errors import MachineError, UserError, WorkerDiedError
@@ -30,6 +32,21 @@ def for_json(name: str) -> object:
 
 
 both = pytest.mark.parametrize("run_it", [as_tool, for_json])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a Windows console that is closed is told otherwise")
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_tool_ends_with_the_one_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: str) -> None:
+    told = "import json, os, time\nprint(json.dumps({'type': 'notice', 'text': str(os.getpid())}), flush=True)\n"
+    name, pids = module(tmp_path, monkeypatch, told + "time.sleep(60)"), list[int]()
+
+    def stop(event: dict[str, Any]) -> None:
+        pids.append(int(event["text"]))
+        os.kill(os.getpid(), getattr(signal, sent))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tool(name, [], {**os.environ, "TMPDIR": str(tmp_path)}, stop)
+    assert not psutil.pid_exists(pids[0])
 
 
 def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
