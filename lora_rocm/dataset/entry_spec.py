@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-IMAGE, CAPTION = "image", "caption"
-INPUTS = (IMAGE, CAPTION)
+IMAGE, CAPTION, MASK = "image", "caption", "mask"
+INPUTS = (IMAGE, CAPTION, MASK)
 ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -41,8 +41,8 @@ class EntrySpec:
     """One cached entry of a sample.
 
     name: unique in a family; the folder of the cache that it lies in.
-    inputs: what it is made from, of INPUTS. There is one entry for each view (mirrored or not) of an image and for each
-        variant of a caption; with both inputs, one for each pair.
+    inputs: what it is made from, of INPUTS. There is one entry for each view (mirrored or not) of an image or mask and
+        for each variant of a caption; with both inputs, one for each pair.
     tensors: what it holds, without a batch dimension.
     follows_shape: the size of its tensors follows from the sample's ``Shape``.
     """
@@ -59,7 +59,7 @@ class EntrySpec:
 
     @property
     def has_views(self) -> bool:
-        return IMAGE in self.inputs
+        return not {IMAGE, MASK}.isdisjoint(self.inputs)
 
     @property
     def has_captions(self) -> bool:

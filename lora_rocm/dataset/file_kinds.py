@@ -91,7 +91,7 @@ class Companion:
 COMPANIONS = (
     Companion(
         "masks",
-        "masked training is not supported",
+        "data.mask_path does not name their folder",
         stem_ends=("-masklabel",),
         folders=("_mask", "_masks"),
         paired_folders=("mask", "masks", "alpha mask", "alpha masks", "alpha_mask", "alpha_masks", "masklabels"),

@@ -107,12 +107,12 @@ def walk(
     recursive: bool = True,
     exclude: Sequence[str] = (),
     caption_column: str | None = "text",
+    masks: str | None = None,
 ) -> Folder:
     """Find the pictures and captions in a folder and its sub-folders.
 
     Left out are names that begin with a dot, and run directories: what a run has drawn is nothing to train on, and each
     start would find more of it. What else is left out is counted and said: see ``left_out``.
-
     Linked folders and files are followed, each folder once, so that a loop of links ends; links that lead out of
     ``root`` are said, for what is trained on may end up in a file that is given away.
 
@@ -122,6 +122,7 @@ def walk(
         recursive: walk through sub-folders too.
         exclude: see ``Exclusion``.
         caption_column: of metadata files beside the pictures; None leaves these alone.
+        masks: a folder that may lie in there and holds no images to train on.
 
     Raises:
         DataError: no picture at all.
@@ -130,7 +131,7 @@ def walk(
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
-    for path, real in _files(folder, left_out, exclusion, recursive):
+    for path, real in _files(folder, left_out, exclusion, recursive, real_path(Path(masks)) if masks else None):
         (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
         if suffix in wanted:
             relative = real if real.isascii() and real.isprintable() else shown(real)
@@ -146,8 +147,7 @@ def walk(
             folder.captions[stem] = sys.intern(found_extension)
         else:
             left_out.no_image(real, stem, suffix)
-            if suffix in other_captions:
-                other_captions[suffix].add(stem)
+            other_captions.get(suffix, set()).add(stem)
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion)
     num_found = len(folder.relatives)
@@ -173,8 +173,10 @@ def _no_pictures(folder: Folder, suffixes: Counter[str], num_found: int) -> Data
     )
 
 
-def _files(folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool) -> Iterator[tuple[Path, str]]:
-    """Every file of the tree, folder by folder, and its path below the root with slashes."""
+def _files(
+    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, masks: str | None
+) -> Iterator[tuple[Path, str]]:
+    """Every file of the tree, folder by folder, and its path below the root with slashes; none of ``masks``."""
     root = folder.root
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
     real_root = real_path(root) or str(root)
@@ -197,7 +199,7 @@ def _files(folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: b
             if target is None:
                 left_out.unreachable.append(shown(relative))
             elif is_folder:
-                below.append((path, target, f"{relative}/"))
+                below += [(path, target, f"{relative}/")] if target != masks else []
             else:
                 if not _lies_in(target, real_root):
                     outside.append(f"{shown(relative)} -> {shown(target)}")

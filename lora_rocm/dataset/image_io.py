@@ -42,11 +42,13 @@ class Header:
     """What a header says of an image. size: (width, height) after EXIF orientation.
 
     several: it has further frames or pages, which are not read. deep_grey: grey of more than 8 bits.
+    transparent: it has an alpha channel, or a colour that stands for transparency.
     """
 
     size: tuple[int, int]
     several: bool = False
     deep_grey: bool = False
+    transparent: bool = False
 
 
 class UnreadablePicture(Exception):
@@ -99,18 +101,11 @@ def decode(content: bytes) -> Image.Image:
     Raises:
         UnreadablePicture: truncated, damaged, too large, or not a picture.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with quiet:
         try:
-            frugal = _Frugal(BytesIO(content))
-            with _open(frugal) as opened:
-                frugal.left = math.inf
-                profile = opened.info.get("icc_profile")
-                bits = _bits_per_sample(opened)
-                image = ImageOps.exif_transpose(opened)
-            if image.mode in ("I", "F") or image.mode.startswith("I;"):
-                image = _scaled_to_8_bit(image, bits)
+            image, profile = _upright(content)
             if not image.has_transparency_data:
                 return _to_srgb(image, profile)
             alpha = image.convert("RGBA").getchannel("A")
@@ -120,6 +115,40 @@ def decode(content: bytes) -> Image.Image:
             return white
         except _decode_errors() as error:
             raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+
+
+def decode_mask(content: bytes, alpha: bool) -> Image.Image:
+    """A mask in mode L, upright: 255 counts, 0 does not, nor do places that are transparent.
+
+    ``alpha``: of the alpha channel alone; an image without one counts everywhere.
+
+    Raises:
+        UnreadablePicture: as ``decode``.
+    """
+    from PIL import Image, ImageChops
+
+    with quiet:
+        try:
+            image, _ = _upright(content)
+            white = Image.new("L", image.size, 255)
+            opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else white
+            return opacity if alpha else ImageChops.multiply(image.convert("L"), opacity)
+        except _decode_errors() as error:
+            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+
+
+def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
+    """The picture with EXIF orientation applied and at most 8 bits a channel, and its colour profile."""
+    from PIL import ImageOps
+
+    frugal = _Frugal(BytesIO(content))
+    with _open(frugal) as opened:
+        frugal.left = math.inf
+        profile, bits = opened.info.get("icc_profile"), _bits_per_sample(opened)
+        image = ImageOps.exif_transpose(opened)
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        image = _scaled_to_8_bit(image, bits)
+    return image, profile
 
 
 def is_dark(content: bytes) -> bool:
@@ -234,7 +263,8 @@ def _header(file: BinaryIO) -> Header:
         several = image.format in SEVERAL_FRAMES and _has_several_frames(image)
         frugal.left = math.inf
         (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
-        return Header((height, width) if _orientation(image) in SIDEWAYS else (width, height), several, deep_grey)
+        size = (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+        return Header(size, several, deep_grey, image.has_transparency_data)
 
 
 def _has_several_frames(image: Image.Image) -> bool:

@@ -23,6 +23,7 @@ from lora_rocm.dataset.folders import (
 from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, leads_out, num_rows, picture_in, rows_of
 from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, Header, UnreadablePicture, decode, is_dark, read_header
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
+from lora_rocm.dataset.masks import Masks
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.errors import DataError, Problem
@@ -62,6 +63,7 @@ class _Findings:
     options: ResolvedSource
     samples: Samples
     report: Report
+    masks: Masks
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -83,6 +85,9 @@ class _Findings:
 
     def add(self, sample: Sample, header: Header) -> None:
         """Take a picture that can be used."""
+        if (problem := self.masks.look(sample, header)) is not None:
+            self.set_aside.append(problem)
+            return
         if header.several:
             self.several_frames.append(sample.key)
         if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
@@ -106,12 +111,15 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     findings: list[_Findings] = []
     samples = Samples(sources)
     for index, options in enumerate(sources):
-        found = _Findings(index, f"sources[{index}]/" if len(sources) > 1 else "", options, samples, report)
+        prefix = f"sources[{index}]/" if len(sources) > 1 else ""
+        found = _Findings(index, prefix, options, samples, report, Masks(options, index))
         if options.path is not None:
             _scan_folder(found)
         else:
             _scan_dataset(found)
         _say_captions(found)
+        found.notices += found.masks.notices()
+        found.lasting &= options.mask_path is None  # the listing of a manifest is of images alone
         findings.append(found)
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
     if not samples:
@@ -233,6 +241,7 @@ def _scan_folder(found: _Findings) -> None:
         recursive=options.recursive,
         exclude=options.exclude,
         caption_column=options.caption_column,
+        masks=options.mask_path,
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,16 +25,16 @@ from lora_rocm.cache_files.entry_file import CacheEntryBad
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.image_io import cut, quiet, readable_formats
+from lora_rocm.dataset.image_io import quiet, readable_formats
 from lora_rocm.dataset.progress import Progress
-from lora_rocm.dataset.scan import Sample, image_bytes, load_image
 from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import DataError, MachineError, Problem
-from lora_rocm.latent_cache.cache import MISSING, entry_key, image_parts
+from lora_rocm.latent_cache.cache import MISSING, entry_key
 from lora_rocm.latent_cache.encode_session import Encoding, Repaired
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
-from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready, pixels_of
+from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready
+from lora_rocm.latent_cache.masks import read_by
 from lora_rocm.latent_cache.prefetch import Behind, ahead
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Caches:
         failed: dict[str, Problem] = {}
         with quiet:
             for encoder in encoders:
-                _Images(self, encoder, samples, memory, found, failed).fill()
+                _Images(self, encoder, read_by(encoder, samples), memory, found, failed).fill()
         return failed
 
     def fill_texts(self, captions: Iterable[str]) -> None:
@@ -190,12 +190,15 @@ class Caches:
 
     def _image_again(self, encoder: Encoder, key: str) -> tuple[Tensors, str]:
         """The tensors of an entry that is made from an image, and where the image is."""
-        known = self._pairs if encoder.entry.has_captions else self._samples
-        hashed = (wanted for wanted in known if wanted.sha256)
-        all_entries = ((wanted, entry) for wanted in hashed for entry in entries_of(encoder, wanted, wanted.sha256))
-        wanted, entry = next(pair for pair in all_entries if key in (pair[1].whole_key, pair[1].tiled_key))
+        known = self._pairs if encoder.entry.has_captions else read_by(encoder, self._samples)
+        hashed = ((wanted, sha256) for wanted in known if (sha256 := wanted.hashed()))
+        all_entries = ((*pair, entry) for pair in hashed for entry in entries_of(encoder, *pair))
+        found = next((each for each in all_entries if key in (each[2].whole_key, each[2].tiled_key)), None)
         try:
-            image = _image_as_before(wanted.sample, wanted.sha256)
+            if found is None:
+                raise _changed(encoder.entry.name)
+            wanted, sha256, entry = found
+            image = _image_as_before(wanted, sha256)
         except DataError as error:
             raise DataError(
                 "image-unreadable",
@@ -204,7 +207,7 @@ class Caches:
                 fix="Restore the image, or take it away; then run the same command again.",
             ) from None
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
-        inputs = entry.inputs(pixels_of(cut(image, wanted.geometry, entry.flip)))
+        inputs = entry.inputs(wanted.tensor(image, entry.flip))
         place = shown(wanted.sample.location)
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
@@ -283,7 +286,7 @@ class _Images:
             if fault == MISSING and entry.tiled_key is not None:
                 fault = cache.fault(name, entry.tiled_key)
                 in_tiles = not fault
-            entries.append(Entry(entry.flip, entry.caption, entry.whole_key, entry.tiled_key, fault, in_tiles))
+            entries.append(replace(entry, fault=fault, in_tiles=in_tiles))
         return tuple(entries)
 
     def _looked_at(self) -> Iterator[Looked]:
@@ -322,26 +325,29 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
     for flip in wanted.flips:
-        image = image_parts(sha256, wanted.geometry, flip)
+        image = wanted.parts(sha256, flip)
         for caption in wanted.captions:
             parts = image if caption is None else (*image, caption)
             whole_key = entry_key(name, parts, encoder.fingerprint)
             tiled_key = entry_key(name, parts, tiled.fingerprint) if tiled is not None else None
-            entries.append(Entry(flip, caption, whole_key, tiled_key))
+            entries.append(Entry(flip, caption, whole_key, tiled_key, wanted.reads))
     return tuple(entries)
 
 
-def _image_as_before(sample: Sample, sha256: str) -> Image.Image:
+def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
     """The image, if its bytes are those that its key stands for.
 
     Raises:
         DataError: it cannot be read, or is another one by now: under that key it would be taken for the first for good.
     """
-    content = image_bytes(sample)
+    content = wanted.read()
     if hash_of(content) != sha256:
-        what = "The image has changed since the run began."
-        raise DataError("image-changed", what, where=shown(sample.location))
-    return load_image(sample, content)
+        raise _changed(shown(wanted.sample.location))
+    return wanted.decoded(content)
+
+
+def _changed(where: str) -> DataError:
+    return DataError("image-changed", "The image or its mask has changed since the run began.", where=where)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.image_io import cut
 from lora_rocm.dataset.scan import Sample, image_bytes, load_image
 from lora_rocm.errors import DataError, LoraRocmError, Problem
+from lora_rocm.latent_cache.cache import image_parts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -43,6 +44,48 @@ class Wanted:
     captions: tuple[str | None, ...] = (None,)
 
     @property
+    def reads(self) -> str:
+        """What its entries are made from: of ``entry_spec.INPUTS``."""
+        return IMAGE
+
+    @property
+    def file(self) -> Path | None:
+        """What is read, if it is a file of its own."""
+        return self.sample.location if isinstance(self.sample.location, Path) else None
+
+    def hashed(self) -> str:
+        """The hash of the bytes that its entries were made from; empty if they are not known."""
+        return self.sha256
+
+    def read(self) -> bytes:
+        """The undecoded bytes of what is read.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        return image_bytes(self.sample)
+
+    def decoded(self, content: bytes) -> Image.Image:
+        """What was read, upright.
+
+        Raises:
+            DataError: it cannot be used.
+        """
+        return load_image(self.sample, content)
+
+    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
+        """What the encoder takes of one view: here pixels_CHW.
+
+        Raises:
+            DataError: nothing is left of it.
+        """
+        return pixels_of(cut(image, self.geometry, flip))
+
+    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
+        """What says which view is encoded, for the key of its entry; ``sha256``: of what is read."""
+        return image_parts(sha256, self.geometry, flip)
+
+    @property
     def num_bytes(self) -> int:
         """Estimated memory from decoding to encoding."""
         height, width = self.geometry.target_hw
@@ -59,6 +102,7 @@ class Entry:
     """One entry of a sample that is made from an image.
 
     whole_key: its key if the image is encoded whole; tiled_key: if it is encoded in tiles and can be.
+    reads: what it is made from, beside the caption.
     in_tiles: which of the two lies in the cache, or will. fault: what is wrong with that one, if anything.
     """
 
@@ -66,6 +110,7 @@ class Entry:
     caption: str | None
     whole_key: str
     tiled_key: str | None
+    reads: str = IMAGE
     fault: str = ""
     in_tiles: bool = False
 
@@ -73,9 +118,9 @@ class Entry:
     def key(self) -> str:
         return self.tiled_key if self.in_tiles and self.tiled_key is not None else self.whole_key
 
-    def inputs(self, pixels_CHW: Tensor) -> Mapping[str, Tensor | str]:
-        """What its encoder takes."""
-        return {IMAGE: pixels_CHW} if self.caption is None else {IMAGE: pixels_CHW, CAPTION: self.caption}
+    def inputs(self, tensor: Tensor) -> Mapping[str, Tensor | str]:
+        """What its encoder takes, with the ``Wanted.tensor`` of its view."""
+        return {self.reads: tensor} if self.caption is None else {self.reads: tensor, CAPTION: self.caption}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +128,7 @@ class Looked:
     """What is known of a sample's image without reading it, or (with ``pixels``) after.
 
     sha256, entries: empty if the hash is not known. file: what the hash is to be remembered by.
-    pixels: pixels_CHW of each entry that has a fault.
+    pixels: ``Wanted.tensor`` of each entry that has a fault.
     problem: why the image cannot be used; passing: it may be usable another time.
     """
 
@@ -112,12 +157,11 @@ def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wante
 
 
 def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: Wanted) -> Looked:
-    location = wanted.sample.location
     try:
-        if isinstance(location, Path):
-            sha256 = memory.recall(FileState.of(location)) or ""
+        if wanted.file is not None:
+            sha256 = memory.recall(FileState.of(wanted.file)) or ""
         else:
-            sha256 = hash_of(image_bytes(wanted.sample))
+            sha256 = hash_of(wanted.read())
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
     return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
@@ -130,18 +174,17 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         LoraRocmError: the cache cannot be read.
         MemoryError, RuntimeError: memory ran out; a note says at which image.
     """
-    sample = wanted.sample
     try:
-        file = FileState.of(sample.location) if isinstance(sample.location, Path) else None
-        content = image_bytes(sample)
+        file = FileState.of(wanted.file) if wanted.file is not None else None
+        content = wanted.read()
         sha256 = hash_of(content)
         entries = entries_of(wanted, sha256)
         if not any(entry.fault for entry in entries):
             return Looked(sha256, entries, file)
-        image = load_image(sample, content)
+        image = wanted.decoded(content)
         del content
         views = {
-            flip: pixels_of(cut(image, wanted.geometry, flip))
+            flip: wanted.tensor(image, flip)
             for flip in wanted.flips
             if any(entry.fault and entry.flip is flip for entry in entries)
         }
@@ -151,7 +194,7 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
     except LoraRocmError:
         raise
     except (MemoryError, RuntimeError) as error:
-        error.add_note(f"while this image was made ready: {shown(sample.location)}")
+        error.add_note(f"while this image was made ready: {shown(wanted.file or wanted.sample.location)}")
         raise
 
 
@@ -165,7 +208,7 @@ def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
         return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
     what = f"The image cannot be read: {error.strerror}."
     fix = "Restore the file or take it away."
-    return Looked(problem=Problem(shown(wanted.sample.location), what, fix), passing=passing)
+    return Looked(problem=Problem(shown(wanted.file or wanted.sample.location), what, fix), passing=passing)
 
 
 def hash_of(content: bytes) -> str:

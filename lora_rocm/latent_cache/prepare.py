@@ -29,6 +29,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
 from lora_rocm.latent_cache.item_table import Items, SamplesOf, Usable, identity
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
+from lora_rocm.latent_cache.masks import mask_encoders
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily, Tensors
@@ -79,7 +80,8 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         StorageError: the cache cannot be written; what is in it stays.
         MachineError: an image does not fit into memory, not even in tiles; or what ``Encoding.look`` raises.
     """
-    encoders = family.encoders()  # finds the base model: before the long work
+    # The base model is found: before the long work. Masks come first: the hash that is kept is the image's.
+    encoders = (*mask_encoders(recipe), *family.encoders())
     caches = Caches(encoding, encoders)
     if facts is not None:
         caches.fill_texts(("", *_prompts(recipe)))

@@ -18,6 +18,7 @@ from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.manifest import Facts
+from lora_rocm.latent_cache.masks import MASK_ENTRY
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
@@ -40,7 +41,7 @@ def open_workers(
     given_up: GivenUp = lambda seen: None,
 ) -> Workers:
     """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
-    reader = Reader(cache, [encoder.entry for encoder in family.encoders()])
+    reader = Reader(cache, [MASK_ENTRY, *(encoder.entry for encoder in family.encoders())])
     return Workers(reader, runtime, say, given_up)
 
 

@@ -46,7 +46,12 @@ TOY_TEXT = FamilySpec(
     shapes=ShapeRules((Axis("tokens", unit="tokens"),)),
     samples=("text",),
     preview="text",
-    unread=frozenset({"data.resolution", "data.flip_aug", "sample.width", "sample.height"}),
+    unread=frozenset(
+        {
+            *("data.resolution", "data.flip_aug", "data.mask_path", "data.alpha_mask"),
+            *("sample.width", "sample.height"),
+        }
+    ),
     marks=Marks(pipelines=("ToyText",)),
 )
 TOY_VIDEO = FamilySpec(

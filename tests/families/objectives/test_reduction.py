@@ -68,3 +68,13 @@ def test_another_distance() -> None:
     sample = Prediction(random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8), ONES_B)
     loss_B = reduced(sample, distance=lambda prediction, target: (prediction - target).abs())
     torch.testing.assert_close(loss_B, sample.prediction.abs().mean(dim=(1, 2, 3)))
+
+
+def test_a_batch_of_masked_and_whole_samples_is_its_singles() -> None:
+    prediction, target = random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8)
+    mask = torch.stack([torch.ones(1, 8, 8), random(1, 8, 8).abs()])
+    loss_B = reduced(Prediction(prediction, target, ONES_B), mask)
+    rows = (slice(0, 1), slice(1, 2))
+    singles = [reduced(Prediction(prediction[row], target[row], ONES_B[row]), mask[row]) for row in rows]
+    torch.testing.assert_close(loss_B, torch.cat(singles))
+    torch.testing.assert_close(loss_B[:1], reduced(Prediction(prediction[:1], target[:1], ONES_B[:1])))

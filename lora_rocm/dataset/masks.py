@@ -1,0 +1,148 @@
+"""Masks: how much each place of an image counts in the loss. Where they are, whether they fit, and their values."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_rocm.dataset.buckets import Geometry, Size
+from lora_rocm.dataset.folders import shown, source_folder
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.image_io import Header, UnreadablePicture, read_header, readable_extensions
+from lora_rocm.dataset.left_out import COMPANION_END, counted, few, some
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.recipe.schema import ResolvedSource
+
+MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained on whole."
+
+
+class Masks:
+    """The masks of one source. A file of ``mask_path`` belongs to the image with its path below the source's folder.
+
+    Extensions do not count, nor the endings that other trainers give to masks ("0-masklabel", "0_mask").
+
+    Args:
+        options: of the source.
+        index: of the source in the recipe.
+
+    Raises:
+        DataError: the masks are said to lie among the images.
+    """
+
+    def __init__(self, options: ResolvedSource, index: int) -> None:
+        self._options = options
+        self._with, self._without, self._used = 0, few(), set[Path]()
+        if options.mask_path is None:
+            return
+        self._images, self._root = source_folder(options.path or "", index), Path(options.mask_path)
+        if os.path.realpath(self._images) == os.path.realpath(self._root):
+            raise DataError(
+                "mask-folder-same",
+                "mask_path is the folder of the images themselves.",
+                where=shown(self._root),
+                fix="Put the masks into a folder of their own, or set data.alpha_mask: true for the alpha channels.",
+            )
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Path below the folder, without extension -> mask; of several the first by name."""
+        wanted, found = readable_extensions(), dict[str, Path]()
+        for parent, _, names in os.walk(self._root, onerror=_refuse):
+            for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+                if path.suffix.lower() in wanted:
+                    found.setdefault(str(path.relative_to(self._root).with_suffix("")), path)
+        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+
+    def of(self, sample: Sample) -> Path | DatasetRow | None:
+        """What holds the mask of an image of this source: a file, or the image itself; None if nothing does."""
+        if self._options.mask_path is None:
+            return sample.location if self._options.alpha_mask else None
+        assert isinstance(sample.location, Path), "a recipe with rows of a dataset and mask_path is refused"
+        return self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
+
+    def look(self, sample: Sample, header: Header) -> Problem | None:
+        """Count an image, and look at the header of its mask: why the two cannot be used, if they cannot."""
+        mask = self.of(sample)
+        if mask is None or (self._options.alpha_mask and not header.transparent):
+            self._without.append(sample.key)
+            return None
+        self._with += 1
+        if mask == sample.location:
+            return None
+        assert isinstance(mask, Path), "a row of a dataset is its own mask"
+        self._used.add(mask)
+        try:
+            size = read_header(mask).size
+        except UnreadablePicture as error:
+            return Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX)
+        if fits(size, (sample.width, sample.height)):
+            return None
+        sizes = f"{size[0]}x{size[1]}, and the image is {sample.width}x{sample.height}"
+        return Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX)
+
+    def notices(self) -> list[str]:
+        """What the user should know of the masks, where the recipe asks for any.
+
+        Raises:
+            DataError: no image has one.
+        """
+        if self._options.mask_path is None and not self._options.alpha_mask:
+            return []
+        where = shown(self._options.mask_path or self._options.path or self._options.dataset)
+        if not self._with and self._without:
+            raise DataError(
+                "masks-missing",
+                f"None of the {len(self._without)} images has a mask.",
+                where=where,
+                fix="Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
+                if self._options.mask_path
+                else "Remove alpha_mask, or set mask_path: none of these files has an alpha channel.",
+            )
+        said = [f"{self._with} of {self._with + len(self._without)} images have a mask ({where})."]
+        if self._without:
+            have = counted(self._without, "image has none and is", "images have none and are")
+            said.append(f"{have} trained on whole: {some(self._without)}.")
+        files = set() if self._options.mask_path is None else {*self._files.values()} - self._used
+        if lonely := sorted(shown(path.name) for path in files):
+            have = counted(lonely, "mask has", "masks have")
+            said.append(f"{have} no image of the same name: {some(lonely)}.")
+        return [" ".join(said)]
+
+
+def _refuse(error: OSError) -> NoReturn:
+    what, where = f"A folder of masks cannot be read: {error.strerror}.", shown(error.filename)
+    raise DataError("mask-folder-unreadable", what, where=where, fix="Correct data.mask_path, or the rights.")
+
+
+def fits(mask_wh: Size, image_wh: Size) -> bool:
+    """Whether a mask has the proportions of an image, but for a pixel that rounding has cost."""
+    (mask_width, mask_height), (width, height) = mask_wh, image_wh
+    return abs(mask_height * width - mask_width * height) <= max(width, height)
+
+
+def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, step_hw: Size) -> NDArray[np.float32]:
+    """The mask of an image as it is cut, reduced by area: float32 of 0 to 1, one value a cell of ``step_hw`` pixels.
+
+    As ``image_io.cut`` does it, the whole is mirrored before it is cropped.
+    """
+    (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
+    (target_height, target_width), (step_y, step_x) = geometry.target_hw, step_hw
+    seen_HW = mask_HW[:, ::-1] if flip else mask_HW
+    rows_HW = _means(seen_HW, np.arange(top, top + target_height + 1, step_y), height)
+    cells_WH = _means(rows_HW.T, np.arange(left, left + target_width + 1, step_x), width)
+    return (cells_WH.T / 255.0).astype(np.float32)
+
+
+def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
+    """Means over the rows between edges, on a scale on which all N rows are ``whole`` long."""
+    values = values_NM.astype(np.float64)
+    at = edges * len(values) / whole
+    lower = np.minimum(at.astype(np.int64), len(values) - 1)
+    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+    return np.diff(sums[lower] + (at - lower)[:, None] * values[lower], axis=0) / np.diff(at)[:, None]
