@@ -186,8 +186,8 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         report=CacheRoom(cache, session.cache_progress, session.notice),
         notice=session.notice,
         repaired=session.repaired,
-        tiles=start.settings.vae_tiling,
-        tiles_needed=lambda: tell("vae-tiling", session.emit),
+        tiles=start.settings.image_tiling,
+        tiles_needed=lambda: tell("image-tiling", session.emit),
         open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )
