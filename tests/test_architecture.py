@@ -70,6 +70,15 @@ PROCESS_EDGES = {
 }
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+FAMILY_WORDS = re.compile(
+    r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad)|text_encoder|lora_te)(?![a-z]{2})", re.IGNORECASE
+)
+FOREIGN_NAMES = (
+    *("families", "base_models", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
+    *("adapters.lora_reader", "adapters.lora_parts", "adapters.origin"),
+)
+"""Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
+MAX_FAMILY_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -302,6 +311,28 @@ def python_child_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} starts a process by {ast.unparse(node.func)}"
 
 
+def family_word_lines(module: Module) -> Iterator[str]:
+    """Lines of shared code with a word of some family as an identifier or a key; what is said to users is none."""
+    if module.name.removeprefix(f"{PACKAGE}.").startswith(FOREIGN_NAMES):
+        return
+    said = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+    lines: dict[int, str] = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.expr | ast.stmt | ast.arg | ast.keyword | ast.alias) and id(node) not in said:
+            for word in _words_of(node):
+                if FAMILY_WORDS.search(word):
+                    lines[node.lineno] = word
+    yield from (f"{module.name}:{line} {word}" for line, word in lines.items())
+
+
+def _words_of(node: ast.AST) -> Iterator[str]:
+    """The identifiers that a node itself holds, and a text that has no spaces. numpy's ``clip`` is none."""
+    for field in ("id", "attr", "arg", "name", "value"):
+        word = getattr(node, field, None)
+        if isinstance(word, str) and " " not in word and (field, word) != ("attr", "clip"):
+            yield word
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -320,6 +351,27 @@ def test_holds(rule: Callable[[Module], Iterator[str]], scripts_too: bool) -> No
     modules = package_modules() + (script_modules() if scripts_too else ())
     faults = sorted({fault for module in modules for fault in rule(module)})
     assert not faults, "\n".join(faults)
+
+
+def test_shared_code_hardly_names_a_family() -> None:
+    found = sorted(line for module in package_modules() for line in family_word_lines(module))
+    assert len(found) <= MAX_FAMILY_LINES, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("train.loop", "unet = model.components['x']", 1),
+        ("train.loop", "x = model.components['unet']", 1),
+        ("train.loop", "def f(time_ids: int) -> None:\n    send(pooled_embeds=1)", 2),
+        ("train.loop", "import vae\nlora_te1_x = sample.vae_name", 2),
+        ("families.ldm.family", "unet = model.components['unet']", 0),
+        ("recipe.peer_names", "X = {'unet_lr': 1}", 0),
+        ("train.loop", '"""The UNet."""\n# vae\nx = "SDXL has a VAE"\nx.clip(1)\nclip_grad_norm(x)\nclipped = x', 0),
+    ],
+)
+def test_family_words_are_found_where_they_do_not_belong(name: str, source: str, count: int) -> None:
+    assert len(list(family_word_lines(Module(f"{PACKAGE}.{name}", source)))) == count
 
 
 def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> object:

@@ -244,9 +244,7 @@ class Adapter(ABC):
         groups = []
         for component in self.components:
             names = [name for name in self.parameters if name.startswith(component + ".")]
-            rate = optim.learning_rate
-            if component in self.family.text_components and optim.text_encoder_learning_rate is not None:
-                rate = optim.text_encoder_learning_rate
+            rate = optim.text_rate if component in self.family.text_components else optim.learning_rate
             groups.append({"names": names, "component": component, "lr": rate})
         return groups
 

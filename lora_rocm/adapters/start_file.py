@@ -44,7 +44,7 @@ def check_start(
     text = [name for name in outside if name.split(".")[0] in family.text_components]
     _refuse_beyond_text_targets(family, text, path)
     found = []
-    if text and not lora.train_text_encoder:
+    if text and not any(name.split(".")[0] in family.text_components for name in adapted):
         found.append(("it adapts the text encoders", "lora.train_text_encoder to true"))
     rest = sorted(set(outside) - set(text))
     if rest:
@@ -73,17 +73,17 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
 
 def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
     """A value of ``lora.targets`` for what is adapted and for more: a preset's name, else expressions as YAML."""
-    unet = [name for name in adapted if name.split(".")[0] not in family.text_components]
+    others = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)
     presets = family.lora_targets
-    fitting = next((name for name, preset in presets.items() if _covers(preset, [*unet, *more])), None)
+    fitting = next((name for name, preset in presets.items() if _covers(preset, [*others, *more])), None)
     if fitting is not None:
         return fitting
     own = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
     expressions = [pattern for target in own for pattern in _expressions(family, presets.get(target, {"": target}))]
     best = max(presets.values(), key=lambda preset: sum(_covers(preset, [name]) for name in more))
     if any(_covers(best, [name]) for name in more):
-        expressions = _expressions(family, best) if _covers(best, unet) else expressions + _expressions(family, best)
+        expressions = _expressions(family, best) if _covers(best, others) else expressions + _expressions(family, best)
         more = [name for name in more if not _covers(best, [name])]
     numberless = {re.sub(r"\d+", r"\\d+", re.escape(name.partition(".")[2])) for name in more}
     quoted = ("'" + pattern.replace("'", "''") + "'" for pattern in [*expressions, *sorted(numberless)])

@@ -24,6 +24,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.loader.batches import Facts, Item, Prepared
 from lora_rocm.recipe.schema import Recipe, SampleSection
+from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
@@ -55,7 +56,8 @@ def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
         "output": recipe.output.model_copy(update={"save_every_n_steps": NEVER}),
     }
     if random_weights:
-        base = {"name_or_path": PREFIX + recipe.model.name_or_path, "vae": None, "config": None}
+        others = {name: None for name, field in type(recipe.model).model_fields.items() if path_rule(field)}
+        base = {**others, "name_or_path": PREFIX + recipe.model.name_or_path}
         parts["model"] = recipe.model.model_copy(update=base)
         parts["lora"] = recipe.lora.model_copy(update={"init_from": None})
         parts["cache"] = recipe.cache.model_copy(update={"dir": str(folder / "cache")})

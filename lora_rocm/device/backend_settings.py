@@ -24,7 +24,7 @@ def apply(settings: Settings, device: torch.device) -> None:
     limit(device, settings.memory_limit_bytes)
 
 
-def vae_attention(device: torch.device) -> AbstractContextManager[None]:
+def plain_attention(device: torch.device) -> AbstractContextManager[None]:
     """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which no check of the self-test looks at.
 
     Fused attention is known to crash there on large pictures (ComfyUI comfy/model_management.py), and to give black

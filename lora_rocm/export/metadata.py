@@ -26,7 +26,7 @@ class Facts:
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: pictures of an epoch, repeats included.
     tag_frequency: folder -> tag -> count; buckets: "WxH" -> pictures; dataset_dirs: folder -> {n_repeats, img_count}.
-    base_name: of the base model; vae_name: of a separate VAE.
+    base_name: of the base model.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
     """
 
@@ -38,7 +38,6 @@ class Facts:
     buckets: Mapping[str, int] = field(default_factory=dict)
     dataset_dirs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     base_name: str = ""
-    vae_name: str = ""
     finished_at_s: int | None = None
 
 
@@ -52,7 +51,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
-    text_rate = optim.text_encoder_learning_rate or optim.learning_rate
+    trains_text = any(map(recipe.trains, recipe.spec.text_components))
     values: dict[str, Any] = {
         **names.extra,
         "ss_base_model_version": names.base_version or None,
@@ -69,8 +68,8 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
         "ss_gradient_checkpointing": train.gradient_checkpointing,
         "ss_learning_rate": optim.learning_rate,
-        "ss_unet_lr": optim.learning_rate,
-        "ss_text_encoder_lr": text_rate if recipe.lora.train_text_encoder else None,
+        names.rate: optim.learning_rate,
+        names.text_rate: optim.text_rate if trains_text else None,
         "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
@@ -78,7 +77,6 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_seed": train.seed,
         "ss_mixed_precision": train.mixed_precision,
         "ss_resolution": f"({recipe.data.resolution}, {recipe.data.resolution})",
-        "ss_clip_skip": None,
         **recipe.objective.metadata(),
         "ss_network_dropout": recipe.lora.dropout or None,
         "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
@@ -93,7 +91,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_bucket_info": _json(_bucket_info(facts.buckets)),
         "ss_sd_model_name": facts.base_name,
         "ss_sd_model_hash": family.base_facts()["hash"] or None,
-        "ss_vae_name": facts.vae_name or None,
+        **recipe.model.metadata(),
         "ss_training_finished_at": facts.finished_at_s,
     }
     return {name: str(value) for name, value in values.items() if value is not None}

@@ -24,9 +24,8 @@ class CheckpointSection(ModelSection):
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
 
-    @property
-    def vae_name(self) -> str:
-        return Path(self.vae).name if self.vae else ""
+    def metadata(self) -> Mapping[str, object]:
+        return {"ss_vae_name": Path(self.vae).name if self.vae else None}
 
 
 SampleKind = Literal["image", "text", "video"]
@@ -99,12 +98,15 @@ class FileMetadata:
         architecture: of Stability's modelspec.
         implementation: of Stability's modelspec, a URL.
         extra: further ``ss_`` fields.
+        rate, text_rate: fields of the learning rates of what is always trained, and of the text encoders.
     """
 
     base_version: str = ""
     architecture: str = ""
     implementation: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
+    rate: str = "ss_unet_lr"
+    text_rate: str = "ss_text_encoder_lr"
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Settings:
     """Passes may be captured and replayed as graphs."""
     triton: bool = True
     """This program's Triton kernels may be used, where they pass their proof."""
-    vae_tiling: bool = False
+    image_tiling: bool = False
     """Images to train on are encoded in tiles, whatever their size."""
     preview_tiling: bool = False
     """Previews are decoded in tiles, whatever their size."""

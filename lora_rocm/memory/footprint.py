@@ -189,7 +189,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     ``on_gpu``: with the kernels that a GPU would use.
     """
     presets = next(iter(family.lora_targets.values()))
-    wanted = [name for name in presets if recipe.lora.train_text_encoder or name not in family.text_components]
+    wanted = [name for name in presets if recipe.trains(name)]
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)

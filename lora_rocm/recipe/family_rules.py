@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_rocm.errors import Problem
 from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.schema import TEXT_KEY
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key
 
@@ -35,9 +36,9 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
             near = [str(side) for side in (value // step * step, -(-value // step) * step) if 0 < side <= most]
             what = f"has to be a multiple of {step} for {spec.title}, got {value}"
             yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
-    if _get(data, ("lora", "train_text_encoder")) is True and not spec.text_components:
+    if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
         what = f"{spec.title} has no text encoder that can be trained"
-        yield Problem(where(("lora", "train_text_encoder")), what, "Remove it, or set it to false.")
+        yield Problem(where(("lora", TEXT_KEY)), what, "Remove it, or set it to false.")
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:

@@ -203,7 +203,7 @@ def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Sentences about values that are possible and hardly ever meant."""
     found = []
-    for name in ("learning_rate", "text_encoder_learning_rate"):
+    for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
         if rate is not None and not lowest <= rate <= highest:
             height = "high" if rate > highest else "low"

@@ -13,7 +13,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
-from lora_rocm.recipe.schema import MOVED
+from lora_rocm.recipe.schema import MOVED, TEXT_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
 HEAD = """# The recipe
@@ -122,7 +122,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
             section, _, key = name.partition(".")
             keys.setdefault(section, {})[key] = False
         if not spec.text_components:
-            keys.setdefault("lora", {})["train_text_encoder"] = {"const": False}
+            keys.setdefault("lora", {})[TEXT_KEY] = {"const": False}
         shared = {section: {"properties": known} for section, known in keys.items()}
         rules[spec.name] = {"properties": {"objective": {"$ref": ref}, **shared}}
     return rules

@@ -265,6 +265,11 @@ class OptimSection(Section):
     )
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 switches it off.")
 
+    @property
+    def text_rate(self) -> float:
+        """The peak learning rate of the text encoders."""
+        return self.text_encoder_learning_rate or self.learning_rate
+
 
 class AdamwSection(OptimSection):
     """Optimizer and schedule. Steps are optimizer updates."""
@@ -476,6 +481,10 @@ class Recipe(Section):
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()
 
+    def trains(self, component: str) -> bool:
+        """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
+        return component not in self.spec.text_components or self.lora.train_text_encoder
+
     @property
     def preview_size(self) -> tuple[int, int]:
         """(width, height) of previews in pixels: as asked, else the resolution, cut to what the family takes."""
@@ -488,6 +497,8 @@ ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": Lok
 """The section of each ``lora.type``; the first is that of a recipe that names none."""
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
+TEXT_KEY = "train_text_encoder"
+"""The key of ``lora`` that a family without text encoders refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Places of keys that are still read, and where each of them is now."""
 

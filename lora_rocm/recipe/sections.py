@@ -94,10 +94,9 @@ class ModelSection(Section):
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
 
-    @property
-    def vae_name(self) -> str:
-        """Name of a separate VAE, for metadata; empty if there is none."""
-        return ""
+    def metadata(self) -> Mapping[str, object]:
+        """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
+        return {}
 
 
 class ObjectiveSection(Section):

@@ -74,7 +74,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
         f"batch {train.batch_size}",
         f"{lora.title} rank {lora.rank} ({targets})",
-        *(["with text encoders"] if lora.train_text_encoder else []),
+        *(["with text encoders"] if any(map(recipe.trains, recipe.spec.text_components)) else []),
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),
         *([f"trained in {lora.weight_dtype}"] if lora.weight_dtype != "fp32" else []),

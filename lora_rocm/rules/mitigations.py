@@ -274,10 +274,10 @@ CHANGES: tuple[Change, ...] = (
         applies=_on_gpu,
     ),
     Change(
-        "vae-tiling",
+        "image-tiling",
         ("out-of-memory",),
         "rounding",
-        (Sets("setting:vae_tiling", "true"),),
+        (Sets("setting:image_tiling", "true"),),
         "training pictures are encoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
         phases=("cache",),

@@ -58,12 +58,12 @@ def weigh(recipe: Recipe) -> Weighed:
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ))
-    text_dtype = dtype if recipe.lora.train_text_encoder else torch.float32
-    dtypes = dict.fromkeys(family.text_components, text_dtype) | {"vae": torch.float32}
+    trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
+    dtypes = dict.fromkeys(trained, dtype)
     files = family.examine()
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = {
-        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, dtype))
+        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
         for name, skeleton in skeletons.items()
     }
     notices = list(family.notices)
@@ -85,8 +85,7 @@ def _examine_adapter(
     say: Callable[[str], None],
 ) -> list[Path]:
     """Put the recipe's adapter into the model without numbers. Returns the files that were read for it."""
-    text_too = recipe.lora.train_text_encoder
-    trained = {name: c for name, c in skeletons.items() if text_too or name not in family.text_components}
+    trained = {name: skeleton for name, skeleton in skeletons.items() if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
     if recipe.lora.init_from is None:

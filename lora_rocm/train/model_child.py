@@ -33,7 +33,7 @@ from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import TEXT_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
@@ -51,7 +51,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
-    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"train_text_encoder": text_too})})
+    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)
     encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}

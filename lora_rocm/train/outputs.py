@@ -272,7 +272,6 @@ class Artifacts:
             buckets={str(shape): count for shape, count in found.bucket_counts.items()},
             dataset_dirs=found.folders,
             base_name=Path(self.recipe.model.name_or_path).name,
-            vae_name=self.recipe.model.vae_name,
             finished_at_s=source_date_epoch(),
         )
 

@@ -194,8 +194,8 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         report=CacheRoom(cache, session.cache_progress, session.notice),
         notice=session.notice,
         repaired=session.repaired,
-        tiles=start.settings.vae_tiling,
-        tiles_needed=lambda: session.emit(change_event("vae-tiling", "out-of-memory")),
+        tiles=start.settings.image_tiling,
+        tiles_needed=lambda: session.emit(change_event("image-tiling", "out-of-memory")),
         open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, session.emit),
     )

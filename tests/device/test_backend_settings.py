@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_rocm.device import backend_settings as module
-from lora_rocm.device.backend_settings import apply, vae_attention
+from lora_rocm.device.backend_settings import apply, plain_attention
 from lora_rocm.hardware.settings import Settings
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_the_vae_has_plain_attention_on_amd(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     apply(Settings(), CPU)
-    with vae_attention(torch.device(device)):
+    with plain_attention(torch.device(device)):
         assert fused() == {enabled} and torch.backends.cuda.math_sdp_enabled()
     assert fused() == {True}
 

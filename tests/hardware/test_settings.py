@@ -20,7 +20,7 @@ ALL = Settings(
     copy_method="clone",
     micro_batch_parts=4,
     checkpointing=True,
-    vae_tiling=True,
+    image_tiling=True,
     preview_tiling=True,
 )
 

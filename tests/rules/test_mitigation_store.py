@@ -75,6 +75,7 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
+    **dict.fromkeys(("data.mask_path", "data.alpha_mask"), "one number a latent"),
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small picture has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
@@ -396,7 +397,7 @@ def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(s
     (change,) = candidates("out-of-memory", "preview", replace(start, recipe=large))
     make(replace(start, recipe=large), change.id, "out-of-memory")
     again = plan(situation_here(large)).settings
-    assert again.preview_tiling and not again.vae_tiling
+    assert again.preview_tiling and not again.image_tiling
     assert plan(situation_here(of_size())).settings == plan(start).settings
     assert plan(situation_here(changed(large, "lora.rank", 8))).settings.preview_tiling, "nothing that previews take"
     assert "4096 x 1024 px" in notices(situation_here(large))[0]
@@ -407,8 +408,8 @@ def test_tiles_for_training_pictures_are_for_runs_of_that_size_whatever_their_pr
     make(start, change.id, "out-of-memory")
     for recipe_ in (of_size(), changed(of_size(), "sample.width", 4096)):
         again = plan(situation_here(recipe_)).settings
-        assert again.vae_tiling and not again.preview_tiling
-    assert not plan(situation_here(changed(of_size(), "data.resolution", 512))).settings.vae_tiling
+        assert again.image_tiling and not again.preview_tiling
+    assert not plan(situation_here(changed(of_size(), "data.resolution", 512))).settings.image_tiling
 
 
 def test_a_workload_s_name_is_the_same_in_every_version() -> None:

@@ -207,7 +207,7 @@ def test_parts_double_until_each_is_one_sample_then_activations_are_recomputed()
 def test_memory_is_saved_where_it_ran_out() -> None:
     assert [walk("out-of-memory", phase, start())[0] for phase in ("load", "cache", "preview", "export")] == [
         [],
-        ["vae-tiling"],
+        ["image-tiling"],
         ["preview-tiling"],
         ["preview-tiling"],
     ]

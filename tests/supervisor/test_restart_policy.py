@@ -220,7 +220,7 @@ ALL_TRIED = ("micro-batch-halved", "micro-batch-halved", "checkpointing")
 )
 def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: list[Failure], again: bool) -> None:
     past = History(10, progressed=(False,) * len(failures), failures=tuple(failures))
-    situation = changed(on(CPU), *ALL_TRIED, "vae-tiling", "preview-tiling")
+    situation = changed(on(CPU), *ALL_TRIED, "image-tiling", "preview-tiling")
     wanted = Restart((), 0) if again else Raise(failures[-1].error)
     assert after(failures[-1], past, situation) == wanted
     further = replace(past, progressed=(*past.progressed[:-1], True))
@@ -237,8 +237,8 @@ def test_memory_that_runs_out_in_a_checkpoint_is_answered_like_that_of_a_step() 
     [
         (["checkpointing"], "step", True),
         (["workers-0", "micro-batch-halved"], "compile", True),
-        (["vae-tiling"], "cache", True),
-        (["vae-tiling"], "preview", False),
+        (["image-tiling"], "cache", True),
+        (["image-tiling"], "preview", False),
         (["preview-tiling"], "preview", True),
         (["preview-tiling"], "step", False),
         (["workers-0"], "step", False),

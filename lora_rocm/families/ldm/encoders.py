@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
-from lora_rocm.device.backend_settings import vae_attention
+from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
@@ -57,7 +57,7 @@ class VaeEncoder:
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes images"
             vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
             pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
-            with vae_attention(door.device):
+            with plain_attention(door.device):
                 posterior = vae.encode(pixels_BCHW).latent_dist
             return door.receive({"latent_mean": posterior.mean[0], "latent_std": posterior.std[0]})
 

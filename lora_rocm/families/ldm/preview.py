@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
-from lora_rocm.device.backend_settings import vae_attention
+from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
 from lora_rocm.families.objectives.base import LatentSpace
@@ -148,7 +148,7 @@ def _decode(
     pictures: list[Image.Image] = []
     for latents_CHW in latents:
         vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
-        with vae_attention(device):
+        with plain_attention(device):
             pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
         pictures += processor.postprocess(pixels_BCHW, output_type="pil")
     return pictures

@@ -136,7 +136,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
 
 def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(encoders, "vae_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(encoders, "plain_attention", lambda device: entered.append(device) or nullcontext())
     Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: torch.zeros(3, 64, 64)})
     assert entered == [CPU]
 

@@ -151,6 +151,6 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
 
 def test_pictures_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(preview, "vae_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(preview, "plain_attention", lambda device: entered.append(device) or nullcontext())
     draw(tiny_sdxl, [REQUEST])
     assert entered == [CPU]
