@@ -3,8 +3,8 @@
 usage: python benchmarks/counts.py [--write]
 
 The tiny model that ships with the package, with random weights, on the CPU: a few seconds. ``--write`` records what is
-counted now in ``benchmarks/counts.json``; a test compares with that file. What each count is, ``lora_rocm.train.
-bench_count.Counts`` says.
+counted now in ``benchmarks/counts.json``; a test compares with that file. What each count is,
+``benchmarks.training_step.op_counts.Counts`` says.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from lora_rocm.bench.op_counts import count_step
-from lora_rocm.bench.setup import open_bench, recipe_for
-from lora_rocm.hardware.settings import Settings
-from lora_rocm.recipe.load import load_recipe
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.training_step.op_counts import count_step  # noqa: E402
+from benchmarks.training_step.setup import open_bench, recipe_for  # noqa: E402
+from lora_rocm.hardware.settings import Settings  # noqa: E402
+from lora_rocm.recipe.load import load_recipe  # noqa: E402
 
 RECORDED = Path(__file__).parent / "counts.json"
 COMMAND = "python benchmarks/counts.py --write"

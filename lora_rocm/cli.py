@@ -54,13 +54,6 @@ class NumberFormat(StrEnum):
     fp32 = "fp32"
 
 
-class Against(StrEnum):
-    """What to measure beside our own steps."""
-
-    bare = "bare"
-    bare_compiled = "bare-compiled"
-
-
 class Shell(StrEnum):
     """Shells that variables can be written for."""
 
@@ -319,15 +312,11 @@ def bench_transfer(json_file: JsonPath = None) -> int:
 
 @bench_app.command("compute", cls=Command)
 @explained
-def bench_compute(
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Shapes of this recipe's LoRA.")] = None,
-    overrides: Overrides = None,
-    json_file: JsonPath = None,
-) -> int:
+def bench_compute(json_file: JsonPath = None) -> int:
     """Measure matrix products at LoRA shapes, attention and convolutions."""
     from lora_rocm.commands import bench
 
-    return bench.compute(recipe, overrides or (), json_file)
+    return bench.compute(json_file)
 
 
 @bench_app.command("loader", cls=Command)
@@ -348,23 +337,12 @@ def bench_step(
         bool, typer.Option("--random-weights", help="Random numbers for base model and pictures: nothing is read.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, max=100_000, metavar="N", help="Steps to time, after a warm-up.")] = 30,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also show kernels, and keep traces beside the JSON file.")
-    ] = False,
-    against: Annotated[
-        Against | None,
-        typer.Option(
-            help="bare: also the same model, LoRA and optimizer with no trainer around, eager and on a GPU captured; "
-            "bare-compiled: and compiled."
-        ),
-    ] = None,
     json_file: JsonPath = None,
 ) -> int:
-    """Measure training steps of a recipe: time, memory, kernels, and what our trainer adds to them."""
-    from lora_rocm.commands import bench_step as run_bench
+    """Measure training steps of a recipe: time, memory, and the trainer's own parts."""
+    from lora_rocm.commands import bench
 
-    asked = run_bench.Asked(steps, random_weights, profile, against.value if against else None)
-    return run_bench.step(recipe, overrides or (), asked, json_file)
+    return bench.step(recipe, overrides or (), steps, random_weights, json_file)
 
 
 @app.command(cls=Command)

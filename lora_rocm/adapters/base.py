@@ -6,6 +6,7 @@ One subclass a kind (``kinds.KINDS``). What knows a kind's tensors by name is in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from lora_rocm.adapters.names import canonical
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import AdapterSection, OptimSection
+from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
 Reader = Literal["diffusers", "peft", "comfyui"]
@@ -80,9 +82,12 @@ class Adapter(ABC):
         """How many numbers are trained for a weight of a shape ([out, in] or [out, in, kh, kw])."""
 
     @classmethod
-    @abstractmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
         """Settings with fewer trained numbers, the mildest first; each in words ("lora.rank to 8") and as a section."""
+        for power in range(MAX_RANK.bit_length()):
+            rank = MAX_RANK >> power
+            if rank < lora.rank:
+                yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
 
     @classmethod
     def asks_float32(cls, lora: AdapterSection) -> bool:
@@ -116,8 +121,8 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def peft_config(self, component: str) -> dict[str, Any]:
-        """The PEFT config of one component, in the fields that every version of PEFT knows."""
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
+        """What the PEFT config of these layers has besides type, rank, alpha and modules."""
 
     @abstractmethod
     def network(self) -> dict[str, str]:
@@ -142,6 +147,27 @@ class Adapter(ABC):
         inject_adapter_in_model(config, component, PEFT_NAME)
 
     # Of all kinds.
+
+    def peft_config(self, component: str) -> dict[str, Any]:
+        """The PEFT config of one component, in the fields that every version of PEFT knows.
+
+        Modules are named without ``text_model``, which PEFT's suffix matching accepts with every transformers.
+        """
+        layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
+        field = self.files.config_alpha
+        ranks = {name: layer.r[PEFT_NAME] for name, layer in layers.items()}
+        alphas = {name: plain_number(getattr(layer, field)[PEFT_NAME]) for name, layer in layers.items()}
+        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+        return {
+            "peft_type": self.files.peft_type,
+            "r": rank,
+            field: alpha,
+            "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+            "target_modules": sorted(layers),
+            **self.config_fields(list(layers.values())),
+            "inference_mode": True,
+        }
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
@@ -263,6 +289,11 @@ class Adapter(ABC):
         """Take over the effect of entries that fit; modules that they do not have keep their (neutral) start."""
         for name, entry in entries.items():
             self.fill(self.modules[name][2], entry)
+
+
+def plain_number(value: float) -> int | float:
+    """A whole number without its ".0"."""
+    return int(value) if float(value).is_integer() else float(value)
 
 
 def loaded_entry(kind: type[Adapter], layer: BaseTunerLayer) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,3 +183,18 @@ def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path:
 def norm_of(tensor: Tensor) -> float:
     """The Frobenius norm."""
     return float(torch.linalg.vector_norm(tensor))
+
+
+Rounded = tuple[float, float]
+"""(norm, how far rounding may move it), both from above."""
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Rounded:
+    """A tensor that is written in a format."""
+    (unit, smallest), size = ROUNDING[dtype], norm_of(tensor)
+    return size, unit * size + smallest * math.sqrt(tensor.numel())
+
+
+def product_of(one: Rounded, other: Rounded) -> Rounded:
+    """The product of two tensors, or their Kronecker product."""
+    return one[0] * other[0], one[0] * other[1] + other[0] * one[1] + one[1] * other[1]

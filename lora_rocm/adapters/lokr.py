@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
-    ROUNDING,
     Entry,
     FileKind,
     FileModule,
@@ -34,14 +33,14 @@ from lora_rocm.adapters.entry import (
     file_error,
     norm_of,
     other_shape,
+    product_of,
+    rounded,
 )
-from lora_rocm.adapters.lora import plain_number
 from lora_rocm.adapters.names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import AdapterSection, LokrSection
-from lora_rocm.recipe.sections import MAX_RANK
 
 FACTORS = ("lokr_w1", "lokr_w2")
 PARTS = tuple(f"{factor}{part}" for factor in FACTORS for part in ("", "_a", "_b"))
@@ -113,8 +112,8 @@ class LokrEntry(Entry):
         return abs(self.scale) * norm_of(_product(self.w1)) * norm_of(_product(self.w2))
 
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        (size1, off1), (size2, off2) = (_rounded(factor, dtype) for factor in (self.w1, self.w2))
-        return abs(self.scale) * (size1 * off2 + size2 * off1 + off1 * off2 + ARITHMETIC * size1 * size2)
+        size, off = reduce(product_of, (rounded(tensor, dtype) for tensor in (*self.w1, *self.w2)))
+        return abs(self.scale) * (off + ARITHMETIC * size)
 
     def scaled(self, factor: float) -> LokrEntry:
         return replace(self, scale=self.scale * factor)
@@ -142,16 +141,6 @@ class LokrEntry(Entry):
         if len(parts) == 1 and self.shape[0] == rows:
             return self
         raise ValueError("the LoKr of several modules cannot be written as one of a weight that holds them all")
-
-
-def _rounded(factor: Factor, dtype: torch.dtype) -> tuple[float, float]:
-    """(norm, how far rounding its tensors may move it) of a factor, both from above."""
-    unit, smallest = ROUNDING[dtype]
-    sizes = [norm_of(tensor) for tensor in factor]
-    offs = [unit * size + smallest * math.sqrt(t.numel()) for size, t in zip(sizes, factor, strict=True)]
-    if len(factor) == 1:
-        return sizes[0], offs[0]
-    return sizes[0] * sizes[1], sizes[0] * offs[1] + sizes[1] * offs[0] + offs[0] * offs[1]
 
 
 def _lacking(roles: Collection[str]) -> list[str]:
@@ -328,13 +317,6 @@ class LokrAdapter(Adapter):
         total: int = first + second
         return total
 
-    @classmethod
-    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        for power in range(MAX_RANK.bit_length()):
-            rank = MAX_RANK >> power
-            if rank < lora.rank:
-                yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
-
     @staticmethod
     def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
         return {part: getattr(layer, part)[name] for part in PARTS if name in getattr(layer, part)}
@@ -390,25 +372,14 @@ class LokrAdapter(Adapter):
             found.append(("its first factors are whole", "lora.decompose_both to false"))
         return found
 
-    def peft_config(self, component: str) -> dict[str, Any]:
-        layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
-        first = next(iter(layers.values()))
-        alphas = {name: plain_number(layer.alpha[PEFT_NAME]) for name, layer in layers.items()}
-        alpha = Counter(alphas.values()).most_common(1)[0][0]
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
         return {
-            "peft_type": "LOKR",
-            "r": first.r[PEFT_NAME],
-            "alpha": alpha,
-            "rank_pattern": {},
-            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-            "target_modules": sorted(layers),
-            "decompose_both": any("lokr_w1_a" in self.trained(layer, PEFT_NAME) for layer in layers.values()),
+            "decompose_both": any("lokr_w1_a" in self.trained(layer, PEFT_NAME) for layer in layers),
             "decompose_factor": self._factor(),
             "rank_dropout": 0.0,
             "module_dropout": 0.0,
             "use_effective_conv2d": False,
             "init_weights": True,
-            "inference_mode": True,
         }
 
     def network(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.names import adaptable, canonical
@@ -25,7 +25,6 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.recipe.schema import AdapterSection, LoraSection
-from lora_rocm.recipe.sections import MAX_RANK
 
 INPUT_SCALE = "dora_input_scale"
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
@@ -101,13 +100,6 @@ class LoraAdapter(Adapter):
         return lora.rank * (outputs + inputs) + (outputs if lora.use_dora else 0)
 
     @classmethod
-    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        for power in range(MAX_RANK.bit_length()):
-            rank = MAX_RANK >> power
-            if rank < lora.rank:
-                yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
-
-    @classmethod
     def asks_float32(cls, lora: AdapterSection) -> bool:
         assert isinstance(lora, LoraSection), "a section of this kind"
         return lora.use_dora
@@ -157,27 +149,14 @@ class LoraAdapter(Adapter):
             found.append(("it is a DoRA", "lora.use_dora to true"))
         return found
 
-    def peft_config(self, component: str) -> dict[str, Any]:
-        """Modules are named without ``text_model``, which PEFT's suffix matching accepts with every transformers."""
-        layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
-        ranks = {name: layer.r[PEFT_NAME] for name, layer in layers.items()}
-        alphas = {name: plain_number(layer.lora_alpha[PEFT_NAME]) for name, layer in layers.items()}
-        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-        first = next(iter(layers.values()))
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
         return {
-            "peft_type": "LORA",
-            "r": rank,
-            "lora_alpha": alpha,
-            "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
-            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-            "target_modules": sorted(layers),
-            "use_rslora": bool(first.use_rslora[PEFT_NAME]),
-            "use_dora": PEFT_NAME in first.lora_magnitude_vector,
+            "use_rslora": bool(layers[0].use_rslora[PEFT_NAME]),
+            "use_dora": PEFT_NAME in layers[0].lora_magnitude_vector,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
-            "inference_mode": True,
         }
 
     def network(self) -> dict[str, str]:
@@ -211,11 +190,6 @@ def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
     """What multiplies B @ A at strength 1."""
     rank = layer.r[name]
     return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
-
-
-def plain_number(value: float) -> int | float:
-    """A whole number without its ".0"."""
-    return int(value) if float(value).is_integer() else float(value)
 
 
 def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:

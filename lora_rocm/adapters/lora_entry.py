@@ -14,7 +14,6 @@ from torch import Tensor
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     CANCELLATION,
-    ROUNDING,
     Entry,
     FileKind,
     FileModule,
@@ -22,6 +21,8 @@ from lora_rocm.adapters.entry import (
     file_error,
     norm_of,
     other_shape,
+    product_of,
+    rounded,
 )
 
 ROLES = {
@@ -133,12 +134,8 @@ class LoraEntry(Entry):
 
         DoRA multiplies it by magnitude over norm, once for the product and once for the norm.
         """
-        unit, smallest = ROUNDING[dtype]
-        down, up = norm_of(self.down), norm_of(self.up)
-        off_down, off_up = (
-            unit * norm + smallest * math.sqrt(factor.numel()) for norm, factor in ((down, self.down), (up, self.up))
-        )
-        bound = abs(self.scale) * (up * off_down + down * off_up + off_down * off_up + ARITHMETIC * down * up)
+        size, off = product_of(rounded(self.down, dtype), rounded(self.up, dtype))
+        bound = abs(self.scale) * (off + ARITHMETIC * size)
         if self.magnitude is None or weight is None:
             return bound
         norms = (weight + self.update()).flatten(1).norm(dim=1)

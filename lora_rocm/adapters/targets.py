@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+import regex
 
 from lora_rocm.adapters.names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.recipe.schema import AdapterSection
 
 EXAMPLES = 4
-MATCHING_S = 20.0
-"""For all modules of a component; what people write takes some milliseconds, and the process that does it some more."""
-MATCHER = """
-import json, re, sys, warnings
-warnings.simplefilter("ignore")
-pattern, paths = json.load(sys.stdin)
-print(json.dumps([path for path in paths if re.fullmatch(pattern, path)]))
-"""
+MATCHING_S = 5.0
+"""For one module's name, of the processor's time; what people write takes microseconds."""
 
 
 def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, str]:
@@ -44,19 +37,19 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
         paths = [path for path, _ in adaptable(model.components[component])]
         fix = f"Presets: {', '.join(presets)}. Else a regular expression of Python's for whole module names."
         try:
-            ours = pattern in (preset[component] for preset in presets.values())
-            matching = [path for path in paths if re.fullmatch(pattern, path)] if ours else _matching(pattern, paths)
-        except (re.error, OverflowError, RecursionError) as error:
+            compiled = regex.compile(pattern)
+            matching = [path for path in paths if compiled.fullmatch(path, timeout=MATCHING_S)]
+        except (regex.error, OverflowError, RecursionError) as error:
             raise AdapterError(
                 "targets-invalid",
                 f"This is no regular expression: {error}.",
                 where=f"lora.targets: {pattern}",
                 fix=fix,
             ) from error
-        except subprocess.SubprocessError as error:
+        except TimeoutError as error:
             raise AdapterError(
                 "targets-endless",
-                f"The modules' names could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
+                f"A module's name could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
                 where=f"lora.targets: {pattern}",
                 fix=f"Write it without repetitions inside repetitions, such as (.*)*. {fix}",
             ) from error
@@ -69,27 +62,6 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
             )
         chosen[component] = either(matching)
     return chosen
-
-
-def _matching(pattern: str, paths: Sequence[str]) -> list[str]:
-    """The paths that a user's regular expression matches whole.
-
-    Some expressions try more ways than there is time for, and nothing in a process can stop them: so another one does.
-
-    Raises:
-        re.error, OverflowError, RecursionError: it is none.
-        subprocess.SubprocessError: it took too long, or too much.
-    """
-    re.compile(pattern)
-    done = subprocess.run(
-        python_command("-I", "-c", MATCHER),
-        input=json.dumps([pattern, list(paths)]).encode("ascii"),
-        capture_output=True,
-        timeout=MATCHING_S,
-        check=True,
-    )
-    found: list[str] = json.loads(done.stdout)
-    return found
 
 
 def either(paths: Iterable[str]) -> str:

@@ -1,13 +1,12 @@
-"""Matrix products at the shapes of a LoRA on SDXL, attention by each backend, convolutions with and without MIOpen.
+"""Matrix products, attention by each backend, and convolutions with and without MIOpen, at a table of sizes.
 
-Sizes: M rows (tokens of a batch), K width in, N width out, R rank; B batch, H heads, S tokens, T tokens attended to,
-D width of a head; C channels.
+The sizes are those of image models at 1024 px with a LoRA of rank 16. M rows (tokens), K width in, N width out;
+H heads, S tokens, D width of a head; C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,71 +23,50 @@ DTYPES = {
     "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 a number at a time
 }
 BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(BACKENDS)}
-LATENT_STEP_PX = 8  # pixels a side that one number of SDXL's latents stands for
-TEXT_TOKENS = 77
-CPU_RESOLUTION = 128
-"""Without a GPU the shapes keep their widths and shrink in tokens, so that a look takes seconds."""
-DEFAULT_SHAPES = {"rank": 16, "resolution": 1024, "batch_size": 1}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A projection of SDXL's UNet. ``scale``: it works on latents smaller by so much; None: on the caption's tokens."""
-
-    name: str
-    scale: int | None
-    width_in: int
-    width_out: int
-
-
-LAYERS = (
-    Layer("attention 640", 2, 640, 640),
-    Layer("attention 1280", 4, 1280, 1280),
-    Layer("cross attention", None, 2048, 1280),
-    Layer("feed forward", 4, 1280, 10240),
+CPU_SHRINK = 8
+"""Without a GPU widths stay, and images have fewer pixels a side by so much, so that a look takes seconds."""
+RANK = 16
+LINEARS = (  # name, M, K, N
+    ("attention 640", 4096, 640, 640),
+    ("attention 1280", 1024, 1280, 1280),
+    ("cross attention", 77, 2048, 1280),
+    ("feed forward", 1024, 1280, 10240),
 )
+ATTENTIONS = (("self 640", 10, 4096), ("self 1280", 20, 1024))  # name, H, S
 HEAD_WIDTH = 64
-ATTENTIONS = (("self 640", 2, 640), ("self 1280", 4, 1280))  # name, scale, width
-UNET_CONVS = ((1, 320), (2, 640), (4, 1280))  # scale, channels
-VAE_CONVS = ((1, 128), (4, 512))  # scale of the picture, channels; in float32, as the latents are cached
+CONVOLUTIONS = (  # name, C, pixels a side; a VAE computes in float32
+    ("UNet 3x3", 320, 128),
+    ("UNet 3x3", 640, 64),
+    ("UNet 3x3", 1280, 32),
+    ("VAE 3x3", 128, 1024),
+    ("VAE 3x3", 512, 256),
+)
 
 
-def run(device: torch.device, start: int, shapes: Mapping[str, int]) -> None:
+def run(device: torch.device, start: int) -> None:
     """Measure, as events."""
-    works = all_works(device, {**DEFAULT_SHAPES, **shapes})
-    measure(works, start, partial(seconds_of, device=device))
+    measure(all_works(device), start, partial(seconds_of, device=device))
 
 
-def all_works(device: torch.device, shapes: Mapping[str, int]) -> list[Work]:
+def all_works(device: torch.device) -> list[Work]:
     """Every row for a device."""
-    resolution = shapes["resolution"] if device.type == "cuda" else min(shapes["resolution"], CPU_RESOLUTION)
-    side, batch = max(8, resolution // LATENT_STEP_PX), shapes["batch_size"]
-    return [
-        *_gemms(device, side, batch, shapes["rank"]),
-        *_attentions(device, side, batch),
-        *_convolutions(device, side, batch),
-    ]
+    shrink = 1 if device.type == "cuda" else CPU_SHRINK
+    return [*_gemms(device, shrink), *_attentions(device, shrink), *_convolutions(device, shrink)]
 
 
-def _tokens(side: int, scale: int | None, batch: int) -> int:
-    return batch * (TEXT_TOKENS if scale is None else (side // scale) ** 2)
-
-
-def _gemms(device: torch.device, side: int, batch: int, rank: int) -> Iterator[Work]:
+def _gemms(device: torch.device, shrink: int) -> Iterator[Work]:
     """A linear layer's y = x W^T, dx = dy W and, of what is trained, dW = dy^T x; the base is frozen."""
-    for layer in LAYERS:
-        rows = _tokens(side, layer.scale, batch)
-        parts = (
-            ("base", layer.width_in, layer.width_out, False),
-            ("LoRA A", layer.width_in, rank, True),
-            ("LoRA B", rank, layer.width_out, True),
-        )
-        for part, width_in, width_out, trained in parts:
-            for product in ("y", "dx", "dW")[: 3 if trained else 2]:
+    for name, tokens, ins, outs in LINEARS:
+        rows = max(16, tokens // shrink**2)
+        for part, k, n, products in (
+            ("base", ins, outs, ("y", "dx")),
+            ("LoRA A", ins, RANK, ("y", "dx", "dW")),
+            ("LoRA B", RANK, outs, ("y", "dx", "dW")),
+        ):
+            for product in products:
                 for dtype in DTYPES[device.type]:
-                    fields = _fields("gemm", f"{layer.name}, {part}", product, (rows, width_in, width_out), dtype)
-                    call = partial(gemm, device, dtype, product, rows, width_in, width_out)
-                    yield Work(fields, 2.0 * rows * width_in * width_out, call)
+                    fields = _fields("gemm", f"{name}, {part}", product, (rows, k, n), dtype)
+                    yield Work(fields, 2.0 * rows * k * n, partial(gemm, device, dtype, product, rows, k, n))
 
 
 def gemm(device: torch.device, dtype: torch.dtype, product: str, rows: int, width_in: int, width_out: int) -> Call:
@@ -102,12 +80,12 @@ def gemm(device: torch.device, dtype: torch.dtype, product: str, rows: int, widt
     return lambda: dy_MN.T @ x_MK
 
 
-def _attentions(device: torch.device, side: int, batch: int) -> Iterator[Work]:
+def _attentions(device: torch.device, shrink: int) -> Iterator[Work]:
     names = BACKENDS_OF["cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"]
-    for name, scale, width in ATTENTIONS:
-        tokens, heads = (side // scale) ** 2, width // HEAD_WIDTH
-        forward = 4.0 * batch * heads * tokens * tokens * HEAD_WIDTH
-        shape = (batch, heads, tokens, HEAD_WIDTH)
+    for name, heads, long in ATTENTIONS:
+        tokens = long // shrink**2
+        forward = 4.0 * heads * tokens * tokens * HEAD_WIDTH
+        shape = (1, heads, tokens, HEAD_WIDTH)
         for backend in names:
             for both in (False, True):
                 for dtype in DTYPES[device.type]:
@@ -135,19 +113,16 @@ def attention(
     return call
 
 
-def _convolutions(device: torch.device, side: int, batch: int) -> Iterator[Work]:
+def _convolutions(device: torch.device, shrink: int) -> Iterator[Work]:
     """On and off: through MIOpen or cuDNN, and by torch's own kernels; a CPU knows only its own."""
     library = "MIOpen" if torch.version.hip else "cuDNN"
     ways = ((f"{library} on", True), (f"{library} off", False)) if device.type == "cuda" else (("CPU", True),)
-    shapes = [("UNet 3x3", batch, channels, side // scale, DTYPES[device.type]) for scale, channels in UNET_CONVS]
-    picture = side * LATENT_STEP_PX
-    shapes += [("VAE 3x3", 1, channels, picture // scale, (torch.float32,)) for scale, channels in VAE_CONVS]
-    for name, count, channels, pixels, dtypes in shapes:
+    for name, channels, side in CONVOLUTIONS:
+        shape = (1, channels, side // shrink, side // shrink)
         for way, enabled in ways:
-            for dtype in dtypes:
-                shape = (count, channels, pixels, pixels)
+            for dtype in (torch.float32,) if name.startswith("VAE") else DTYPES[device.type]:
                 fields = _fields("convolution", f"{name}, {channels} channels", way, shape, dtype)
-                amount = 2.0 * 9 * count * channels * channels * pixels * pixels
+                amount = 2.0 * 9 * channels * channels * shape[2] * shape[3]
                 yield Work(fields, amount, partial(convolution, device, dtype, shape, enabled))
 
 

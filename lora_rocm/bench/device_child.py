@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from lora_rocm.bench.pcie import address_of
 from lora_rocm.device.allocator import device_budget
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, describe
+from lora_rocm.device.torch_errors import machine_error, settle
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.rundir.event_types import MachineEvent
+from lora_rocm.rundir.event_types import ErrorEvent, MachineEvent
 from lora_rocm.rundir.events import emit
 
 
@@ -42,19 +45,34 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def told(measure: Callable[[], None]) -> int:
+    """Measure, and leave when the device is idle; the exit code. Errors that a user can read are told as an event."""
+    problem: LoraRocmError | None = None
+    try:
+        measure()
+    except LoraRocmError as error:
+        problem = error
+    except (RuntimeError, MemoryError) as error:
+        problem = machine_error(error)
+        if problem is None:
+            raise
+    if problem is not None:
+        emit(ErrorEvent(**problem.to_event()))
+    settle()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
+    return problem.exit_code if problem is not None else 0
+
+
 def main() -> int:
-    """Do one job; what is not foreseen ends with a traceback on standard error, which the parent reads."""
+    """Do one job; an error that is not foreseen ends in a traceback on standard error, which the parent reads."""
     tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    return told(lambda: _measure(tool, job["start"]))
+
+
+def _measure(tool: str, start: int) -> None:
     device = choose_device("auto")
     apply(settings_from(os.environ), device)  # what is measured is what trains
     emit(MachineEvent(**machine(device)))
-    if tool == "transfer":
-        copies.run(device, job["start"])
-    else:
-        compute.run(device, job["start"], job["shapes"])
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
-    return 0
+    (copies if tool == "transfer" else compute).run(device, start)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lora_rocm.bench.device_child import machine
+from lora_rocm.bench.device_child import machine, told
 from lora_rocm.checks.timing import Call, Work, measure
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.entry_spec import IMAGE
@@ -128,8 +128,11 @@ def _called(call: Call) -> float:
 
 def main() -> int:
     """Fill the cache as training would, and measure; an error that is not foreseen ends in a traceback."""
-    job = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    recipe = recipe_from(job["shapes"])
+    return told(partial(_measure, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
+
+
+def _measure(job: dict[str, Any]) -> None:
+    recipe = recipe_from(job["recipe"])
     device, settings = choose_device(recipe.runtime.device), settings_from(os.environ)
     apply(settings, device)
     if recipe.runtime.threads:
@@ -139,7 +142,6 @@ def main() -> int:
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
     emit(MachineEvent(**{**machine(device), "pictures": len(prepared.items)}))
     measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ the run; the frozen weights on the device are compared with what was sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from lora_rocm.checks.frozen_weights import CapturedFingerprints
 from lora_rocm.checks.graph_check import Capture, captured_sums
 from lora_rocm.checks.selftest_attention import attention
-from lora_rocm.checks.selftest_base import DTYPES, WrongAnswerError, judge, poison, whole_numbers
+from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
@@ -65,12 +65,9 @@ class Canary:
         scale = SCALES[self._looks % len(SCALES)]
         self._looks += 1
         with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
-            for name, run in self._kernels(scale):
-                try:
-                    run()
-                except WrongAnswerError as error:
-                    what = "A calculation whose answer is known came out wrong"
-                    return self._failed("canary-kernel", what, name, error)
+            wrong = first_wrong(self._kernels(scale))
+            if wrong is not None:
+                return self._failed("canary-kernel", "A calculation whose answer is known came out wrong", *wrong)
             try:
                 changed = self._changed(scale)
             except (WrongAnswerError, RuntimeError) as error:
@@ -99,7 +96,7 @@ class Canary:
     def checks(self) -> list[str]:
         """The names of what is looked at."""
         graph = [GRAPH] if self.capture else []
-        return [*(name for name, _ in self._kernels(1.0)), *graph, self.weights]
+        return [*(check.name for check in self._kernels(1.0)), *graph, self.weights]
 
     def _failed(self, code: RestartCode, what: str, name: str, detail: object) -> CanaryError:
         return CanaryError(
@@ -110,25 +107,22 @@ class Canary:
             + (" Or set runtime.graphs: off." if code == "canary-graph" else ""),
         )
 
-    def _kernels(self, scale: float) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _kernels(self, scale: float) -> Iterator[Check]:
         device, rank = self.device, self.rank
         dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
         rows, width, channels, queries = (512, 320, 32, 257) if device.type == "cuda" else (48, 40, 4, 33)
-        library = torch.backends.cudnn.enabled
         lora = {  # x @ down.T @ up.T, and its gradients: [M, K, N]
             "NT": ("forward", ((rows, width, rank), (rows, rank, width))),
             "NN": ("gradient of the input", ((rows, rank, width), (rows, width, rank))),
             "TN": ("gradient of a weight", ((rank, rows, width), (width, rows, rank))),
         }
         for layout, (what, sizes) in lora.items():
-            yield (
-                f"LoRA products, {what}",
-                lambda layout=layout, sizes=sizes: products(device, dtype, layout, sizes, scale=scale),  # type: ignore[misc]
-            )
-        yield "convolution", lambda: convolution(device, dtype, library, (channels, 16, 24, 3), scale=scale)
+            yield Check(f"LoRA products, {what}", partial(products, device, dtype, layout, sizes, scale=scale))
+        sides, library = (channels, 16, 24, 3), torch.backends.cudnn.enabled
+        yield Check("convolution", partial(convolution, device, dtype, library, sides, scale=scale))
         shapes = ((1, 2, queries, queries, False), (1, 2, queries, 77, False))
-        yield "attention", lambda: attention(device, None, dtype, 64, shapes, scale=scale)
-        yield "sums", lambda: _sums(device, rows, width, scale)
+        yield Check("attention", partial(attention, device, None, dtype, 64, shapes, scale=scale))
+        yield Check("sums", partial(_sums, device, rows, width, scale))
 
 
 @cache

@@ -10,12 +10,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.selftest_base import poison
+from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
+from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.kernels.backend import Form, refusal, triton_version
@@ -171,44 +173,43 @@ def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case |
     Raises:
         RuntimeError: as ``trusted``.
     """
+    given = f" in {str(dtype).removeprefix('torch.')}"
+    checks = (
+        Check(str(case), partial(_exact, case, device))
+        if isinstance(case, ExactCase)
+        else Check(f"{case}{given}", partial(_near, case, device, dtype))
+        for case in cases
+    )
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        for case in cases:
-            if isinstance(case, ExactCase):
-                fault, given = _exact_fault(case, device), ""
-            else:
-                fault, given = _fault(case, device, dtype), f" in {str(dtype).removeprefix('torch.')}"
-            if fault is not None:
-                return f"{case}{given} {fault}"
-    return None
+        wrong = first_wrong_of(checks)
+    return None if wrong is None else " ".join(map(str, wrong))
 
 
-def _fault(case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
     given = _Given(case, device, dtype)
     wanted = given.outcome("eager", torch.float32)
     poison(device, *(tensor.numel() * dtype.itemsize for _, tensor in wanted))
     found = _computed(lambda: given.outcome("triton", dtype))
-    if isinstance(found, str):
-        return found
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         size = other.abs() + other.square().mean().sqrt()
         off = float(((one - other).abs() / size).max())
         if not off <= TOLERANCE[dtype]:  # also where it is not a number
-            return f"has wrong numbers ({what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed)"
-    return None
+            told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
+            raise WrongAnswerError(f"has wrong numbers ({told})")
 
 
-def _exact_fault(case: ExactCase, device: torch.device) -> str | None:
+def _exact(case: ExactCase, device: torch.device) -> None:
     wanted, found = case.run("eager", device), _computed(lambda: case.run("triton", device))
-    if isinstance(found, str):
-        return found
     wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-    return f"has wrong numbers ({', '.join(wrong)})" if wrong else None
+    if wrong:
+        raise WrongAnswerError(f"has wrong numbers ({', '.join(wrong)})")
 
 
-def _computed(compute: Callable[[], Made]) -> Made | str:
-    """What a kernel computes, or why it cannot.
+def _computed(compute: Callable[[], Made]) -> Made:
+    """What a kernel computes.
 
     Raises:
+        WrongAnswerError: it cannot; says why.
         RuntimeError: as ``trusted``.
     """
     from triton.errors import TritonError
@@ -220,8 +221,8 @@ def _computed(compute: Callable[[], Made]) -> Made | str:
             raise
         if REFUSED in str(error):
             unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its own words are in the log)"
-            return f"cannot be compiled by {unknown}"
-        return f"cannot be computed ({type(error).__name__}: {_last_line(error)})"
+            raise WrongAnswerError(f"cannot be compiled by {unknown}") from error
+        raise WrongAnswerError(f"cannot be computed ({type(error).__name__}: {_last_line(error)})") from error
 
 
 class _Given:

@@ -1,4 +1,4 @@
-"""What the checks of the self-test share: the form of a check, known answers, and the judgement of what a GPU gave.
+"""What all checks share: the form of a check, known answers, and the judgement of what a GPU gave.
 
 Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 hold exactly, so that the CPU's answer in
 float64 is that of the same problem. Before a kernel runs, memory of its answer's size is filled with NaN and given
@@ -9,7 +9,7 @@ variant before is wrong for this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,16 @@ class Check:
     """Kernels that the first check of a group compiles get more: see ``run.selftest``."""
 
 
+def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:
+    """Name and error of the first check with a wrong answer; None if all are right."""
+    for check in checks:
+        try:
+            check.run()
+        except WrongAnswerError as error:
+            return check.name, error
+    return None
+
+
 def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     """Compare an answer with the known one, element by element, on the CPU.
 
@@ -64,6 +74,12 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
         f"{what}: {count} of {wanted.numel()} numbers are wrong ({zeros} of them zero, {not_finite} not finite); "
         f"the first at {first}: {float(got[first]):.6g}, expected {float(wanted[first]):.6g} +- {allowed:.2g}"
     )
+
+
+def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
+    """``judge`` an answer that is computed where its memory holds NaN before; it has device and format of ``like``."""
+    poison(like.device, wanted.numel() * like.element_size())
+    judge(run(), wanted, what, tolerance)
 
 
 def poison(device: torch.device, *sizes_bytes: int) -> None:

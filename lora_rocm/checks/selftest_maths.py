@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_rocm.checks.selftest_base import DTYPES, Check, judge, poison, synchronize, whole_numbers
+from lora_rocm.checks.selftest_base import DTYPES, Check, expect, judge, poison, synchronize, whole_numbers
 
 Sizes = tuple[int, int, int]
 LAYOUTS = ("NN", "NT", "TN", "TT")
@@ -84,8 +84,8 @@ def products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes,
         a_MK, b_KN, wanted_MN = _problem(sizes, LIMITS[dtype])
         a = _laid_out((a_MK * scale).to(DTYPES[dtype]).to(device), layout[0])
         b = _laid_out(b_KN.to(DTYPES[dtype]).to(device), layout[1])
-        poison(device, wanted_MN.numel() * a.element_size())
-        judge(a @ b, wanted_MN * scale, f"{layout} product {sizes} {dtype}", _tolerance(dtype))
+        what = f"{layout} product {sizes} {dtype}"
+        expect(partial(torch.matmul, a, b), wanted_MN * scale, what, _tolerance(dtype), a)
 
 
 def _twice(device: torch.device, dtype: str, side: int) -> None:
@@ -101,23 +101,18 @@ def _batched(device: torch.device, dtype: str) -> None:
     a_BMK, b_BKN = whole_numbers((6, 77, 64), LIMITS[dtype], seed=3), whole_numbers((6, 64, 130), LIMITS[dtype], seed=4)
     bias_BMN = whole_numbers((6, 77, 130), LIMITS[dtype], seed=5)
     a, b, bias = (tensor.to(DTYPES[dtype]).to(device) for tensor in (a_BMK, b_BKN, bias_BMN))
-    wanted = torch.bmm(a_BMK, b_BKN)
-    size = wanted.numel() * a.element_size()
-    poison(device, size)
-    judge(torch.bmm(a, b), wanted, f"bmm {dtype}", _tolerance(dtype))
-    poison(device, size)
-    judge(torch.baddbmm(bias, -a, b), bias_BMN - wanted, f"baddbmm {dtype}", _tolerance(dtype))
+    wanted, tolerance = torch.bmm(a_BMK, b_BKN), _tolerance(dtype)
+    expect(lambda: torch.bmm(a, b), wanted, f"bmm {dtype}", tolerance, a)
+    expect(lambda: torch.baddbmm(bias, -a, b), bias_BMN - wanted, f"baddbmm {dtype}", tolerance, a)
 
 
 def _bias(device: torch.device, dtype: str, rows: int, width: int) -> None:
     a_MK, b_KN, wanted_MN = _problem((rows, 64, width), LIMITS[dtype])
     bias_N = whole_numbers((width,), LIMITS[dtype], seed=6)
     a, b, bias = (tensor.to(DTYPES[dtype]).to(device) for tensor in (a_MK, b_KN, bias_N))
-    size = wanted_MN.numel() * a.element_size()
-    poison(device, size)
-    judge(torch.addmm(bias, a, b), wanted_MN + bias_N.float(), f"addmm {dtype}", _tolerance(dtype))
-    poison(device, size)
-    judge(F.linear(-a, b.t(), bias), bias_N.float() - wanted_MN, f"linear with bias {dtype}", _tolerance(dtype))
+    wanted, tolerance = bias_N.float(), _tolerance(dtype)
+    expect(lambda: torch.addmm(bias, a, b), wanted + wanted_MN, f"addmm {dtype}", tolerance, a)
+    expect(lambda: F.linear(-a, b.t(), bias), wanted - wanted_MN, f"linear with bias {dtype}", tolerance, a)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -16,14 +17,33 @@ from lora_rocm.commands import bench_tables
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, write_json
 from lora_rocm.foundation.units import size_text
-from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
+from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.supervisor import process, resume
 from lora_rocm.supervisor.subprocesses import run_tool
 
 MODULE = "lora_rocm.bench.device_child"
 LOADER_MODULE = "lora_rocm.bench.loader_child"
+WARM_UP = 20
+"""Steps before those that count: kernels are compiled, and steps of the usual sizes captured as graphs."""
+ONLY_STEPS = (
+    "train.epochs=null",
+    "train.validation_every_n_steps=0",
+    "sample.prompts=[]",
+    "sample.control_prompts=[]",
+    "output.save_every_n_steps=1000000",
+)
+MADE_UP = (
+    "model.vae=null",
+    "model.config=null",
+    "lora.init_from=null",
+    "data.sources=[]",
+    "data.path=builtin:demo",
+    "data.upscale=true",
+)
 MAX_DEATHS = 5
 """After so many rows that ended the child the rest is not tried: nothing here works."""
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
@@ -64,27 +84,85 @@ def transfer(json_path: Path | None) -> int:
     return _finish("transfer", found, {"links": found.links}, json_path)
 
 
-def compute(recipe_path: str | None, overrides: Sequence[str], json_path: Path | None) -> int:
+def compute(json_path: Path | None) -> int:
     """Measure matrix products, attention and convolutions, print the tables; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe is wrong, the child could not start, or the file cannot be written.
+        LoraRocmError: the child could not start, or the file cannot be written.
     """
-    recipe = load_recipe(recipe_path, overrides).recipe if recipe_path is not None else None
-    shapes, situation, found = _shapes(recipe), situation_here(recipe), Measured()
+    situation, found = situation_here(), Measured()
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     variants = VARIANTS if amd else NO_VARIANTS
     for variant, variables in variants.items():
-        _measure("compute", shapes, {**env, **variables}, found, variant=variant)
+        _measure("compute", {}, {**env, **variables}, found, variant=variant)
     say(machine_text(found.machine))
     if not found.machine["gpu"]:
-        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small pictures.")
+        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small images.")
     if amd:
         say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
     for group, heading in GROUPS.items():
         say("", f"{heading}:", *bench_tables.compute_table(found.rows, group, tuple(variants)))
-    return _finish("compute", found, {"shapes": shapes}, json_path)
+    return _finish("compute", found, {}, json_path)
+
+
+def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights: bool, json_path: Path | None) -> int:
+    """Train for some steps in a folder that is deleted, print what one took; returns the exit code.
+
+    Args:
+        recipe_path: a file, or the name of a recipe that ships.
+        overrides: ``section.key=value``.
+        steps: how many are counted, after a warm-up.
+        random_weights: random numbers for the base model, and the images of the demo.
+        json_path: gets the figures.
+
+    Raises:
+        LoraRocmError: what training raises; the file cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+        loaded = _short_run(recipe_path, overrides, steps, Path(folder) / "cache" if random_weights else None)
+        chosen = resume.choose(loaded, Path(folder) / "run", None)
+        run = chosen.run_dir.create()
+        resume.settle(chosen, loaded.recipe, accept_changes=False)
+        env = plan_here(loaded.recipe).applied_to(os.environ)
+        with make_progress() as progress:
+            code = process.run_worker(run, env, progress.on_event, process.worker_command(run), progress.say)
+        events = read_events(run.events())
+    counted = current_steps(events)[-steps:]
+    if code or not counted:
+        return code
+    start = next(fields_of(event) for event in events if event["type"] == "start")
+    figures = step_figures(counted, loaded.recipe.train.batch_size * loaded.recipe.train.gradient_accumulation_steps)
+    say("", *bench_tables.step_table(figures))
+    about = {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": random_weights}
+    return _finish("step", Measured(start, rows=[figures]), about, json_path)
+
+
+def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_cache: Path | None) -> LoadedRecipe:
+    """The recipe without previews, held-out loss and checkpoints; with a cache of its own the data is made up, too."""
+    changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
+    if made_up_cache is not None:
+        base = load_recipe(recipe_path, overrides).recipe.model.name_or_path
+        changes += [*MADE_UP, f"model.name_or_path=random:{base}", f"cache.dir={made_up_cache}"]
+    loaded = load_recipe(recipe_path, changes)
+    loaded.require_files()
+    return loaded
+
+
+def step_figures(steps: Sequence[Event], samples: int) -> Event:
+    """Median and 95th percentile of ``step`` events, rate, peak memory and the trainer's own parts."""
+    seconds = sorted(step["step_s"] for step in steps)
+    median_s = statistics.median(seconds)
+    return {
+        "steps": len(seconds),
+        "samples": samples,
+        "median_s": median_s,
+        "p95_s": seconds[-(-95 * len(seconds) // 100) - 1],
+        "samples_per_s": samples / median_s,
+        "memory_bytes": max(step["memory_bytes"] for step in steps),
+        "parts_s": {name: statistics.fmean(step[f"{name}_s"] for step in steps) for name in bench_tables.PART_NAMES},
+        "problem": None,
+    }
 
 
 def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -> int:
@@ -96,27 +174,17 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     loaded.require_files()
     recipe = loaded.recipe
+    env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
-    _measure("loader", recipe.model_dump(mode="json"), plan_here(recipe).applied_to(os.environ), found, LOADER_MODULE)
+    _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
     say(machine_text(found.machine), f"{found.machine['pictures']} pictures, batch size {recipe.train.batch_size}")
     say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 
 
-def _shapes(recipe: Recipe | None) -> dict[str, int]:
-    """What of a recipe decides the shapes; nothing without one (the child knows the defaults)."""
-    if recipe is None:
-        return {}
-    return {
-        "rank": recipe.lora.rank,
-        "resolution": recipe.data.resolution,
-        "batch_size": recipe.train.batch_size,
-    }
-
-
 def _measure(
     tool: str,
-    shapes: Mapping[str, Any],
+    job: Mapping[str, Any],
     env: Mapping[str, str],
     found: Measured,
     module: str = MODULE,
@@ -140,12 +208,12 @@ def _measure(
                 found.rows.append({**fields_of(event), "variant": variant})
 
     deaths = 0
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-        job = Path(folder) / "job.json"
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "job.json"
         while True:
-            write_json(job, {"start": rows, "shapes": dict(shapes)})
+            write_json(path, {**job, "start": rows})
             try:
-                run_tool(module, [tool, str(job)], env, on_event)
+                run_tool(module, [tool, str(path)], env, on_event)
                 return
             except WorkerDiedError as error:
                 deaths += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lora_rocm.foundation.units import size_text
@@ -118,46 +118,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
-    ("ms a step, median", lambda row: 1e3 * row["median_s"], ".1f"),
-    ("ms a step, 95th percentile", lambda row: 1e3 * row["p95_s"], ".1f"),
-    ("samples a step", lambda row: row["samples"], ".0f"),
-    ("samples/s", lambda row: row["samples_per_s"], ".2f"),
-    ("GPU busy, ms a step", lambda row: _times(row["profile"]["busy_s"], 1e3), ".1f"),
-    ("GPU idle, ms a step", lambda row: _times(row.get("idle_s"), 1e3), ".1f"),
-    ("kernels a step (CPU: operators)", lambda row: row["profile"]["kernels"], ",.0f"),
-    ("of these copies and fills", lambda row: row["profile"]["copies"], ",.0f"),
-    ("launches a step", lambda row: row["profile"]["launches"], ",.0f"),
-    ("host waits a step", lambda row: row["profile"]["waits"], ".1f"),
-    ("waits that PyTorch flags", lambda row: row.get("flagged_waits"), ".1f"),
-    ("peak memory, tensors, GiB", lambda row: _times(row["peak_allocated_bytes"], 2**-30), ".2f"),
-    ("peak memory, reserved, GiB", lambda row: _times(row["peak_reserved_bytes"], 2**-30), ".2f"),
-    ("TFLOP a step", lambda row: _times(row.get("flops"), 1e-12), ".4g"),
-    ("TFLOP/s", lambda row: _times(row.get("flops_per_s"), 1e-12), ".4g"),
-    ("of a large product's rate, %", lambda row: _times(row.get("of_matmul"), 100), ".1f"),
-)
-"""What is told of a training step; lines of which nobody has a value (those of a GPU, on a CPU) are left out."""
-
-
-def step_table(rows: Sequence[Row]) -> list[str]:
-    """Figures of training steps, one column for each thing that was measured."""
-    lines = [["", *(row["name"] for row in rows)]]
-    for name, value, form in STEP_LINES:
-        values = [value(row) for row in rows]
-        if any(found is not None for found in values):
-            lines.append([name, *("-" if found is None else format(found, form) for found in values)])
-    return aligned(lines, left=1)
-
-
-def parts_table(row: Row) -> list[str]:
-    """Where a step's time goes. The parts do not add up: the host works ahead of the device."""
-    lines = [
-        [f"  {PART_NAMES.get(name, name)}", f"{1e3 * seconds:.2f} ms", f"{seconds / row['median_s']:.1%}"]
-        for name, seconds in row["parts_s"].items()
-    ]
-    return aligned(lines, left=1)
-
-
 PART_NAMES = {
     "loading": "loader, host",
     "copy": "copies to the device",
@@ -166,34 +126,16 @@ PART_NAMES = {
 }
 
 
-def price_text(price: Mapping[str, Mapping[str, float | None]]) -> list[str]:
-    """What our trainer costs beside the bare loops, in a sentence each."""
-    lines = []
-    for name, found in price.items():
-        parts = [f"{what} x {found[key]:.3f}" for key, what in PRICE_NAMES.items() if found[key] is not None]
-        peak = found["peak_bytes"]
-        memory = "" if peak is None else f", peak {'+' if peak >= 0 else '-'}{size_text(int(abs(peak)))}"
-        lines.append(f"Beside {name}: {', '.join(parts)}{memory}.")
-    return ["", *lines] if lines else []
-
-
-PRICE_NAMES = {"wall": "time", "busy": "GPU busy", "kernels": "kernels"}
-
-
-def kinds_table(rows: Sequence[Row]) -> list[str]:
-    """Time and number of kernels by kind, one column for each thing that was measured."""
-    kinds = _distinct(kind for row in rows for kind in row["profile"]["by_kind"])
-    lines = [["", *(row["name"] for row in rows)]]
-    for kind in kinds:
-        found = [row["profile"]["by_kind"].get(kind, (0.0, 0.0)) for row in rows]
-        lines.append([f"  {kind}", *(f"{1e3 * seconds:.2f} ({number:,.0f})" for seconds, number in found)])
-    return aligned(lines, left=1)
-
-
-def top_table(row: Row) -> list[str]:
-    """The kernels that take longest."""
-    return aligned([[f"  {name}", f"{1e3 * s:.2f} ms", f"{n:,.0f}"] for name, s, n in row["profile"]["top"]], left=1)
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def step_table(row: Row) -> list[str]:
+    """Rate, peak and parts of a training step. The parts do not add up: the host works ahead of the device."""
+    parts = [
+        [f"of it {PART_NAMES[name]}, ms", f"{1e3 * seconds:.2f}", f"{seconds / row['median_s']:.1%}"]
+        for name, seconds in row["parts_s"].items()
+    ]
+    lines = [
+        ["ms a step, median", f"{1e3 * row['median_s']:.1f}", ""],
+        ["ms a step, 95th percentile", f"{1e3 * row['p95_s']:.1f}", ""],
+        ["samples/s", f"{row['samples_per_s']:.2f}", ""],
+        ["peak memory", size_text(row["memory_bytes"]), ""],
+    ]
+    return aligned([*lines, *parts], left=1)

@@ -15,6 +15,7 @@ from lora_rocm.foundation.bounded_read import check_plain
 MAX_SIDE_PX = 512
 MAX_PICTURE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
+MAX_ROWS = 200
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5d6675; --page: #fbfbfa; --card: #ffffff; --line: #dfe2e7;
@@ -90,12 +91,14 @@ def preformatted(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are text; empty text where there are no rows."""
+    """Cells are text; empty text where there are no rows. Beyond ``MAX_ROWS`` it only says how many more there are."""
     if not rows:
         return ""
     first = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{first}{body}</table>"
+    shown = rows[:MAX_ROWS]
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in shown)
+    more = paragraph(f"... and {len(rows) - MAX_ROWS} more") if len(rows) > MAX_ROWS else ""
+    return f"<table>{first}{body}</table>{more}"
 
 
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:

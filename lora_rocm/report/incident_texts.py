@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from lora_rocm.report.html import paragraph, preformatted, section, table
 from lora_rocm.rundir.incidents import Event
 
-MAX_ROWS = 200
 MAX_LOGS, MAX_LOG_LINES = 10, 40
 DAY = "%Y-%m-%d %H:%M:%S"
 SAME = (
@@ -78,9 +77,8 @@ def trouble_section(events: list[Event]) -> str:
     times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
     rows = [
         (time.strftime(DAY, time.localtime(event["time"])), event["type"], TEXTS[event["type"]](event))
-        for event in events[:MAX_ROWS]
+        for event in events
     ]
-    more = paragraph(f"... and {len(events) - MAX_ROWS} more") if len(events) > MAX_ROWS else ""
     failures = [event for event in events if event["type"] == "failure"]
     logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
     return section(
@@ -88,7 +86,6 @@ def trouble_section(events: list[Event]) -> str:
         paragraph(f"The training process was started again {times}."),
         paragraph(promise(events)),
         table(("when", "", "what"), rows),
-        more,
         *logs,
     )
 

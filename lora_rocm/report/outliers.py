@@ -22,7 +22,6 @@ WINDOW_STEPS, LEAST_STEPS = 50, 20
 LOSS_TIMES, NORM_TIMES = 5.0, 10.0
 NOISE_TIMES = 6.0
 """And so many standard deviations of the logarithm, as estimated from the median deviation in the window."""
-MAX_ROWS = 200
 SIGMA_OF_MAD = 1.4826
 """For normally distributed numbers."""
 
@@ -93,8 +92,7 @@ def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
             *map(number_text, (spike.loss, spike.usual_loss, spike.grad_norm, spike.usual_norm)),
             spike.iteration,
         )
-        for spike in found[:MAX_ROWS]
+        for spike in found
     ]
-    more = paragraph(f"... and {len(found) - MAX_ROWS} more") if len(found) > MAX_ROWS else ""
     head = ("step", "loss", "usual", "gradient norm", "usual", "iteration")
-    return section(title, paragraph(note, "soft"), table(head, rows), more)
+    return section(title, paragraph(note, "soft"), table(head, rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
@@ -14,7 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
-from lora_rocm.report.incident_texts import change_text, failure_text, restart_text
+from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
 
@@ -37,6 +37,19 @@ CACHE_WORK = {
 MAX_REPAIRS_SAID = 5
 
 Event = dict[str, Any]
+LINES: dict[str, Callable[[Event], str]] = {
+    **TEXTS,
+    "incident": lambda e: f"Incident at iteration {e['iteration']} ({e['kind']}): {e['detail']}; {e['action']}",
+    "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}",
+    "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
+    "preview": lambda e: f"{len(e['pictures'])} previews after step {e['updates']}",
+    "export": lambda e: (
+        f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}"
+    ),
+    "concept": lambda e: f"Concept score {number_text(e['score'])}, control {number_text(e['control'])}",
+    "notice": lambda e: f"Note: {e['text']}",
+}
+"""Type of an event -> the line that it is."""
 
 
 class View(Protocol):
@@ -67,7 +80,9 @@ class ProgressDisplay:
     def on_event(self, event: Event) -> None:
         """Draw one event; types that are not for the screen are passed over."""
         draw = getattr(self, f"_on_{event['type']}", None)
-        if draw is not None:
+        if event["type"] in LINES:
+            self.say(LINES[event["type"]](event))
+        elif draw is not None:
             draw(event)
         slow = self.spilling.on_event(event)
         if slow:
@@ -122,37 +137,6 @@ class ProgressDisplay:
             f"checks {event['transfer_checks']}, failed {event['transfer_failures']}"
         )
         self.view.show("Training", event["updates"], event["max_train_steps"], details)
-
-    def _on_incident(self, event: Event) -> None:
-        self.say(f"Incident at iteration {event['iteration']} ({event['kind']}): {event['detail']}; {event['action']}")
-
-    def _on_validation(self, event: Event) -> None:
-        self.say(f"Held-out loss after step {event['updates']}: {number_text(event['loss'])}")
-
-    def _on_checkpoint(self, event: Event) -> None:
-        self.say(f"Saved {event['path']} and {event['lora']}")
-
-    def _on_preview(self, event: Event) -> None:
-        self.say(f"{len(event['pictures'])} previews after step {event['updates']}")
-
-    def _on_export(self, event: Event) -> None:
-        difference = number_text(event["max_difference"])
-        self.say(f"Wrote {event['path']} ({event['format']}), loaded back, largest difference {difference}")
-
-    def _on_concept(self, event: Event) -> None:
-        self.say(f"Concept score {number_text(event['score'])}, control {number_text(event['control'])}")
-
-    def _on_notice(self, event: Event) -> None:
-        self.say(f"Note: {event['text']}")
-
-    def _on_failure(self, event: Event) -> None:
-        self.say(failure_text(event))
-
-    def _on_change(self, event: Event) -> None:
-        self.say(change_text(event))
-
-    def _on_restart(self, event: Event) -> None:
-        self.say(restart_text(event))
 
     def _on_end(self, event: Event) -> None:
         self.view.end()

@@ -27,9 +27,9 @@ from lora_rocm.rundir.results import result_files
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8
+MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
-MAX_ROWS = 200
 MAX_JSON_BYTES = 1 << 24
 STEP_SHARES = {
     "loading_s": "loading",
@@ -255,7 +255,7 @@ def _guard(facts: Facts) -> str:
             event["action"],
             ", ".join(map(str, event["samples"] or ())),
         )
-        for event in incidents[:MAX_ROWS]
+        for event in incidents
     ]
     head = ("iteration", "kind", "what", "what was done", "samples")
     return section("Guard", counts, _canaries(facts), summary, table(head, rows))
@@ -270,7 +270,7 @@ def _canaries(facts: Facts) -> str:
     times = "once" if len(found) == 1 else f"{len(found)} times"
     sentence = f"Kernels with known answers and frozen weights were looked at {times}"
     if wrong:
-        return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_ROWS])}", "bad")
+        return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
     return paragraph(f"{sentence}: always right.", "good")
 
 
@@ -282,10 +282,9 @@ def _repaired(facts: Facts) -> str:
     counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
     what = f"Cache entries that were damaged and encoded again, never trained on: {counted}."
     advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
-    rows = [(event["kind"], event["item"], event["reason"]) for event in repaired[:MAX_ROWS]]
-    more = paragraph(f"... and {len(repaired) - MAX_ROWS} more") if len(repaired) > MAX_ROWS else ""
+    rows = [(event["kind"], event["item"], event["reason"]) for event in repaired]
     head = ("entry", "image or caption", "what was wrong")
-    return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows), more)
+    return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows))
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:
@@ -323,12 +322,11 @@ def _data(facts: Facts) -> str:
         return ""
     aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data["set_aside"]]
     buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
-    more = paragraph(f"... and {len(aside) - MAX_ROWS} more") if len(aside) > MAX_ROWS else ""
     return section(
         "Data",
         paragraph(f"{data['samples']} pictures, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
         *(paragraph(notice) for notice in data["notices"]),
-        "<h3>Set aside</h3>" + table(("picture", "why", "what to do"), aside[:MAX_ROWS]) + more if aside else "",
+        "<h3>Set aside</h3>" + table(("picture", "why", "what to do"), aside) if aside else "",
         "<h3>Buckets</h3>" + table(("width x height", "pictures"), buckets),
     )
 

@@ -104,27 +104,9 @@ def _precision(situation: Situation) -> str | None:
     return json.dumps(next((dtype for dtype in wanted if trains_in(verdict, dtype)), "no"))
 
 
-def _attention(situation: Situation) -> str | None:
-    verdict = situation.verdict
-    failed = verdict is not None and any(verdict.failed(backend) for backend in FUSED)
-    return json.dumps("math") if failed else None
-
-
-def _pin_memory(situation: Situation) -> str | None:
-    verdict = situation.verdict
-    return "false" if verdict is not None and verdict.failed("copies.pinned") else None
-
-
-def _miopen(situation: Situation) -> str | None:
-    verdict = situation.verdict
-    return "false" if verdict is not None and avoids_miopen(verdict) else None
-
-
-def _heap_copy(situation: Situation) -> str | None:
-    verdict = situation.verdict
-    if verdict is None or not verdict.failed("copies.mapped") or verdict.failed("copies.pageable"):
-        return None
-    return "true"
+def _where(holds: Callable[[Verdict], object], value: str) -> Callable[[Situation], str | None]:
+    """The value where something holds of the verdict; nothing without one."""
+    return lambda situation: value if situation.verdict is not None and holds(situation.verdict) else None
 
 
 def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
@@ -144,11 +126,7 @@ def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation
 
 
 def _remedy_rule(remedy: Remedy) -> Rule:
-    def value(situation: Situation) -> str | None:
-        verdict = situation.verdict
-        return remedy.value if verdict is not None and remedy.id in verdict.remedies else None
-
-    shown = ("", f"`{remedy.value}`")
+    value, shown = _where(lambda verdict: remedy.id in verdict.remedies, remedy.value), ("", f"`{remedy.value}`")
     return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when, shown=shown)
 
 
@@ -167,7 +145,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
     Rule(
         "verdict-attention",
         "setting:attention",
-        _attention,
+        _where(lambda verdict: any(map(verdict.failed, FUSED)), json.dumps("math")),
         "a fused attention kernel (attention.flash, efficient or cudnn) failed the self-test: plain attention instead, "
         "which takes more memory",
         "self-test of this machine; pytorch#132004 and AOTriton 0.11 on gfx1100 are known cases",
@@ -178,7 +156,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
     Rule(
         "verdict-pinning",
         "setting:pin_memory",
-        _pin_memory,
+        _where(lambda verdict: verdict.failed("copies.pinned"), "false"),
         "copies of pinned memory (copies.pinned) failed the self-test",
         "self-test of this machine; llama.cpp#26543 is a known case",
         ANY,
@@ -188,7 +166,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
     Rule(
         "verdict-miopen",
         "setting:miopen",
-        _miopen,
+        _where(avoids_miopen, "false"),
         "convolutions failed the self-test through MIOpen (conv.miopen) and passed without it (conv.native)",
         "self-test of this machine; rocm-libraries#3339 and MIOpen#3964 are known cases",
         ANY,
@@ -198,7 +176,7 @@ VERDICT_RULES: tuple[Rule, ...] = (
     Rule(
         "verdict-heap-copy",
         "setting:heap_copy",
-        _heap_copy,
+        _where(lambda verdict: verdict.failed("copies.mapped") and not verdict.failed("copies.pageable"), "true"),
         "copies from mapped files (copies.mapped) failed the self-test, and copies from plain memory passed",
         "self-test of this machine; llama.cpp#28211 is a known case",
         ANY,

@@ -29,7 +29,7 @@ def test_transfer(tmp_path: Path) -> None:
 
 
 def test_compute(tmp_path: Path) -> None:
-    assert bench.compute(None, (), tmp_path / "c.json") == 0
+    assert bench.compute(tmp_path / "c.json") == 0
     rows = json.loads((tmp_path / "c.json").read_bytes())["rows"]
     assert all(row["per_second"] for row in rows if row["group"] != "attention")
     assert all(row["per_second"] for row in rows if row["way"].startswith("math"))

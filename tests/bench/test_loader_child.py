@@ -25,7 +25,7 @@ from tests.supervisor.fake_run import as_heard
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     def run(counts: list[int]) -> list[dict[str, Any]]:
         recipe = load_recipe("demo.yaml", [f"cache.dir={tmp_path}", "runtime.device=cpu"]).recipe
-        job = {"start": 0, "shapes": recipe.model_dump(mode="json")}
+        job = {"start": 0, "recipe": recipe.model_dump(mode="json")}
         (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
         monkeypatch.setattr(loader_child, "worker_counts", lambda: counts)
         monkeypatch.setattr(loader_child, "BATCHES", 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import bench
-from lora_rocm.errors import UserError, WorkerDiedError
+from lora_rocm.errors import RecipeError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
+from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rundir.layout import RunDir
 from tests.golden import HOSTS
-from tests.supervisor.fake_run import heard
+from tests.supervisor.fake_run import heard, step_fields
+from tests.tiny_models import RUN_TARGETS
 
 Event = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 CPU: Event = {
     "type": "machine", "device": "CPU", "gpu": False, "torch": "2.13.0", "hip": None, "cuda": None, "threads": 1,
     "budget_bytes": None, "integrated": None, "gpus": [],
@@ -156,13 +161,13 @@ def test_a_child_that_never_starts_and_one_that_always_dies_end_the_command(chil
 
 def on_a_radeon(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = load_facts(HOSTS / "linux-rx7900xtx.json")
-    monkeypatch.setattr(bench, "situation_here", lambda recipe: replace(situation_here(recipe, facts), environ={}))
+    monkeypatch.setattr(bench, "situation_here", lambda: replace(situation_here(None, facts), environ={}))
 
 
 def test_amd_is_measured_with_and_without_hipblaslt(child: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_radeon(monkeypatch)
     fake = child([RADEON, row(0, gemm(), 20e12)], [RADEON, row(0, gemm(), 10e12)])
-    assert bench.compute(None, (), None) == 0
+    assert bench.compute(None) == 0
     variables = ("TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT")
     assert [[env[name] for name in variables] for env in fake.envs] == [["1", "1"], ["0", "0"]]
     text = capsys.readouterr().out
@@ -173,25 +178,16 @@ def test_amd_is_measured_with_and_without_hipblaslt(child: Any, capsys: Any, mon
 
 def test_others_are_measured_once(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = load_facts(HOSTS / "nvidia-rtx4090.json")
-    monkeypatch.setattr(bench, "situation_here", lambda recipe: situation_here(recipe, facts))
+    monkeypatch.setattr(bench, "situation_here", lambda: situation_here(None, facts))
     fake = child([{**RADEON, "hip": None, "cuda": "13.0"}, row(0, gemm())])
-    assert bench.compute(None, (), None) == 0
+    assert bench.compute(None) == 0
     assert len(fake.envs) == 1
-
-
-def test_the_recipe_gives_rank_size_and_batch(child: Any, tmp_path: Path) -> None:
-    fake = child([CPU])
-    changes = [f"data.path={tmp_path}", "lora.rank=7", "data.resolution=512", "train.batch_size=3"]
-    bench.compute("sdxl.yaml", changes, None)
-    assert fake.jobs[0]["shapes"] == {"rank": 7, "resolution": 512, "batch_size": 3}
-    with pytest.raises(UserError):
-        bench.compute("nothing.yaml", (), None)
 
 
 def test_reasons_are_told_once_for_all_rows_that_share_them(child: Any, capsys: Any) -> None:
     rows = [row(number, gemm(dtype), None, "out of memory") for number, dtype in enumerate(("float32", "bfloat16"))]
     child([CPU, *rows])
-    assert bench.compute(None, (), None) == 0
+    assert bench.compute(None) == 0
     text = capsys.readouterr().out
     assert text.count("out of memory") == 1 and "base y fp32; attention 640, base y bf16: out" in text
 
@@ -202,7 +198,7 @@ def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     rows = json.loads((tmp_path / "t.json").read_bytes())["rows"]
     assert len(rows) == 5 and all(found["per_second"] > 0 for found in rows)
     assert "There is no GPU to measure" in capsys.readouterr().out
-    assert bench.compute(None, (), tmp_path / "c.json") == 0
+    assert bench.compute(tmp_path / "c.json") == 0
     saved = json.loads((tmp_path / "c.json").read_bytes())
     assert {found["group"] for found in saved["rows"]} == {"gemm", "attention", "convolution"}
     assert all(found["problem"] is None and found["per_second"] > 0 for found in saved["rows"])
@@ -228,7 +224,7 @@ def test_loader_says_what_is_fastest_and_stable(child: Any, capsys: Any, tmp_pat
     lines = [line.split() for line in text.splitlines()]
     assert ["cache", "2", "900.0", "225.0", "1.50", "s"] in lines and ["cache", "4", "-", "-", "-"] in lines
     assert "fastest and stable here is runtime.workers: 2." in text and f"cache with 4 workers: {stalled}" in text
-    assert fake.jobs[0]["shapes"]["train"]["batch_size"] == 4 and len(saved["rows"]) == 4
+    assert fake.jobs[0]["recipe"]["train"]["batch_size"] == 4 and len(saved["rows"]) == 4
 
 
 def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, capsys: Any, tmp_path: Path) -> None:
@@ -238,3 +234,67 @@ def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, 
     bench_loader(tmp_path)
     text = capsys.readouterr().out
     assert "cache with 1 workers: ended the process" in text and "Nothing could be read from the cache." in text
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Path]]:
+    """A stand-in for the training process; returns a list that gets the folders of its runs."""
+
+    def made(mode: str) -> list[Path]:
+        runs: list[Path] = []
+
+        def command(run_dir: RunDir) -> list[str]:
+            runs.append(run_dir.path)
+            (tmp_path / "recipe.yaml").write_bytes(run_dir.recipe.read_bytes())
+            return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
+
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setattr(bench.process, "worker_command", command)
+        return runs
+
+    return made
+
+
+def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path) -> None:
+    runs = worker("done")
+    gone = [f"data.path={tmp_path / 'gone'}", "train.batch_size=2", "train.gradient_accumulation_steps=1"]
+    assert bench.step("sdxl.yaml", gone, 3, True, tmp_path / "s.json") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ms", "a", "step,", "median", "200.0"] in lines and ["samples/s", "10.00"] in lines
+    assert ["peak", "memory", "1.0", "GiB"] in lines
+    assert ["of", "it", "loader,", "host,", "ms", "1.00", "0.5%"] in lines
+    saved = json.loads((tmp_path / "s.json").read_bytes())
+    assert saved["rows"][0]["median_s"] == 0.2 and saved["machine"]["device"] == "CPU"
+    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    assert recipe.model.name_or_path == "random:stabilityai/stable-diffusion-xl-base-1.0"
+    assert recipe.train.max_train_steps == bench.WARM_UP + 3 and not recipe.sample.prompts
+    assert not runs[0].exists()
+
+
+def test_images_have_to_be_there_unless_they_are_made_up(worker: Any, tmp_path: Path) -> None:
+    runs = worker("done")
+    with pytest.raises(RecipeError, match="gone"):
+        bench.step("sdxl.yaml", [f"data.path={tmp_path / 'gone'}"], 3, False, None)
+    with pytest.raises(RecipeError):
+        bench.step("sdxl.yaml", ["lora.rank=none"], 3, True, None)
+    assert not runs
+
+
+def test_a_training_process_that_fails_is_an_error(worker: Any) -> None:
+    worker("killed")
+    with pytest.raises(WorkerDiedError):
+        bench.step("demo.yaml", (), 3, False, None)
+
+
+def test_median_and_percentile() -> None:
+    steps = [step_fields(number, step_s=float(number), memory_bytes=number) for number in range(1, 101)]
+    found = bench.step_figures(steps, samples=8)
+    assert found["median_s"] == 50.5 and found["p95_s"] == 95.0 and found["memory_bytes"] == 100
+    assert found["samples_per_s"] == pytest.approx(8 / 50.5)
+
+
+@pytest.mark.slow
+def test_steps_for_real_on_the_cpu(tmp_path: Path) -> None:
+    small = ["data.resolution=64", "lora.rank=4", f"lora.targets={RUN_TARGETS}", "runtime.device=cpu"]
+    assert bench.step("demo.yaml", small, 2, True, tmp_path / "s.json") == 0
+    assert json.loads((tmp_path / "s.json").read_bytes())["rows"][0]["steps"] == 2

@@ -1,4 +1,4 @@
-"""The heavy half of ``bench step``, for real on this CPU, with the tiny model and few steps."""
+"""The figures of ``python -m benchmarks.training_step``, for real on this CPU, with the tiny model and few steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from lora_rocm.bench import measurement, step_child
-from lora_rocm.bench.bare_loop import EAGER, BareStep, inputs_of
-from lora_rocm.bench.measurement import flagged_waits, times, variants, with_rates
-from lora_rocm.bench.setup import open_bench, recipe_for
+from benchmarks.training_step import child, measurement
+from benchmarks.training_step.bare_loop import EAGER, BareStep, inputs_of
+from benchmarks.training_step.measurement import flagged_waits, times, variants, with_rates
+from benchmarks.training_step.setup import open_bench, recipe_for
 from lora_rocm.checks import kernel_check
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.hardware.settings import Settings
@@ -39,14 +39,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MIN_WARM_UP", 1), ("PARTS_STEPS", 1), ("TRACED_STEPS", 1)):
         monkeypatch.setattr(measurement, name, value)
     monkeypatch.setitem(measurement.MATMUL_SIDE, "cpu", 64)
-    monkeypatch.setattr(step_child, "ROUNDS", 1)
+    monkeypatch.setattr(child, "ROUNDS", 1)
 
 
 def events_of(tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: Recipe, **more: Any) -> list[dict[str, Any]]:
     job = {"recipe": recipe.model_dump(mode="json"), "random_weights": True, "steps": 2, "profile": False}
     job |= {"against": None, "traces": str(tmp_path), **more}
     (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    code = step_child.main([str(tmp_path / "job.json")], watch_parent=False)
+    code = child.main([str(tmp_path / "job.json")], watch_parent=False)
     found = [as_heard(line) for line in capfd.readouterr().out.splitlines()]
     assert code == (found[-1]["exit_code"] if found[-1]["type"] == "error" else 0)
     return found
@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_is_told(
     assert error["code"] == "compile-failed" and "no such operator" in error["where"]
     compiler = None
     with pytest.raises(Unsupported):  # the control
-        step_child.main([str(tmp_path / "job.json")], watch_parent=False)
+        child.main([str(tmp_path / "job.json")], watch_parent=False)
 
 
 @pytest.mark.usefixtures("quick")
@@ -130,11 +130,11 @@ def test_memory_that_runs_out_is_told(
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-    monkeypatch.setattr(step_child, "_ours", full)
+    monkeypatch.setattr(child, "_ours", full)
     assert events_of(tmp_path, capfd, recipe_of())[-1]["code"] == "out-of-memory"
-    monkeypatch.setattr(step_child, "measure_bare", full)
+    monkeypatch.setattr(child, "measure_bare", full)
     inputs: Any = None
-    found = step_child._bare(recipe_of(), inputs, torch.float32, CPU, EAGER, measurement.Wanted(2, False, tmp_path))
+    found = child._bare(recipe_of(), inputs, torch.float32, CPU, EAGER, measurement.Wanted(2, False, tmp_path))
     assert found == {"problem": "CUDA out of memory. Tried to allocate"}
 
 
@@ -142,10 +142,10 @@ def test_what_is_not_foreseen_leaves_a_traceback(tmp_path: Path, monkeypatch: py
     def strange(*args: object) -> None:
         raise RuntimeError("a shape that nobody thought of")
 
-    monkeypatch.setattr(step_child, "_measure", strange)
+    monkeypatch.setattr(child, "_measure", strange)
     (tmp_path / "job.json").write_text("{}", encoding="utf-8")
     with pytest.raises(RuntimeError, match="nobody thought of"):
-        step_child.main([str(tmp_path / "job.json")], watch_parent=False)
+        child.main([str(tmp_path / "job.json")], watch_parent=False)
 
 
 @pytest.mark.parametrize(

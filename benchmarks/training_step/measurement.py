@@ -1,4 +1,4 @@
-"""The figures of ``bench step``: of our own run, and of the bare loop beside it."""
+"""The figures of a training step: of our own run, and of the bare loop beside it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lora_rocm.bench.bare_loop import CAPTURED, COMPILED, EAGER, BareStep, Inputs, captured, compiling
-from lora_rocm.bench.marks import LOSS, SEND, STEP, Marks
-from lora_rocm.bench.op_counts import count_step, first_flops
-from lora_rocm.bench.profile import summary, traced
-from lora_rocm.bench.setup import Bench
+from benchmarks.training_step.bare_loop import CAPTURED, COMPILED, EAGER, BareStep, Inputs, captured, compiling
+from benchmarks.training_step.marks import LOSS, SEND, STEP, Marks
+from benchmarks.training_step.op_counts import count_step, first_flops
+from benchmarks.training_step.profile import summary, traced
+from benchmarks.training_step.setup import Bench
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.schema import Recipe

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-WINDOW = "bench step: measured"
+WINDOW = "training step: measured"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime")
 WAITS = re.compile(r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize$|(cuda|hip)Memcpy(WithStream|DtoH|HtoD)?$")

@@ -1,6 +1,6 @@
-"""The tables in docs/amd.md and docs/reliability.md, made from the tables of this package.
+"""The tables in docs/amd.md and docs/reliability.md, made from the tables of the package.
 
-``python -m lora_rocm.commands.docs_tables docs/amd.md docs/reliability.md`` writes them anew between their marks;
+``python scripts/docs_tables.py docs/amd.md docs/reliability.md`` writes them anew between their marks;
 the rest is prose.
 """
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lora_rocm.bench.marks import LOSS, SEND, STEP, Marks, replaced, sums
+from benchmarks.training_step.marks import LOSS, SEND, STEP, Marks, replaced, sums
 
 
 def marks(*names: str) -> list[tuple[str, float]]:

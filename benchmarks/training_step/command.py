@@ -1,9 +1,10 @@
-"""``lora-rocm bench step``: starts the child that measures whole training steps, and shows what came of it."""
+"""Starts the child that measures whole training steps, beside a bare loop if asked, and shows what came of it."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,17 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training_step import tables
 from lora_rocm import __version__
-from lora_rocm.commands import bench_tables
 from lora_rocm.commands.bench import fields_of, how_it_died, machine_text, say
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, make_folder, write_json
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import plan_here
-from lora_rocm.supervisor.subprocesses import run_tool
+from lora_rocm.rundir.exit_status import died
+from lora_rocm.supervisor.process import OnEvent
+from lora_rocm.supervisor.subprocesses import follow_tool
 
-MODULE = "lora_rocm.bench.step_child"
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "benchmarks.training_step.child"
 OURS = "lora-rocm"
 TRACES = "bench-step-traces"
 OVER_ROUNDS = ("median_s", "p95_s", "mean_s", "samples_per_s")
@@ -105,13 +109,26 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
         }
         write_json(Path(folder) / "job.json", job)
         try:
-            run_tool(MODULE, [str(Path(folder) / "job.json")], plan_here(recipe).applied_to(os.environ), on_event)
+            run(Path(folder) / "job.json", plan_here(recipe).applied_to(os.environ), on_event)
         except WorkerDiedError as error:
             if not found.rows:
                 raise
             hung = time.monotonic() - begun["at"] >= begun["limit_s"]
             how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
             found.rows.append({"name": begun["name"], "round": begun["round"], "problem": how})
+
+
+def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
+    """Run the child to its end.
+
+    Raises:
+        LoraRocmError: the error event that it wrote.
+        WorkerDiedError: it failed without one.
+    """
+    command = [sys.executable, "-m", MODULE, str(job)]
+    code, log = follow_tool(command, {**env, "PYTHONPATH": str(ROOT)}, on_event)
+    if code:
+        raise died(f"The process {MODULE}", code, log)
 
 
 def over_rounds(rows: Sequence[Row]) -> list[Row]:
@@ -185,7 +202,7 @@ def _text(
 ) -> list[str]:
     whole = [row for row in rows if not row["problem"]]
     ours = next(row for row in whole if row["name"] == OURS)
-    lines = [_about(recipe, asked, ours), "", *bench_tables.step_table(whole)]
+    lines = [_about(recipe, asked, ours), "", *tables.step_table(whole)]
     product = machine["matmul"]
     lines += [
         "",
@@ -193,13 +210,13 @@ def _text(
         f"{product['per_second'] / 1e12:.4g} TFLOP/s in this process.",
         "",
         f"Where a step of {OURS} goes:",
-        *bench_tables.parts_table(ours),
+        *tables.parts_table(ours),
     ]
-    lines += bench_tables.price_text(price)
+    lines += tables.price_text(price)
     lines += [f"Not alike, {name}: {'; '.join(texts)}." for name, texts in unlike.items() if texts]
     if asked.profile:
-        lines += ["", "Kernels by kind, ms (number) a step:", *bench_tables.kinds_table(whole)]
-        lines += ["", f"What takes longest in a step of {OURS}:", *bench_tables.top_table(ours)]
+        lines += ["", "Kernels by kind, ms (number) a step:", *tables.kinds_table(whole)]
+        lines += ["", f"What takes longest in a step of {OURS}:", *tables.top_table(ours)]
         lines += ["", "Traces, for a browser's tracing page:", *(f"  {row['profile']['trace']}" for row in whole)]
     if machine["gpu"] and not ours["profile"]["device_seen"]:
         lines += ["", "PyTorch's profiler sees nothing of this GPU: operators were counted in the place of kernels."]

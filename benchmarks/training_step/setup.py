@@ -1,4 +1,4 @@
-"""What ``bench step`` measures: the run of a recipe as the worker has it before its first step.
+"""What is measured: the run of a recipe as the worker has it before its first step.
 
 Only the data may be made up (``synthetic``), and the base's numbers (``base_models/random_weights.py``).
 """

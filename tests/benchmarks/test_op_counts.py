@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lora_rocm.bench.marks import replaced
-from lora_rocm.bench.op_counts import Counts, OnDevice, count_step, first_flops
-from lora_rocm.bench.setup import Bench, open_bench, recipe_for
+from benchmarks.training_step.marks import replaced
+from benchmarks.training_step.op_counts import Counts, OnDevice, count_step, first_flops
+from benchmarks.training_step.setup import Bench, open_bench, recipe_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import load_recipe
 

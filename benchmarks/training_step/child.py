@@ -1,4 +1,4 @@
-"""The heavy child of ``lora-rocm bench step``: ``python -m lora_rocm.bench.step_child JOB.json``.
+"""The heavy child of ``python -m benchmarks.training_step``: ``python -m benchmarks.training_step.child JOB.json``.
 
 Events as in ``lora_rocm.bench.device_child``: ``machine`` once, then for each row ``begin`` before and ``row`` after.
 All rows come from this one process, one after the other, and each begins with the memory of the one before given back.
@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,18 @@ import diffusers
 import peft
 import torch
 
-from lora_rocm.bench.bare_loop import COMPILED, Inputs, inputs_of
-from lora_rocm.bench.device_child import machine
-from lora_rocm.bench.measurement import Figures, Wanted, matmul_rate, measure_bare, measure_ours, variants
-from lora_rocm.bench.profile import wake_profiler
-from lora_rocm.bench.setup import open_bench, recipe_for
+from benchmarks.training_step.bare_loop import COMPILED, Inputs, inputs_of
+from benchmarks.training_step.measurement import Figures, Wanted, matmul_rate, measure_bare, measure_ours, variants
+from benchmarks.training_step.profile import wake_profiler
+from benchmarks.training_step.setup import open_bench, recipe_for
+from lora_rocm.bench.device_child import machine, told
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
-from lora_rocm.device.torch_errors import device_fault, machine_error, settle
-from lora_rocm.errors import LoraRocmError
+from lora_rocm.device.torch_errors import device_fault
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.event_types import BeginEvent, ErrorEvent, MachineEvent, RowEvent
+from lora_rocm.rundir.event_types import BeginEvent, MachineEvent, RowEvent
 from lora_rocm.rundir.events import emit
 
 OURS = "lora-rocm"
@@ -41,23 +41,7 @@ LIMIT_S = 1800.0
 def main(arguments: list[str] | None = None, watch_parent: bool = True) -> int:
     """Measure; an error that is not foreseen ends in a traceback, which the parent reads."""
     path = Path((arguments or sys.argv[1:])[0])
-    try:
-        _measure(json.loads(path.read_text(encoding="utf-8")), path.parent, watch_parent)
-    except LoraRocmError as error:
-        return _told(error)
-    except (RuntimeError, MemoryError) as error:
-        known = machine_error(error)
-        if known is None:
-            raise
-        return _told(known)
-    settle()
-    return 0
-
-
-def _told(error: LoraRocmError) -> int:
-    emit(ErrorEvent(**error.to_event()))
-    settle()
-    return error.exit_code
+    return told(partial(_measure, json.loads(path.read_text(encoding="utf-8")), path.parent, watch_parent))
 
 
 def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands.docs_tables import TABLES, filled, hardware, harms, rules, where
 from lora_rocm.hardware.archs import ARCHS
 from lora_rocm.rules.environment import RULES
 from lora_rocm.rules.harmful_values import HARMS
 from lora_rocm.rules.rule import When
+from scripts.docs_tables import TABLES, filled, hardware, harms, rules, where
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 AMD, RELIABILITY = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md"
 
 
 @pytest.mark.parametrize("page", [AMD, RELIABILITY], ids=lambda page: page.name)
 def test_the_pages_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == filled(text), "run python -m lora_rocm.commands.docs_tables docs/amd.md docs/reliability.md"
+    assert text == filled(text), "run python scripts/docs_tables.py docs/amd.md docs/reliability.md"
 
 
 def test_the_pages_hold_the_tables() -> None:

@@ -16,9 +16,9 @@ from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.training_step.setup import Bench
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.targets import either
-from lora_rocm.bench.setup import Bench
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.reduction import losses
 from lora_rocm.recipe.schema import Recipe

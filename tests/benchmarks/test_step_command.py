@@ -1,17 +1,17 @@
-"""``bench step`` in the parent: tables, prices, children that die; what the child measures is in tests/train."""
+"""``python -m benchmarks.training_step`` in the parent: tables, prices, children that die."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora_rocm.commands import bench_step
-from lora_rocm.commands.bench_step import OURS, Asked, over_rounds, price_of
+from benchmarks.training_step import command
+from benchmarks.training_step.command import OURS, Asked, over_rounds, price_of
 from lora_rocm.errors import MachineError, RecipeError, WorkerDiedError
 from tests.supervisor.fake_run import heard
 
@@ -60,17 +60,14 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Event]]:
     def made(*script: Event | Exception | Callable[[], None]) -> list[Event]:
         jobs: list[Event] = []
 
-        def play(
-            module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[Event], None]
-        ) -> int:
-            jobs.append(json.loads(Path(arguments[0]).read_bytes()))
+        def play(job: Path, env: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
+            jobs.append(json.loads(job.read_bytes()))
             for part in script:
                 if isinstance(part, Exception):
                     raise part
                 part() if callable(part) else on_event(heard(part))
-            return 0
 
-        monkeypatch.setattr(bench_step, "run_tool", play)
+        monkeypatch.setattr(command, "run", play)
         return jobs
 
     return made
@@ -80,7 +77,7 @@ ASKED = Asked(steps=30, random_weights=True, profile=False, against="bare")
 
 
 def measured(tmp_path: Path, asked: Asked = ASKED) -> Event:
-    assert bench_step.step("demo.yaml", (), asked, tmp_path / "found ä.json") == 0
+    assert command.step("demo.yaml", (), asked, tmp_path / "found ä.json") == 0
     return dict(json.loads((tmp_path / "found ä.json").read_bytes()))
 
 
@@ -109,7 +106,7 @@ def test_kernels_and_traces_are_shown_where_asked_for(child: Any, tmp_path: Path
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert ["products", "40.00", "(800)"] in lines and ["nvjet", "20.00", "ms", "400"] in lines
-    assert jobs[0]["traces"] == str(tmp_path / bench_step.TRACES) and (tmp_path / bench_step.TRACES).is_dir()
+    assert jobs[0]["traces"] == str(tmp_path / command.TRACES) and (tmp_path / command.TRACES).is_dir()
     assert "somewhere/lora-rocm.trace.json.gz" in text and "Beside" not in text
 
 
@@ -200,11 +197,11 @@ def test_pictures_have_to_be_there_unless_they_are_made_up(child: Any, tmp_path:
     jobs = child(GPU, begin(OURS), row())
     gone = [f"data.path={tmp_path / 'gone'}"]
     with pytest.raises(RecipeError, match="gone"):
-        bench_step.step("sdxl.yaml", gone, Asked(30, False, False, None), None)
+        command.step("sdxl.yaml", gone, Asked(30, False, False, None), None)
     assert not jobs
-    assert bench_step.step("sdxl.yaml", gone, Asked(30, True, False, None), None) == 0
+    assert command.step("sdxl.yaml", gone, Asked(30, True, False, None), None) == 0
     with pytest.raises(RecipeError):
-        bench_step.step("sdxl.yaml", ["lora.rank=none"], ASKED, None)
+        command.step("sdxl.yaml", ["lora.rank=none"], ASKED, None)
 
 
 def test_rounds_are_put_together_and_one_that_failed_does_not_count() -> None:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lora_rocm.bench.marks import replaced
-from lora_rocm.bench.setup import Bench
+from benchmarks.training_step.marks import replaced
+from benchmarks.training_step.setup import Bench
 
 aten = torch.ops.aten
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.bench.profile import WINDOW, busy, kind_of, leaves, summary, traced
+from benchmarks.training_step.profile import WINDOW, busy, kind_of, leaves, summary, traced
 
 Event = dict[str, Any]
 

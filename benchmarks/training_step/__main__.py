@@ -1,0 +1,35 @@
+"""What a training step takes, and what the trainer adds to it: kernels, waits, memory, beside a bare loop.
+
+usage: python -m benchmarks.training_step RECIPE [--set KEY=VALUE ...] [--random-weights] [--steps N] [--profile]
+           [--against bare|bare-compiled] [--json FILE]
+
+``--against bare``: also the same model, LoRA and optimizer on fixed inputs with no trainer around, eager and on a GPU
+captured; ``bare-compiled``: and compiled. ``--profile``: kernels by kind, and traces beside the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.training_step.command import Asked, step
+
+
+def main() -> int:
+    """Read the arguments, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step")
+    parser.add_argument("recipe")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--random-weights", action="store_true", help="random numbers for base model and images")
+    parser.add_argument("--steps", type=int, default=30, help="steps to time, after a warm-up")
+    parser.add_argument("--profile", action="store_true", help="also show kernels, and keep traces")
+    parser.add_argument("--against", choices=["bare", "bare-compiled"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    asked = Asked(options.steps, options.random_weights, options.profile, options.against)
+    return step(options.recipe, options.overrides, asked, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
