@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
@@ -102,6 +100,8 @@ class Samples(Lazy[Sample]):
 
     def at(self, indices: Any) -> Samples:
         """The samples at these indices."""
+        import numpy as np
+
         if np.array_equal(indices, np.arange(len(self))):  # no second copy of very many
             return self
         return Samples(self.sources, self.batch.take(indices))
