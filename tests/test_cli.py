@@ -225,7 +225,7 @@ def test_forget_lists_what_was_remembered_and_deletes_it(tmp_path: Path, monkeyp
     assert list(folder.iterdir()) == [] and run("forget")[1].startswith("Nothing")
 
 
-LIBRARIES = ("torch", "transformers", "diffusers", "peft", "datasets", "numpy", "PIL")
+LIBRARIES = ("torch", "transformers", "diffusers", "peft", "datasets", "huggingface_hub", "pyarrow", "numpy", "PIL")
 SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
 
 
@@ -238,6 +238,7 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
             LIBRARIES,
         ),
         (["env"], LIBRARIES),
+        (["status", "RUN"], LIBRARIES),
         (["doctor", "--quick"], LIBRARIES),
         (["forget"], LIBRARIES),
         (["cache", "verify", "--dir", "cache"], tuple(name for name in LIBRARIES if name != "numpy")),
@@ -247,6 +248,9 @@ def test_light_commands_stay_light(
     arguments: list[str], never: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path))
+    if "RUN" in arguments:
+        write_whole_run(RunDir(tmp_path / "run"))
+        arguments = ["status", str(tmp_path / "run")]
     script = "import sys; from lora_rocm.cli import main; sys.argv[0] = 'lora-rocm'\n"
     script += "try: main()\nexcept SystemExit as end: assert not end.code\n"
     script += f"print('\\nloaded:', [name for name in {never!r} if name in sys.modules])"

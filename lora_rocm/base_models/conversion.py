@@ -19,7 +19,8 @@ from diffusers.loaders.single_file_utils import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.base_models.safetensors_file import DTYPES, Header, TensorEntry
+from lora_rocm.base_models.safetensors_file import DTYPES, Header
+from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
 
 State = dict[str, Tensor]

@@ -1,6 +1,4 @@
-"""Safetensors files read by hand: header, plain reads (never a mapped file), and the digest of their content.
-
-Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification).
+"""Safetensors files: plain reads (never a mapped file), and the digest of their content.
 
 A digest covers every byte. Tensors are read and hashed by a few threads at once, so that it costs a load next to
 nothing: hashlib and reads let other threads run meanwhile.
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from lora_rocm.errors import ModelError, StorageError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion, check_plain
+from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, UnknownDtype, parse_header
 from lora_rocm.foundation.terminal_text import printable
 
 DTYPES = {
@@ -41,22 +39,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Looked = TypeVar("Looked")
-MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
-MAX_DIMENSIONS = 8
 READERS = 4  # threads: enough for a fast disk, and few enough that a slow one does not seek all the time
 RUN_BYTES = 64 << 20  # read by one thread in one go
 PIECE_BYTES = 4 << 20  # read, then hashed while it is in the processor's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies: ``begin`` and ``end`` are offsets in the file, in bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -93,63 +79,19 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
         size = check_plain(path, sys.maxsize)
         with path.open("rb") as file:
             version = FileVersion.of(path, os.fstat(file.fileno()))
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise damaged(path, "it ends inside its header", error)
-            raw = file.read(length)
+            tensors, metadata = parse_header(file, size)
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
-    try:
-        fields = json.loads(raw, object_pairs_hook=_without_doubles)
-        metadata = fields.pop("__metadata__", {})
-        tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
-        if not all(isinstance(text, str) for text in metadata.values()):
-            raise TypeError("metadata are texts")
-        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise damaged(path, "its header is not readable", error) from problem
-    strange = sorted({entry.dtype for entry in tensors.values()} - set(DTYPES))
-    if strange:
+    except UnknownDtype as problem:
         raise error(
             "weights-format",
-            f"This file holds numbers in a format that is not read here: {printable(strange[0]):.40}.",
+            f"This file holds numbers in a format that is not read here: {problem}.",
             where=str(path),
             fix="Use an edition of the file in float16, bfloat16 or float32.",
-        )
-    _check_spans(path, tensors, 8 + length, size, error)
+        ) from problem
+    except DamagedHeader as problem:
+        raise damaged(path, str(problem), error) from problem
     return Header(path, tensors, metadata, version)
-
-
-def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
-    begin, end = value["data_offsets"]
-    shape = value["shape"]
-    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
-        raise ValueError("sizes are whole numbers, and few")
-    if not isinstance(value["dtype"], str):
-        raise TypeError("a number format is a name")
-    return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is given twice")  # readers differ in which of them counts
-    return found
-
-
-def _check_spans(
-    path: Path, tensors: dict[str, TensorEntry], data_start: int, size: int, error: type[UserError]
-) -> None:
-    """Every byte of the data belongs to one tensor, and every tensor has the bytes that its shape needs."""
-    at = data_start
-    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.end - entry.begin:
-            raise damaged(path, f"the size of {printable(name):.100} does not fit its shape", error)
-        if entry.begin != at:
-            raise damaged(path, "its tensors overlap or leave a gap", error)
-        at = entry.end
-    if at != size:
-        raise damaged(path, f"it has {size:,} bytes, which is not what its header says", error)
 
 
 def indexed(index: Mapping[str, Any], path: Path) -> list[str]:

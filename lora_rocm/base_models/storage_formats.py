@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.base_models.safetensors_file import TensorEntry
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
 
 # (part of a tensor's name, what stores weights so); the first that is found names the form.

@@ -7,29 +7,21 @@ more than MAX_ENTRY_BYTES of it are ever in memory.
 from __future__ import annotations
 
 import json
-import math
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, parse_header
+
 SPEC_VERSION = 1  # raise it when the same picture or caption would be encoded otherwise
 METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
-MAX_HEADER_BYTES = 1 << 20
-MAX_DIMENSIONS = 8
 MAX_ENTRY_BYTES = 1 << 29  # a picture of 100 megapixels takes 50 MB
 CHUNK_WORDS = 1 << 20
 WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
-DTYPE_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL"), 1),
-}
 
 
 class CacheEntryBad(Exception):
@@ -69,15 +61,11 @@ def read_header(path: Path) -> Header:
         raise CacheEntryBad("it is no plain file")
     if found.st_size > MAX_ENTRY_BYTES:
         raise CacheEntryBad("it is larger than any entry")
-    with path.open("rb") as file:
-        start = file.read(8)
-        num_bytes = int.from_bytes(start, "little")
-        if len(start) < 8 or num_bytes > MAX_HEADER_BYTES:
-            raise CacheEntryBad("the header is damaged")
-        header = _parse(file.read(num_bytes), 8 + num_bytes)
-    if header.num_bytes != found.st_size:
-        raise CacheEntryBad(f"it has {found.st_size} bytes, not {header.num_bytes}")
-    return header
+    try:
+        with path.open("rb") as file:
+            return _parsed(*parse_header(file, found.st_size), found.st_size)
+    except DamagedHeader as error:
+        raise CacheEntryBad(f"it is damaged: {error}") from error
 
 
 def read_entry(path: Path) -> tuple[Header, bytes]:
@@ -127,35 +115,19 @@ def _weights(first: int, count: int) -> NDArray[np.int64]:
     return (mixed_N ^ (mixed_N >> 31)) | np.int64(1)
 
 
-def _parse(text: bytes, data_at: int) -> Header:
-    """The header in ``text``; the data begins at byte ``data_at`` of the file.
+def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> Header:
+    """What the header of a sound safetensors file says of the entry.
 
     Raises:
-        CacheEntryBad: it is not one, or its tensors overlap, leave a gap or are of another size than they say.
+        CacheEntryBad: it is none.
     """
     try:
-        header = json.loads(text)
-        facts = json.loads(header.pop("__metadata__")[METADATA_KEY])
+        facts = json.loads(metadata[METADATA_KEY])
         kind, key, spec_version = str(facts["kind"]), str(facts["key"]), int(facts.get("spec", 1))  # 0.1.0 wrote none
-        spans = {name: _span(entry, data_at) for name, entry in header.items()}
         fingerprints = {name: int(value) for name, value in facts["fingerprints"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CacheEntryBad("the header is damaged") from error
-    if fingerprints.keys() != spans.keys():
+    if fingerprints.keys() != tensors.keys():
         raise CacheEntryBad("the header is damaged: it lists other tensors than it has fingerprints of")
-    end = data_at
-    for begin, stop in sorted(spans.values()):
-        if begin != end:
-            raise CacheEntryBad("the header is damaged: its tensors do not follow each other")
-        end = stop
-    return Header(kind, key, spec_version, fingerprints, spans, end)
-
-
-def _span(entry: dict[str, Any], data_at: int) -> tuple[int, int]:
-    begin, end = entry["data_offsets"]
-    shape = entry["shape"]
-    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
-        raise ValueError("sizes are whole numbers")
-    if end - begin != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
-        raise ValueError("another size than it says")
-    return data_at + begin, data_at + end
+    spans = {name: (entry.begin, entry.end) for name, entry in tensors.items()}
+    return Header(kind, key, spec_version, fingerprints, spans, num_bytes)

@@ -8,21 +8,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lora_rocm.errors import storage_error
 from lora_rocm.foundation.files import make_folder, open_in_place
 
-if TYPE_CHECKING:
-    pass
-
-
 MAX_LINE_BYTES = 1 << 16
-
-
 SHA256_BYTES = 32
-
-
 SETTLED_S = 2.0  # a file changed this recently could change again within one tick of its time stamp
 
 

@@ -327,7 +327,7 @@ def _refuse_swelling(files: Iterable[Path], where: str) -> None:
         if file.suffix.lower() != ".parquet":
             continue
         limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
-        found_bytes = unpacked_bytes(file, limit_bytes)
+        found_bytes = unpacked_bytes(file, limit_bytes, MAX_UNPACKING)
         if found_bytes > limit_bytes:
             raise DataError(
                 "dataset-swells",

@@ -10,13 +10,12 @@ import csv
 import json
 import posixpath
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lora_rocm.dataset.columns import Few, Texts
+from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.foundation.bounded_read import check_plain
 from lora_rocm.foundation.terminal_text import legible, one_line
@@ -52,12 +51,11 @@ class Metadata:
     num_without_column: int = 0
 
     def __post_init__(self) -> None:
-        self._captions, self._numbers = Texts(), array("q", [-1]) * len(self.positions)
+        self._captions: list[str | None] = [None] * len(self.positions)
 
     def caption(self, position: int) -> str | None:
         """The caption of the image at a position, if there is a row with one."""
-        number = self._numbers[position]
-        return None if number < 0 else self._captions[number]
+        return self._captions[position]
 
     def read(self, path: Path, relative: str) -> None:
         """Take over the rows of one file. ``relative``: its path below the source's folder.
@@ -117,11 +115,10 @@ class Metadata:
             raise BadRow(f"{self.column} is no text")
         if len(caption.encode("utf-8", "surrogatepass")) > MAX_CAPTION_BYTES:
             raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
-        if self._numbers[position] >= 0:
+        if self._captions[position] is not None:
             self.repeated.append(legible(name))
             return
-        self._numbers[position] = len(self._captions)
-        self._captions.append(one_line(caption))
+        self._captions[position] = one_line(caption)
 
 
 def names_files(path: Path) -> bool:

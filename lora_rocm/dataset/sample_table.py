@@ -1,17 +1,22 @@
-"""One usable picture, and very many of them."""
+"""One usable picture, and very many of them in an Arrow table."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from lora_rocm.dataset.columns import Lazy, Texts, all_below
+from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
 
-NUM_NUMBERS = 6
+TEXTS = ("key", "place", "caption", "folder")
+"""Columns of bytes: UTF-8 that may hold halves of letters, for names of files may be anything."""
+NUMBERS = ("source", "width", "height", "repeats", "row")
+"""``row``: of the dataset; -1 if the picture is the file at ``place``."""
+ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +42,87 @@ class Sample:
     options: ResolvedSource
 
 
-class Samples(Lazy[Sample]):
-    """Samples in columns: each is made when it is asked for."""
+@cache
+def sample_schema() -> Any:
+    """The Arrow schema of samples."""
+    import pyarrow
 
-    def __init__(self, sources: Sequence[ResolvedSource], folders: Iterable[str] = ()) -> None:
-        self._sources = sources
-        self._keys, self._places, self._captions = Texts(), Texts(), Texts()
-        self.folders = list(folders)
-        self._folder_numbers = {name: number for number, name in enumerate(self.folders)}
-        self._numbers = array("q")  # source, folder, width, height, repeats, row of the dataset (-1: a file)
+    texts = [pyarrow.field(name, pyarrow.large_binary()) for name in TEXTS]
+    return pyarrow.schema([*texts, *(pyarrow.field(name, pyarrow.int64()) for name in NUMBERS)])
+
+
+def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
+    """The rows of an Arrow record batch."""
+    return zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+class Samples(Lazy[Sample]):
+    """Samples in an Arrow table; each is made when it is asked for.
+
+    Args:
+        sources: the sources of the recipe.
+        batch: an Arrow record batch of samples; None: none yet.
+    """
+
+    def __init__(self, sources: Sequence[ResolvedSource], batch: Any = None) -> None:
+        self.sources = sources
+        self._batches, self._new = ([] if batch is None else [batch]), list[tuple[Any, ...]]()
+        self._length = sum(map(len, self._batches))
 
     def append(self, sample: Sample) -> None:
-        location = sample.location
-        row = location.index if isinstance(location, DatasetRow) else -1
-        self._keys.append(sample.key)
-        self._places.append("" if isinstance(location, DatasetRow) else str(location))
-        self._captions.append(sample.caption)
-        folder = self._folder_numbers.setdefault(sample.folder, len(self.folders))
-        if folder == len(self.folders):
-            self.folders.append(sample.folder)
-        self._numbers.extend((sample.source, folder, sample.width, sample.height, sample.repeats, row))
+        location, row = (sample.location, -1) if isinstance(sample.location, Path) else ("", sample.location.index)
+        texts = (sample.key, str(location), sample.caption, sample.folder)
+        numbers = (sample.source, sample.width, sample.height, sample.repeats, row)
+        self._new.append((*(text.encode("utf-8", "surrogatepass") for text in texts), *numbers))
+        self._length += 1
+        if len(self._new) == ROWS_AT_ONCE:
+            self._take_new()
+
+    def _take_new(self) -> None:
+        import pyarrow
+
+        columns = zip(sample_schema(), zip(*self._new, strict=True), strict=True)
+        arrays = [pyarrow.array(values, field.type) for field, values in columns]
+        self._batches.append(pyarrow.record_batch(arrays, sample_schema()))
+        self._new.clear()
+
+    @property
+    def batch(self) -> Any:
+        """All of them as one Arrow record batch."""
+        import pyarrow
+
+        if self._new:
+            self._take_new()
+        if len(self._batches) != 1:
+            none = pyarrow.RecordBatch.from_pylist([], sample_schema())
+            self._batches = [pyarrow.concat_batches([none, *self._batches])]
+        return self._batches[0]
+
+    def at(self, indices: Any) -> Samples:
+        """The samples at these indices."""
+        import numpy as np
+
+        if np.array_equal(indices, np.arange(len(self))):  # no second copy of very many
+            return self
+        return Samples(self.sources, self.batch.take(indices))
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._length
 
-    def _made(self, index: int) -> Sample:
-        numbers = self._numbers[NUM_NUMBERS * index : NUM_NUMBERS * (index + 1)]
-        source, folder, width, height, repeats, row = numbers
-        options = self._sources[source]
-        location: Path | DatasetRow = Path(self._places[index])
+    def _made(self, start: int, stop: int) -> Sequence[Sample]:
+        return [self._sample(*row) for row in rows_of(self.batch.slice(start, stop - start))]
+
+    def _sample(
+        self, key: bytes, place: bytes, caption: bytes, folder: bytes,
+        source: int, width: int, height: int, repeats: int, row: int,
+    ) -> Sample:  # fmt: skip
+        options = self.sources[source]
+        location: Path | DatasetRow = Path(text_of(place))
         if row >= 0:
             location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
-        folder_name, caption = self.folders[folder], self._captions[index]
-        return Sample(self._keys[index], source, folder_name, location, caption, width, height, repeats, options)
+        return Sample(
+            text_of(key), source, text_of(folder), location, text_of(caption), width, height, repeats, options
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and tuple(self) == tuple(other)
@@ -77,38 +130,14 @@ class Samples(Lazy[Sample]):
     def __hash__(self) -> int:
         return id(self)
 
-    def key(self, index: int) -> str:
-        """The key of one."""
-        return self._keys[index]
-
-    def is_whole(self, num_sources: int) -> bool:
-        """Whether every number points to something: for columns from a file."""
-        numbers, count = self._numbers, len(self._keys)
-        texts = (self._keys, self._places, self._captions)
-        return (
-            len(numbers) == NUM_NUMBERS * count
-            and all(len(column) == count and column.is_whole() for column in texts)
-            and all_below(numbers[0::NUM_NUMBERS], num_sources)
-            and all_below(numbers[1::NUM_NUMBERS], len(self.folders))
-        )
-
-    def size_hw(self, index: int) -> tuple[int, int]:
-        """Height and width of one."""
-        width, height = self._numbers[NUM_NUMBERS * index + 2 : NUM_NUMBERS * index + 4]
-        return height, width
-
-    def options(self, index: int) -> ResolvedSource:
-        """The options of the source of one."""
-        return self._sources[self._numbers[NUM_NUMBERS * index]]
-
     def files_of_datasets(self) -> Iterator[str]:
         """The pictures that datasets name by their path."""
-        if all(source.path is not None for source in self._sources):
-            return
-        for index, place in enumerate(self._places):
-            if place and self._sources[self._numbers[NUM_NUMBERS * index]].path is None:
-                yield place
+        if any(source.path is None for source in self.sources):
+            for sample in self:
+                if sample.options.path is None and isinstance(sample.location, Path):
+                    yield str(sample.location)
 
-    def repeats(self, index: int) -> int:
-        """How often one is seen in an epoch."""
-        return self._numbers[NUM_NUMBERS * index + 4]
+
+def text_of(value: bytes) -> str:
+    """A text of TEXTS."""
+    return value.decode("utf-8", "surrogatepass")

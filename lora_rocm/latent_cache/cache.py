@@ -77,10 +77,6 @@ class LatentCache:
         self.written: dict[str, tuple[int, int]] = {}
         self.writing = ""
 
-    def has(self, kind: str, key: str) -> bool:
-        """Whether there is an entry that looks whole from outside."""
-        return not self.fault(kind, key)
-
     def fault(self, kind: str, key: str) -> str:
         """What is wrong with an entry as seen from outside: MISSING, a damage, or nothing (empty).
 

@@ -260,7 +260,7 @@ class _Images:
     failed: dict[str, Problem]
 
     def fill(self) -> None:
-        name, missing, there = self.encoder.entry.name, array("q"), 0
+        name, missing, num_missing, there = self.encoder.entry.name, array("q"), 0, 0
         for index, looked in enumerate(self._looked_at()):
             if looked.problem is not None:
                 self._set_aside(self.samples[index], looked)
@@ -269,8 +269,9 @@ class _Images:
                 there += len(looked.entries)
             else:
                 missing.append(index)
+                num_missing += self.samples[index].num_entries
         if missing:
-            self._encode(_Missing(self.samples, missing), there)
+            self._encode(missing, num_missing, there)
 
     def _set_aside(self, wanted: Wanted, looked: Looked) -> None:
         if looked.problem is not None and wanted.sample.key not in self.failed:
@@ -293,22 +294,24 @@ class _Images:
         samples = self.samples
         progress = Progress("hashes", len(samples), self.caches.encoding.report)
         starts = range(0, len(samples), LOOKED_AT_ONCE)
-        parts = ([samples[at] for at in range(start, min(start + LOOKED_AT_ONCE, len(samples)))] for start in starts)
+        parts = (samples[start : start + LOOKED_AT_ONCE] for start in starts)
         with closing(ahead(partial(looked_at, self.memory, self._entries_of), parts, lambda part: 0)) as looked:
             for each in chain.from_iterable(looked):
                 yield each
                 progress.step()
 
-    def _encode(self, missing: _Missing, there: int) -> None:
-        """Encode and write what is missing beside what is ``there``. The weights go when this returns."""
+    def _encode(self, missing: array[int], num_missing: int, there: int) -> None:
+        """Encode and write the entries that these samples lack, beside ``there``. The weights go when this returns."""
         encoding = self.caches.encoding
-        progress = Progress("images", there + missing.num_entries, encoding.report, done=there)
+        progress = Progress("images", there + num_missing, encoding.report, done=there)
         filling = Filling(self.encoder, encoding, progress)
-        ready = ahead(partial(made_ready, self._entries_of), missing, lambda wanted: wanted.num_bytes)
+        all_wanted = (self.samples[index] for index in missing)
+        ready = ahead(partial(made_ready, self._entries_of), all_wanted, lambda wanted: wanted.num_bytes)
         with afterwards(empty_pools):
             try:
                 with filling, closing(ready):
-                    for index, wanted, looked in zip(missing.indices, missing, ready, strict=True):
+                    for index, looked in zip(missing, ready, strict=True):
+                        wanted = self.samples[index]
                         if looked.problem is not None:
                             self._set_aside(wanted, looked)
                             progress.step(wanted.num_entries)
@@ -348,18 +351,3 @@ def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
 
 def _changed(where: str) -> DataError:
     return DataError("image-changed", "The image or its mask has changed since the run began.", where=where)
-
-
-@dataclass(frozen=True)
-class _Missing:
-    """The samples at some indices."""
-
-    samples: Sequence[Wanted]
-    indices: array[int]
-
-    def __iter__(self) -> Iterator[Wanted]:
-        return (self.samples[index] for index in self.indices)
-
-    @property
-    def num_entries(self) -> int:
-        return sum(wanted.num_entries for wanted in self)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,26 +28,18 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-class Filling:
+class Filling(ExitStack):
     """Encodes images, and hands on what is made: kept back until a look finds all well, then written behind.
 
     To be used in a ``with`` block, at whose end all is written that a look found well.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
+        super().__init__()
         self._encoder, self._encoding, self._progress = encoder, encoding, progress
-        self._behind, self._open = Behind(), ExitStack()
+        self._behind = self.enter_context(Behind())
         self._loaded: LoadedEncoder | None = None
         self._made = dict[bytes, bool]()  # key of an entry -> whether in tiles: copies of an image are encoded once
-
-    def __enter__(self) -> Filling:
-        self._open.enter_context(self._behind)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
 
     def add(self, wanted: Wanted, looked: Looked) -> Looked:
         """Encode what a sample lacks; the same with the keys that its entries have now.
@@ -71,7 +62,7 @@ class Filling:
     def _encoded(self, entry: Entry, pixels_CHW: Tensor, place: str) -> Entry:
         if self._loaded is None:
             self._loaded = LoadedEncoder(self._encoder, self._encoding)
-            self._open.enter_context(self._loaded.held)
+            self.enter_context(self._loaded.held)
         tensors = self._loaded(entry.inputs(pixels_CHW), place)
         now = _made(entry, self._encoding.tiles)  # from one image that did not fit on, all are made in tiles
         put, name = self._encoding.put_behind, self._encoder.entry.name

@@ -1,23 +1,26 @@
-"""The samples of a run in columns: how each is cut, its entries in the cache, and the items of the plan over them.
+"""The samples of a run as an Arrow table: how each is cut, its entries in the cache, and the items of the plan over it.
 
-Some 200 bytes a sample beside its name and caption; as objects they would take several thousand.
+Some 300 bytes a sample beside its name and caption; as objects they would take several thousand.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import pyarrow
 from numpy.typing import NDArray
+from pyarrow import compute
 
 from lora_rocm.dataset.batch_sampler import Grid, Item, Outline
 from lora_rocm.dataset.buckets import Geometry, image_shape
-from lora_rocm.dataset.columns import KEY_BYTES, Keys, Lazy, all_below
-from lora_rocm.dataset.scan import Sample, Samples
+from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.dataset.sample_table import Sample, Samples, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
 
@@ -25,10 +28,11 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.recipe.schema import ResolvedSource
 
-HASH_BYTES = 32
-CUT_NUMBERS = 6
+HASH_BYTES, KEY_BYTES = 32, 20
 SLOT_BYTES = 2 * KEY_BYTES  # an image and its mirror image
-NO_CUT = (0,) * CUT_NUMBERS
+CUT = struct.Struct("=6i")  # height and width: of the scaled image, of the crop's corner, of the crop
+NO_CUT = CUT.pack(*[0] * 6)
+ByteRows: TypeAlias = NDArray[np.uint8]
 ANY_SHAPE = Shape.of(samples=1)
 """Of samples whose size no entry follows: all lie in one bucket."""
 
@@ -38,191 +42,210 @@ def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
     return (False, True) if options.flip_aug else (False,)
 
 
-class Usable(Lazy[Wanted]):
-    """The samples that can be used; each has a place here, which is not its index among the samples.
+def table_schema(entries: Iterable[EntrySpec]) -> Any:
+    """The Arrow schema of the table: the columns of samples, then how they are cut, then the keys of their entries.
 
-    entries: names of the entries that are made from the image alone.
+    The keys of an entry made from captions follow each other: view by view, and of each view the variants and then the
+    empty caption. An entry made from the image alone has a slot for each view; "whole" is the key of the image in one.
     """
+    schema = sample_schema()
+    schema = schema.append(pyarrow.field("cut", pyarrow.binary(CUT.size)))
+    schema = schema.append(pyarrow.field("sha256", pyarrow.binary(HASH_BYTES)))
+    for entry in entries:
+        kind = pyarrow.large_binary() if entry.has_captions else pyarrow.binary(SLOT_BYTES)
+        schema = schema.append(pyarrow.field(f"key {entry.name}", kind))
+        if not entry.has_captions:
+            schema = schema.append(pyarrow.field(f"whole {entry.name}", kind))
+    return schema
 
-    def __init__(self, samples: Samples, entries: Iterable[str]) -> None:
-        self.samples = samples
-        self._indices, self._cuts = array("q"), array("i")
-        self._hashes, self._found = bytearray(), bytearray()
-        self._keys = {name: bytearray() for name in entries}
-        self._whole_keys = {name: bytearray() for name in self._keys}
 
-    def append(self, index: int, cut: Geometry | None) -> None:
-        """One more: the index of its sample, and how its image is cut (None: no image is read)."""
-        self._indices.append(index)
-        self._cuts.extend(NO_CUT if cut is None else (*cut.resized_hw, *cut.crop_top_left, *cut.target_hw))
-        self._hashes += bytes(HASH_BYTES)
-        self._found.append(0)
-        for column in (*self._keys.values(), *self._whole_keys.values()):
-            column += bytes(SLOT_BYTES)
+def check_table(batch: Any, entries: Iterable[EntrySpec], num_sources: int) -> None:
+    """Look at a table from a file: nothing in it points to nowhere.
 
-    def __len__(self) -> int:
-        return len(self._indices)
+    Raises:
+        ValueError, pyarrow.ArrowException: it is not the table of these entries.
+    """
+    batch.validate(full=True)
+    if batch.schema != table_schema(entries) or any(column.null_count for column in batch.columns):
+        raise ValueError("another table")
+    if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < num_sources):
+        raise ValueError("a source that is none")
+    for entry in entries:
+        sizes = compute.binary_length(batch[f"key {entry.name}"]).to_numpy()
+        if (sizes < SLOT_BYTES).any() or (sizes % KEY_BYTES).any():
+            raise ValueError("a list of keys that is none")
 
-    def _made(self, index: int) -> Wanted:
-        sample, geometry = self.sample(index), self.geometry(index)
-        assert geometry is not None, "only images are wanted in the cache"
-        sha256 = self.sha256(index)
-        return Wanted(sample, geometry, flips_of(sample.options), sha256.hex() if any(sha256) else "")
 
-    def found(self, place: int, entry: str, looked: Looked) -> None:
-        """The entries of one kind are in the cache."""
-        self.hashed(place, looked.sha256)
-        at = SLOT_BYTES * place
-        for number, made in enumerate(looked.entries):
-            part = slice(at + number * KEY_BYTES, at + (number + 1) * KEY_BYTES)
-            self._keys[entry][part] = bytes.fromhex(made.key)
-            self._whole_keys[entry][part] = bytes.fromhex(made.whole_key)
-        self._found[place] += 1
+def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
+    """The keys of all entries in a table from a file, by entry, KEY_BYTES each."""
+    keys = {}
+    for entry in entries:
+        keys_NK = np.frombuffer(b"".join(batch[f"key {entry.name}"].to_pylist()), np.uint8).reshape(-1, KEY_BYTES)
+        keys[entry.name] = keys_NK[keys_NK.any(axis=1)].tobytes()
+    return keys
 
-    def hashed(self, place: int, sha256: str) -> None:
-        """The hash of its image file is known."""
-        self._hashes[HASH_BYTES * place : HASH_BYTES * (place + 1)] = bytes.fromhex(sha256)
+
+class KeyLists:
+    """Lists of cache keys, as a column of the table."""
+
+    def __init__(self) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+
+    def append(self, keys: Iterable[str]) -> None:
+        self._bytes += b"".join(map(bytes.fromhex, keys))
+        self._ends.append(len(self._bytes))
 
     @property
-    def ready(self) -> array[int]:
-        """The places of those whose entries are all there, in order."""
-        return array("q", (place for place, count in enumerate(self._found) if count == len(self._keys)))
+    def column(self) -> Any:
+        """An Arrow array of bytes."""
+        buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(self._bytes)]
+        return pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self._ends) - 1, buffers)
 
-    def is_ready(self, place: int) -> bool:
-        """Whether the entries of one are all there."""
-        return self._found[place] == len(self._keys)
 
-    def is_whole(self, num_sources: int) -> bool:
-        """Whether every number points to something: for columns from a file."""
-        count = len(self)
-        sizes = [len(column) for column in (self._cuts, self._hashes, self._found)]
-        slots = [len(column) for column in (*self._keys.values(), *self._whole_keys.values())]
-        return (
-            sizes == [CUT_NUMBERS * count, HASH_BYTES * count, count]
-            and set(slots) <= {SLOT_BYTES * count}
-            and all_below(self._indices, len(self.samples))
-            and self.samples.is_whole(num_sources)
-        )
+class Usable(Lazy[Wanted]):
+    """The samples that can be used, and what is found of each in the cache.
 
-    def sample(self, place: int) -> Sample:
-        """The sample of one."""
-        return self.samples[self._indices[place]]
+    Args:
+        samples: N samples.
+        cuts_NB: how the image of each is cut, as CUT packs it; NO_CUT if no image is read.
+        sha256_NB: of the image file of each; zeros if it is not known.
+        keys_NB: by column of the table, the cache keys of entries that are made from the image alone.
+    """
 
-    def sample_key(self, place: int) -> str:
-        """The key of its sample."""
-        return self.samples.key(self._indices[place])
+    def __init__(
+        self, samples: Samples, cuts_NB: ByteRows, sha256_NB: ByteRows, keys_NB: Mapping[str, ByteRows]
+    ) -> None:
+        self.samples, self._cuts_NB, self._sha256_NB, self._keys_NB = samples, cuts_NB, sha256_NB, keys_NB
+        self._num_found_N = np.zeros(len(samples), np.uint8)
 
-    def options(self, place: int) -> ResolvedSource:
-        """The options of its source."""
-        return self.samples.options(self._indices[place])
+    @classmethod
+    def unfilled(cls, samples: Samples, cuts: bytearray, entries: Iterable[str]) -> Usable:
+        """Samples of which nothing has been found. ``entries``: names of those that are made from the image alone."""
+        columns = [f"{kind} {name}" for name in entries for kind in ("key", "whole")]
+        zeros = {column: np.zeros((len(samples), SLOT_BYTES), np.uint8) for column in columns}
+        cuts_NB = np.frombuffer(cuts, np.uint8).reshape(-1, CUT.size)
+        return cls(samples, cuts_NB, np.zeros((len(samples), HASH_BYTES), np.uint8), zeros)
 
-    def sha256(self, place: int) -> bytes:
-        """Of the image file of one; zeros if no image is read."""
-        return bytes(self._hashes[HASH_BYTES * place : HASH_BYTES * (place + 1)])
+    @classmethod
+    def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
+        """The samples of a table, to be encoded again."""
+        return cls(samples_in(batch, sources), byte_rows(batch["cut"]), byte_rows(batch["sha256"]), {})
 
-    def shape(self, place: int) -> Shape:
+    def table(self, entries: Iterable[EntrySpec], captions: Mapping[str, KeyLists]) -> Any:
+        """All of it as an Arrow record batch with ``table_schema``. ``captions``: keys by column."""
+        fixed = {"cut": self._cuts_NB, "sha256": self._sha256_NB, **self._keys_NB}
+        columns = {name: lists.column for name, lists in captions.items()}
+        for name, rows_NB in fixed.items():
+            kind, rows_NB = pyarrow.binary(rows_NB.shape[1]), np.ascontiguousarray(rows_NB)
+            columns[name] = pyarrow.FixedSizeBinaryArray.from_buffers(
+                kind, len(rows_NB), [None, pyarrow.py_buffer(rows_NB)]
+            )
+        of_samples, schema = self.samples.batch, table_schema(entries)
+        rest = [columns[name] for name in schema.names[of_samples.num_columns :]]
+        return pyarrow.record_batch([*of_samples.columns, *rest], schema)
+
+    def ordered(self, indices: NDArray[np.int64]) -> Usable:
+        """The samples at these indices."""
+        keys_NB = {column: rows_NB[indices] for column, rows_NB in self._keys_NB.items()}
+        return Usable(self.samples.at(indices), self._cuts_NB[indices], self._sha256_NB[indices], keys_NB)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+        return [self._wanted(index, sample) for index, sample in enumerate(self.samples[start:stop], start)]
+
+    def _wanted(self, index: int, sample: Sample) -> Wanted:
+        geometry = geometry_of_cut(sample, self._cuts_NB[index].tobytes())
+        assert geometry is not None, "only images are wanted in the cache"
+        return Wanted(sample, geometry, flips_of(sample.options), self.sha256(index))
+
+    def found(self, index: int, entry: str, looked: Looked) -> None:
+        """The entries of one kind are in the cache."""
+        self.hashed(index, looked.sha256)
+        for number, made in enumerate(looked.entries):
+            part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
+            for kind, key in (("key", made.key), ("whole", made.whole_key)):
+                self._keys_NB[f"{kind} {entry}"][index, part] = bytearray.fromhex(key)
+        self._num_found_N[index] += 1
+
+    def hashed(self, index: int, sha256: str) -> None:
+        """The hash of its image file is known."""
+        self._sha256_NB[index] = bytearray.fromhex(sha256)
+
+    def sha256(self, index: int) -> str:
+        """Of the image file of one; empty if it is not known."""
+        sha256 = self._sha256_NB[index].tobytes()
+        return sha256.hex() if any(sha256) else ""
+
+    @property
+    def ready(self) -> NDArray[np.int64]:
+        """The indices of those whose entries are all there, in order."""
+        return np.flatnonzero(2 * self._num_found_N == len(self._keys_NB))
+
+    def shape(self, index: int) -> Shape:
         """The shape of one."""
-        height, width = self._cuts[CUT_NUMBERS * place + 4 : CUT_NUMBERS * (place + 1)]
+        *_, height, width = CUT.unpack(self._cuts_NB[index].tobytes())
         return image_shape((height, width)) if height else ANY_SHAPE
-
-    def shapes(self, places: Sequence[int]) -> tuple[list[Shape], NDArray[np.int64]]:
-        """The shapes of many: each shape once, and for each place its index among these."""
-        cuts_PC = np.frombuffer(self._cuts, dtype=np.intc).reshape(-1, CUT_NUMBERS)
-        height_N, width_N = cuts_PC[np.array(places, dtype=np.int64), 4:].astype(np.int64).T
-        sizes, shape_N = np.unique(height_N << 32 | width_N, return_inverse=True)
-        return [image_shape(divmod(size, 1 << 32)) if size else ANY_SHAPE for size in sizes.tolist()], shape_N
-
-    def geometry(self, place: int) -> Geometry | None:
-        """How the image of one is cut."""
-        height, width, top, left, *target = self._cuts[CUT_NUMBERS * place : CUT_NUMBERS * (place + 1)]
-        if not height:
-            return None
-        original_hw = self.samples.size_hw(self._indices[place])
-        return Geometry(original_hw, (height, width), (top, left), (target[0], target[1]))
-
-    def repeats(self, place: int) -> int:
-        """How often one is seen in an epoch."""
-        return self.samples.repeats(self._indices[place])
-
-    def all_keys(self) -> dict[str, bytes]:
-        """The keys of all entries by entry, KEY_BYTES each."""
-        columns = ((n, np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)) for n, keys in self._keys.items())
-        return {name: keys_NK[keys_NK.any(axis=1)].tobytes() for name, keys_NK in columns}
-
-    def image_keys(self, place: int, num_views: int, whole: bool = False) -> dict[str, tuple[str, ...]]:
-        """The keys of the first views by entry; ``whole``: as if no image had been encoded in tiles."""
-        at = SLOT_BYTES * place
-        ends = [at + number * KEY_BYTES for number in range(num_views + 1)]
-        columns = self._whole_keys if whole else self._keys
-        return {
-            name: tuple(column[start:end].hex() for start, end in zip(ends, ends[1:], strict=False))
-            for name, column in columns.items()
-        }
 
 
 class Items(Lazy[Item]):
     """The items of a plan.
 
     Args:
-        usable: all samples.
-        places: those of these items.
-        captions: for each entry that is made from captions its keys, item by item: view by view, and of each view the
-            variants and then the empty caption.
+        batch: rows of the table.
+        sources: of the recipe.
         entries: of the family.
         held_out: for the validation loss: neither mirrored, repeated nor without caption.
     """
 
     def __init__(
-        self,
-        usable: Usable,
-        places: Sequence[int],
-        captions: Mapping[str, Keys],
-        entries: Sequence[EntrySpec],
-        held_out: bool = False,
+        self, batch: Any, sources: Sequence[ResolvedSource], entries: Sequence[EntrySpec], held_out: bool = False
     ) -> None:
-        self.usable, self.places, self.captions = usable, places, captions
-        self.entries, self.held_out = entries, held_out
+        self.batch, self.sources, self.entries, self.held_out = batch, sources, entries, held_out
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.batch)
 
-    def _made(self, index: int) -> Item:
-        place = self.places[index]
-        options = self.usable.options(place)
+    def _made(self, start: int, stop: int) -> Sequence[Item]:
+        part = self.batch.slice(start, stop - start)
+        names, rows = part.schema.names, rows_of(part)
+        samples = samples_in(part, self.sources)
+        return [self._item(s, dict(zip(names, row, strict=True))) for s, row in zip(samples, rows, strict=True)]
+
+    def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
+        options, geometry = sample.options, geometry_of_cut(sample, row["cut"])
         num_views = 1 if self.held_out else len(flips_of(options))
-        images = self.usable.image_keys(place, num_views)
-        num_captions, keys = 1, dict[str, Grid]()
+        num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
         for entry in self.entries:
+            flat = keys_in(row[f"key {entry.name}"])
             if not entry.has_captions:
-                keys[entry.name] = tuple((key,) for key in images[entry.name])
+                keys[entry.name] = tuple((key,) for key in flat[:num_views])
+                content.append(keys_in(row[f"whole {entry.name}"])[:num_views])
                 continue
-            flat = self.captions[entry.name][index]
             size = len(flat) // (num_views if entry.has_views else 1)
             keys[entry.name] = tuple(flat[at : at + size] for at in range(0, len(flat), size))
             num_captions = size - 1
+        content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
-            key=self.usable.sample_key(place),
-            shape=self.usable.shape(place),
+            key=sample.key,
+            shape=ANY_SHAPE if geometry is None else geometry.shape,
             keys=keys,
             num_views=num_views,
             num_captions=num_captions,
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
-            repeats=1 if self.held_out else self.usable.repeats(place),
-            geometry=self.usable.geometry(place),
-            content=self._content(index, num_views),
+            repeats=1 if self.held_out else sample.repeats,
+            geometry=geometry,
+            content=tuple(content),
         )
-
-    def _content(self, index: int, num_views: int) -> tuple[tuple[str, ...], ...]:
-        """The keys of whole images, and of captions alone."""
-        images = self.usable.image_keys(self.places[index], num_views, whole=True).values()
-        captions = [e.name for e in self.entries if e.has_captions and not e.has_views]
-        return (*images, *(self.captions[name][index] for name in captions))
 
     def outline(self) -> Outline:
         """What a plan's order is made from; the keys are not kept."""
-        repeats = [1] * len(self) if self.held_out else map(self.usable.repeats, self.places)
-        repeats_N = np.fromiter(repeats, np.int64, len(self))
-        return Outline(_KeysOf(self.usable, self.places), *self.usable.shapes(self.places), repeats_N)
+        targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
+        sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
+        shapes = [image_shape(divmod(size, 1 << 32)) if size else ANY_SHAPE for size in sizes.tolist()]
+        repeats_N = np.ones(len(self), np.int64) if self.held_out else self.batch["repeats"].to_numpy()
+        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -231,28 +254,42 @@ class Items(Lazy[Item]):
         return id(self)
 
 
-@dataclass(frozen=True)
-class _KeysOf:
-    """The keys of the samples at some places."""
+class _Names(Lazy[str]):
+    """The texts in a column."""
 
-    usable: Usable
-    places: Sequence[int]
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self.usable.sample_key, self.places)
-
-
-class SamplesOf(Lazy[Sample]):
-    """The samples of items, in their order."""
-
-    def __init__(self, usable: Usable, places: Sequence[int]) -> None:
-        self._usable, self._places = usable, places
+    def __init__(self, column: Any) -> None:
+        self._column = column
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._column)
 
-    def _made(self, index: int) -> Sample:
-        return self._usable.sample(self._places[index])
+    def _made(self, start: int, stop: int) -> Sequence[str]:
+        return [text_of(value) for value in self._column.slice(start, stop - start).to_pylist()]
+
+
+def samples_in(batch: Any, sources: Sequence[ResolvedSource]) -> Samples:
+    """The samples in rows of the table."""
+    return Samples(sources, batch.select(sample_schema().names))
+
+
+def byte_rows(column: Any) -> ByteRows:
+    """A column of bytes of one length as an array with a row for each; a view."""
+    width = column.type.byte_width
+    start = column.offset * width
+    return np.frombuffer(column.buffers()[1], np.uint8)[start : start + len(column) * width].reshape(-1, width)
+
+
+def keys_in(raw: bytes) -> tuple[str, ...]:
+    """The cache keys in one cell of the table."""
+    return tuple(raw[at : at + KEY_BYTES].hex() for at in range(0, len(raw), KEY_BYTES))
+
+
+def geometry_of_cut(sample: Sample, cut: bytes) -> Geometry | None:
+    """How the image of a sample is cut; None if no image is read."""
+    height, width, top, left, target_height, target_width = CUT.unpack(cut)
+    if not height:
+        return None
+    return Geometry((sample.height, sample.width), (height, width), (top, left), (target_height, target_width))
 
 
 def identity(items: Iterable[Item]) -> str:

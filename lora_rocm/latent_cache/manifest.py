@@ -13,40 +13,37 @@ import json
 import os
 import sys
 import time
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 from PIL import __version__ as PILLOW_VERSION
 
 from lora_rocm import __version__
 from lora_rocm.cache_files.entry_file import SPEC_VERSION
 from lora_rocm.cache_files.hash_memory import marks_of
 from lora_rocm.cache_files.maintenance import MANIFESTS
-from lora_rocm.dataset.columns import KEY_BYTES, Keys, Texts, all_below
 from lora_rocm.dataset.folders import lists_run, source_folder
 from lora_rocm.dataset.image_io import readable_extensions
-from lora_rocm.dataset.scan import Samples
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.cache import MARK_AFTER_S
-from lora_rocm.latent_cache.item_table import Usable
+from lora_rocm.latent_cache.item_table import HASH_BYTES, KEY_BYTES, check_table, entry_keys, samples_in
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
 
-FORMAT = 2
+FORMAT = 3
 KEPT_FROM = 20_000
-MAX_HEADER_BYTES = 1 << 28
 KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
 ENTRY_END = ".safetensors"
-Column: TypeAlias = "bytearray | array[int]"
+HEADER_KEY = "lora_rocm"
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,20 @@ class Facts:
 class Manifest:
     """The samples of a run, whose entries are all there.
 
-    training, held_out: places in ``usable``; captions, held_out_captions: for each entry that is made from captions its
-        keys, as ``Items`` wants them.
+    batch: the table (``item_table.table_schema``) as one Arrow record batch: first the samples to train on, then those
+        that are held out.
+    items_digest: ``item_table.identity`` of the items to train on; of a million of them it takes a minute.
+    other_files: pictures that a dataset names and that cannot be used.
     lasting: as long as the files are the same, so is all of this; not where one could not be read for now.
     """
 
-    usable: Usable
-    training: array[int]
-    held_out: array[int]
-    captions: dict[str, Keys]
-    held_out_captions: dict[str, Keys]
+    batch: Any
+    num_training: int
+    items_digest: str
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
     facts: Facts
+    other_files: Sequence[str] = ()
     lasting: bool = True
 
 
@@ -104,26 +102,21 @@ class Shelf:
     def recall(self) -> Manifest | None:
         """The manifest, if it is still true and every entry lies in the cache."""
         try:
-            with self.path.open("rb") as file:
-                manifest, listing = self._read(file)
-                mark = _old(self.path)  # else its entries have been marked lately too
+            manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: others may replace it
+            mark = _old(self.path)  # else its entries have been marked lately too
         except (
             OSError,
             ValueError,
             LookupError,
             TypeError,
             AttributeError,
-            EOFError,
             RecursionError,
+            pyarrow.ArrowException,
         ):  # damaged, or of another version: made anew
             return None
-        if listing != [self.listing(), _states(manifest.usable.samples.files_of_datasets())]:
+        if listing != self._listings(manifest):
             return None
-        keys = manifest.usable.all_keys()
-        for captions in (manifest.captions, manifest.held_out_captions):
-            for name, column in captions.items():
-                keys[name] = keys.get(name, b"") + column.raw
-        if not all(self._there(name, column, mark) for name, column in keys.items()):
+        if not all(self._there(name, keys, mark) for name, keys in entry_keys(manifest.batch, self._entries).items()):
             return None
         if mark:
             with contextlib.suppress(OSError):
@@ -132,26 +125,31 @@ class Shelf:
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
         """Keep a manifest of many samples. If the disk is full, only the next start takes longer."""
-        many = len(manifest.usable) >= KEPT_FROM
-        if not many or not manifest.lasting or listing is None:
+        if len(manifest.batch) < KEPT_FROM or not manifest.lasting or listing is None:
             return
-        columns = dict(_columns(manifest))
         header = {
-            "listing": [listing, _states(manifest.usable.samples.files_of_datasets())],
-            "columns": [[name, _typecode(column), len(column)] for name, column in columns.items()],
-            "folders": manifest.usable.samples.folders,
+            "listing": self._listings(manifest, listing),
+            "num_training": manifest.num_training,
+            "items_digest": manifest.items_digest,
+            "other_files": manifest.other_files,
             "set_aside": [asdict(problem) for problem in manifest.set_aside],
             "notices": manifest.notices,
             "tags": manifest.facts.tag_frequency,
             "buckets": [[shape.to_json(), count] for shape, count in manifest.facts.bucket_counts.items()],
             "dirs": manifest.facts.folders,
         }
-        text = json.dumps(header).encode("utf-8")
-        content = b"".join(
-            [len(text).to_bytes(8, "little"), text, *(memoryview(column) for column in columns.values())]
-        )
+        batch, sink = manifest.batch, pyarrow.BufferOutputStream()
+        batch = batch.replace_schema_metadata({HEADER_KEY: json.dumps(header)})
+        with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        content = memoryview(sink.getvalue())
         with contextlib.suppress(StorageError):
-            write_atomic(self.path, content + hashlib.sha256(content).digest(), read_back=False)
+            write_atomic(self.path, b"".join([content, hashlib.sha256(content).digest()]), read_back=False)
+
+    def _listings(self, manifest: Manifest, listing: str | None = None) -> list[str | None]:
+        """What the files in the sources, and those that datasets name, are known by."""
+        named = samples_in(manifest.batch, self._sources).files_of_datasets()
+        return [listing or self.listing(), _states(chain(named, manifest.other_files))]
 
     def listing(self) -> str | None:
         """A hash of name, size and times of change of every file in the sources; None where nobody can tell."""
@@ -167,45 +165,28 @@ class Shelf:
                 digest.update(part)
         return digest.hexdigest()
 
-    def _read(self, file: BinaryIO) -> tuple[Manifest, list[str]]:
+    def _read(self, content: memoryview) -> tuple[Manifest, list[str]]:
         """The manifest in a file, and the listings it was made from.
 
         Raises:
-            ValueError, LookupError, TypeError, EOFError: it is none, or damaged.
+            ValueError, LookupError, TypeError, pyarrow.ArrowException: it is none, or damaged.
         """
-        digest, start = hashlib.sha256(), file.read(8)
-        length = int.from_bytes(start, "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError("no header")
-        text = file.read(length)
-        digest.update(start + text)
-        header = json.loads(text)
-        columns: dict[str, Column] = {}
-        left = os.fstat(file.fileno()).st_size - 8 - length
-        for name, typecode, count in header["columns"]:
-            column: Column = bytearray(min(count, left)) if typecode == "B" else array(typecode)
-            if isinstance(column, array):
-                column.fromfile(file, min(count, left))
-            else:
-                column[:] = file.read(len(column))
-                if len(column) != count:
-                    raise EOFError
-            digest.update(column)
-            columns[name] = column
-        if file.read() != digest.digest():
+        content, sha256 = content[:-HASH_BYTES], content[-HASH_BYTES:]
+        if hashlib.sha256(content).digest() != sha256:
             raise ValueError("damaged")
-        samples = Samples(self._sources, header["folders"])
+        batch = pyarrow.ipc.open_stream(content).read_next_batch()
+        header = json.loads(batch.schema.metadata[HEADER_KEY.encode()])
+        batch = batch.replace_schema_metadata(None)
+        check_table(batch, self._entries, len(self._sources))
         facts = Facts(
             header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
         )
         set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
-        images = [entry.name for entry in self._entries if not entry.has_captions]
-        captions, held_out_captions = ({e.name: Keys() for e in self._entries if e.has_captions} for _ in range(2))
-        usable, notices = Usable(samples, images), tuple(header["notices"])
-        empty = Manifest(usable, array("q"), array("q"), captions, held_out_captions, set_aside, notices, facts)
-        _fill(empty, columns)
-        _check(empty, len(self._sources))
-        return empty, header["listing"]
+        num_training, digest = header["num_training"], str(header["items_digest"])
+        if type(num_training) is not int or not 0 < num_training <= len(batch):
+            raise ValueError("damaged")
+        notices, others = tuple(header["notices"]), header["other_files"]
+        return Manifest(batch, num_training, digest, set_aside, notices, facts, others), header["listing"]
 
     def _there(self, kind: str, keys: bytes, mark: bool) -> bool:
         """Whether the cache lists every one of these entries; ``mark`` them as used, as ``LatentCache.fault`` does.
@@ -235,24 +216,6 @@ class Shelf:
             for path in (self._root / kind / f"{part:02x}" / name for name in names):
                 if _old(path):
                     os.utime(path)
-
-
-def _check(manifest: Manifest, num_sources: int) -> None:
-    """Every number in the columns points to something.
-
-    Raises:
-        ValueError: one does not.
-    """
-    usable = manifest.usable
-    whole = usable.is_whole(num_sources)
-    for places, columns in (
-        (manifest.training, manifest.captions),
-        (manifest.held_out, manifest.held_out_captions),
-    ):
-        whole = whole and all(column.is_whole(KEY_BYTES) and len(column) == len(places) for column in columns.values())
-        whole = whole and all_below(places, len(usable)) and all(map(usable.is_ready, places))
-    if not whole:
-        raise ValueError("damaged")
 
 
 def _old(path: Path) -> bool:
@@ -317,37 +280,3 @@ def _states(paths: Iterable[str]) -> str:
     for path in paths:
         digest.update(_state(path))
     return digest.hexdigest()
-
-
-def _typecode(column: Column) -> str:
-    return column.typecode if isinstance(column, array) else "B"
-
-
-def _columns(thing: Any, name: str = "") -> Iterator[tuple[str, Column]]:
-    """The columns in an object and in those that it consists of, by name."""
-    for part, value in _parts(thing).items():
-        if isinstance(value, bytearray | array):
-            yield f"{name}.{part}", value
-        elif isinstance(value, Texts | Keys | Samples | Usable | dict):
-            yield from _columns(value, f"{name}.{part}")
-
-
-def _parts(thing: Any) -> dict[str, Any]:
-    """What an object, or a dict of columns, consists of; changing it changes the object."""
-    return thing if isinstance(thing, dict) else vars(thing)
-
-
-def _fill(thing: Any, columns: Mapping[str, Column], name: str = "") -> None:
-    """Put columns in their places.
-
-    Raises:
-        LookupError, ValueError: one is missing, or of another type.
-    """
-    for part, value in _parts(thing).items():
-        if isinstance(value, bytearray | array):
-            column = columns[f"{name}.{part}"]
-            if _typecode(column) != _typecode(value):
-                raise ValueError("damaged")
-            _parts(thing)[part] = column  # not copied: they are large
-        elif isinstance(value, Texts | Keys | Samples | Usable | dict):
-            _fill(value, columns, f"{name}.{part}")

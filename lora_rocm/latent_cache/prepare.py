@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset import captions
 from lora_rocm.dataset.batch_sampler import Item
-from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
-from lora_rocm.dataset.columns import Keys, Lazy
+from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
 from lora_rocm.dataset.shape import Shape
@@ -27,7 +26,7 @@ from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
-from lora_rocm.latent_cache.item_table import Items, SamplesOf, Usable, identity
+from lora_rocm.latent_cache.item_table import CUT, NO_CUT, Items, KeyLists, Usable, identity, samples_in
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
 from lora_rocm.latent_cache.masks import mask_encoders
 
@@ -46,6 +45,7 @@ class Prepared:
     samples: the samples of ``items``, in the same order.
     text_lookup: cached tensors of a preview prompt or of the empty caption.
     repair: encodes the entry (kind, key) again, because of a reason; for ``loader``.
+    items_digest: ``identity`` of the items.
     """
 
     items: Sequence[Item]
@@ -56,14 +56,11 @@ class Prepared:
     facts: Facts
     text_lookup: Callable[[str], Tensors]
     repair: Callable[[str, str, str], None]
+    items_digest: str = identity(())
 
     def identity(self) -> str:
         """Changes when a resumed run would see other samples in another order."""
-        return self._identity
-
-    @cached_property
-    def _identity(self) -> str:  # of a million items it takes seconds, and a start asks for it several times
-        return identity(self.items)
+        return self.items_digest
 
 
 def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Facts | None = None) -> Prepared:
@@ -94,22 +91,22 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         shelf.keep(kept, listing)
     else:
         caches.fill_texts(("", *_prompts(recipe)))
-    texts = _Texts(recipe, kept.usable, kept.training, kept.held_out, encoding.report)
-    caches.belong(kept.usable if caches.of_images() else (), texts, texts.pairs() if caches.of_pairs() else ())
-    return _prepared(kept, caches)
-
-
-def _prepared(kept: Manifest, caches: Caches) -> Prepared:
-    entries = [encoder.entry for encoder in caches.encoders]
+    sources = recipe.data.resolved_sources()
+    usable = Usable.of_table(kept.batch, sources)
+    texts = _Texts(recipe, usable, kept.num_training, encoding.report)
+    caches.belong(usable if caches.of_images() else (), texts, _Pairs(texts) if caches.of_pairs() else ())
+    entries = [encoder.entry for encoder in encoders]
+    training, held_out = kept.batch.slice(0, kept.num_training), kept.batch.slice(kept.num_training)
     return Prepared(
-        items=Items(kept.usable, kept.training, kept.captions, entries),
-        held_out=Items(kept.usable, kept.held_out, kept.held_out_captions, entries, held_out=True),
-        samples=SamplesOf(kept.usable, kept.training),
+        items=Items(training, sources, entries),
+        held_out=Items(held_out, sources, entries, held_out=True),
+        samples=samples_in(training, sources),
         set_aside=kept.set_aside,
         notices=kept.notices,
         facts=kept.facts,
         text_lookup=caches.text_lookup,
         repair=caches.repair,
+        items_digest=kept.items_digest,
     )
 
 
@@ -118,177 +115,158 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     data, limits = recipe.data, family.token_limits()  # reads the tokenizers: before the long work
     report = caches.encoding.report
     found = scan(data, report, copies=False)  # it would have to read them; here they are hashed
-    usable, too_small, cropped = _cut(found.samples, data, caches)
+    cut_N, usable, too_small, cropped = _cut(found.samples, data, caches)
     memory = HashMemory(caches.encoding.cache.root)
     failed = caches.fill_images(usable, memory, usable.found) if caches.of_images() else {}
     set_aside = (*found.set_aside, *too_small, *failed.values())
-    if not (ready := usable.ready):
+    if not len(ready_N := usable.ready):
         raise nothing_left(set_aside)
-    held = _held_out(usable, ready, data.validation_split)
-    training = array("q", (place for place in ready if place not in held))
-    texts = _Texts(recipe, usable, training, array("q", sorted(held)), report)
+    copies = _say_copies(usable, ready_N)
+    held_N = _held_out(usable, ready_N, data.validation_split)
+    training_N = np.setdiff1d(ready_N, held_N)
+    order_N = np.concatenate([training_N, held_N])
+    usable = usable.ordered(order_N)
+    texts = _Texts(recipe, usable, len(training_N), report)
     caches.fill_texts(texts)
-    pairs = _Pairs(caches, texts, memory)
+    captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
+    unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
+    notices = *found.notices, *cropped, *copies, *_say_cut(limits, texts), *_say_held_out(texts)
+    entries = [encoder.entry for encoder in caches.encoders]
+    batch, count = usable.table(entries, captions), len(training_N)
     return Manifest(
-        usable,
-        texts.training,
-        texts.held_out,
-        _caption_keys(caches, texts, pairs, held_out=False),
-        _caption_keys(caches, texts, pairs, held_out=True),
+        batch,
+        count,
+        identity(Items(batch.slice(0, count), data.resolved_sources(), entries)),
         set_aside,
-        (
-            *found.notices,
-            *cropped,
-            *_say_copies(usable, ready),
-            *_say_cut(limits, texts),
-            *_say_held_out(texts),
-        ),
-        _facts(usable, training),
+        notices,
+        _facts(texts),
+        other_files=tuple(found.samples.at(unused_N).files_of_datasets()),
         lasting=found.lasting and caches.all_could_be_read,
     )
 
 
-class _Pairs:
+def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
     """The keys of the entries that are made from images and captions together, once these entries are filled.
 
     Raises:
         DataError: an image that could be read before cannot be read now.
     """
+    keys = dict[tuple[str, int], list[str]]()
 
-    def __init__(self, caches: Caches, texts: _Texts, memory: HashMemory) -> None:
-        self._keys: dict[tuple[str, int], list[str]] = {}
-        encoders = caches.of_pairs()
-        for held_out in (False, True) if encoders else ():
-            found = partial(self._found, texts.usable, texts.held_out if held_out else texts.training)
-            failed = caches.fill_images(_WantedPairs(texts, held_out), memory, found, encoders)
-            for problem in failed.values():
-                raise DataError("image-unreadable", problem.what, where=problem.where, fix=problem.fix)
+    def found(index: int, entry: str, looked: Looked) -> None:
+        texts.usable.hashed(index, looked.sha256)
+        keys[entry, index] = [made.key for made in looked.entries]
 
-    def _found(self, usable: Usable, places: Sequence[int], index: int, entry: str, looked: Looked) -> None:
-        usable.hashed(places[index], looked.sha256)
-        self._keys[entry, places[index]] = [made.key for made in looked.entries]
-
-    def of(self, entry: str, place: int) -> list[str]:
-        """The keys of one sample."""
-        return self._keys[entry, place]
-
-
-def _caption_keys(caches: Caches, texts: _Texts, pairs: _Pairs, held_out: bool) -> dict[str, Keys]:
-    """For each entry that is made from captions its keys, as ``Items`` wants them."""
-    keys = {}
-    for encoder in caches.encoders:
-        if not encoder.entry.has_captions:
-            continue
-        column = keys[encoder.entry.name] = Keys()
-        if encoder.entry.has_views:
-            for place in texts.held_out if held_out else texts.training:
-                column.append(pairs.of(encoder.entry.name, place))
-            continue
-        for captioned in texts.of(held_out):
-            column.append(caches.caption_key(encoder, text) for text in (*captioned, ""))
+    if encoders := caches.of_pairs():
+        for problem in caches.fill_images(_Pairs(texts), memory, found, encoders).values():
+            raise DataError("image-unreadable", problem.what, where=problem.where, fix=problem.fix)
     return keys
 
 
-def _cut(samples: Samples, data: DataSection, caches: Caches) -> tuple[Usable, list[Problem], list[str]]:
-    """The samples whose images can be cut, those that are too small, and notices about the first."""
-    usable = Usable(samples, (encoder.entry.name for encoder in caches.of_images()))
-    if not any(encoder.entry.has_views for encoder in caches.encoders):  # no image is read
-        for index in range(len(samples)):
-            usable.append(index, None)
-        return usable, [], []
-    too_small, cropped = list[Problem](), Cropped(data)
-    for index, sample in enumerate(samples):
+def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
+    """For each entry that is made from captions its column of keys."""
+    columns = {}
+    for encoder in caches.encoders:
+        entry = encoder.entry
+        if not entry.has_captions:
+            continue
+        column = columns[f"key {entry.name}"] = KeyLists()
+        if entry.has_views:
+            for index in range(len(texts.usable)):
+                column.append(pairs[entry.name, index])
+            continue
+        for captioned in texts.of_samples():
+            column.append(caches.caption_key(encoder, text) for text in (*captioned, ""))
+    return columns
+
+
+def _cut(
+    samples: Samples, data: DataSection, caches: Caches
+) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
+    """Indices of the samples whose images can be cut, these samples, those that are too small, and notices."""
+    reads_images = any(encoder.entry.has_views for encoder in caches.encoders)
+    indices, cuts, too_small, cropped = array("q"), bytearray(), list[Problem](), Cropped(data)
+    for index, sample in enumerate(samples if reads_images else ()):
         geometry = geometry_of(sample, data)
-        if isinstance(geometry, Geometry):
-            usable.append(index, geometry)
-            cropped.add(sample, geometry)
-        else:
+        if isinstance(geometry, Problem):
             too_small.append(geometry)
-    return usable, too_small, cropped.notices()
+            continue
+        indices.append(index)
+        cuts += CUT.pack(*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw)
+        cropped.add(sample, geometry)
+    if not reads_images:
+        indices, cuts = array("q", range(len(samples))), bytearray(NO_CUT * len(samples))
+    cut_N = np.array(indices, np.int64)
+    names = [encoder.entry.name for encoder in caches.of_images()]
+    return cut_N, Usable.unfilled(samples.at(cut_N), cuts, names), too_small, cropped.notices()
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """The captions of each sample that is used; made anew each time, for there may be very many."""
+    """The captions of each sample that is used; made anew each time, for there may be very many.
+
+    usable: first ``num_training`` samples to train on, then those that are held out.
+    """
 
     recipe: Recipe
     usable: Usable
-    training: array[int]
-    held_out: array[int]
+    num_training: int
     report: Report
 
     def __iter__(self) -> Iterator[str]:
         """All of the run, with those of previews and the one without words."""
-        used = chain.from_iterable(chain(self.of(False), self.of(True)))
-        return chain(used, ("", *_prompts(self.recipe)))
+        return chain(chain.from_iterable(self.of_samples()), ("", *_prompts(self.recipe)))
 
-    def of(self, held_out: bool) -> Iterator[tuple[str, ...]]:
-        """The captions of each training or held-out sample; the first is the caption itself."""
-        places = self.held_out if held_out else self.training
-        progress = Progress("texts", len(places), self.report, quiet_s=QUIET_S)
-        for place in places:
-            yield self.at(place, held_out)
+    def of_samples(self) -> Iterator[tuple[str, ...]]:
+        """The captions of each sample; the first is the caption itself. Of those held out there is no other."""
+        progress = Progress("texts", len(self.usable), self.report, quiet_s=QUIET_S)
+        for index, sample in enumerate(self.usable.samples):
+            yield self.of(index, sample)
             progress.step()
 
-    def at(self, place: int, held_out: bool) -> tuple[str, ...]:
+    def of(self, index: int, sample: Sample) -> tuple[str, ...]:
         """The captions of one sample."""
-        return _texts(self.recipe, self.usable.sample(place), held_out)
-
-    def pairs(self) -> Iterable[Wanted]:
-        """All samples with their captions."""
-        return _All((_WantedPairs(self, False), _WantedPairs(self, True)))
-
-
-@dataclass(frozen=True)
-class _All:
-    """Several sequences, one after the other."""
-
-    parts: Sequence[Iterable[Wanted]]
-
-    def __iter__(self) -> Iterator[Wanted]:
-        return chain.from_iterable(self.parts)
+        if index >= self.num_training:
+            return (captions.prepare(sample.caption, sample.options),)
+        data, seed = self.recipe.data, self.recipe.train.seed
+        return captions.variants(sample.caption, sample.options, data.caption_variants, seed)
 
 
-class _WantedPairs(Lazy[Wanted]):
-    """Training or held-out samples, with their captions and the empty one."""
+class _Pairs(Lazy[Wanted]):
+    """Training and held-out samples, with their captions and the empty one."""
 
-    def __init__(self, texts: _Texts, held_out: bool) -> None:
-        self._texts, self._held_out = texts, held_out
-        self._places = texts.held_out if held_out else texts.training
+    def __init__(self, texts: _Texts) -> None:
+        self._texts = texts
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._texts.usable)
 
-    def _made(self, index: int) -> Wanted:
-        place = self._places[index]
-        wanted, captions = self._texts.usable[place], (*self._texts.at(place, self._held_out), "")
-        return replace(wanted, captions=captions, flips=wanted.flips[:1] if self._held_out else wanted.flips)
+    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+        return [self._pair(index, wanted) for index, wanted in enumerate(self._texts.usable[start:stop], start)]
+
+    def _pair(self, index: int, wanted: Wanted) -> Wanted:
+        captions = (*self._texts.of(index, wanted.sample), "")
+        held_out = index >= self._texts.num_training
+        return replace(wanted, captions=captions, flips=wanted.flips[:1] if held_out else wanted.flips)
 
 
-def _held_out(usable: Usable, ready: Sequence[int], share: float) -> set[int]:
+def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """The indices of the samples to hold out, in order."""
     if share == 0.0:
-        return set()
-    places = {usable.sample_key(place): place for place in ready}
-    held = choose_held_out({key: _content_hash(usable, place) for key, place in places.items()}, share)
-    return {places[key] for key in held}
+        return ready_N[:0]
+    hashes = {
+        sample.key: usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
+        for index, sample in zip(ready_N.tolist(), usable.samples.at(ready_N), strict=True)
+    }
+    held = choose_held_out(hashes, share)
+    return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
 
 
-def _content_hash(usable: Usable, place: int) -> str:
-    """Of the image; of the caption if no image is read."""
-    sha256 = usable.sha256(place)
-    return sha256.hex() if any(sha256) else hashlib.sha256(usable.sample(place).caption.encode()).hexdigest()
-
-
-def _say_copies(usable: Usable, ready: Sequence[int]) -> list[str]:
+def _say_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
     """A notice if images have the same content."""
-    short_N = np.array([int.from_bytes(usable.sha256(place)[:8], "little") for place in ready], dtype=np.uint64)
-    if not short_N.any():  # no image is read
-        return []
-    order_N = np.argsort(short_N, kind="stable")
-    same_N = np.flatnonzero(short_N[order_N][1:] == short_N[order_N][:-1])
-    alike = sorted({int(order_N[at + step]) for at in same_N for step in (0, 1)})
-    groups = groups_of(usable.sha256(ready[place]) for place in alike)
-    return say_copies(usable.sample, [[alike[number] for number in group] for group in groups], ready)
+    ready = ready_N.tolist()
+    groups = groups_of(bytes.fromhex(usable.sha256(index)) for index in ready)
+    return say_copies(usable.samples.__getitem__, groups, ready) if usable.sha256(ready[0]) else []
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
@@ -304,25 +282,15 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     return {key for key, place in places.items() if place < cut}
 
 
-def _texts(recipe: Recipe, sample: Sample, held_out: bool) -> tuple[str, ...]:
-    if held_out:
-        return (captions.prepare(sample.caption, sample.options),)
-    return captions.variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
-
-
 def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
-    captioned = (
-        (texts.usable.sample_key(place), caption)
-        for places, held_out in ((texts.training, False), (texts.held_out, True))
-        for place, (caption, *_) in zip(places, texts.of(held_out), strict=True)
-    )
-    return cut_notice(captioned, limits)
+    samples = enumerate(texts.usable.samples)
+    return cut_notice(((sample.key, texts.of(index, sample)[0]) for index, sample in samples), limits)
 
 
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:
-    held, ready = len(texts.held_out), len(texts.training) + len(texts.held_out)
-    share = texts.recipe.data.validation_split
+    ready, share = len(texts.usable), texts.recipe.data.validation_split
+    held = ready - texts.num_training
     return (f"{held} of {ready} images are held out for the validation loss.",) if share else ()
 
 
@@ -331,17 +299,16 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
     return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
 
 
-def _facts(usable: Usable, training: Sequence[int]) -> Facts:
+def _facts(texts: _Texts) -> Facts:
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}
-    for place in training:
-        sample = usable.sample(place)
+    for index, sample in enumerate(islice(texts.usable.samples, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
         counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
         if len(counted) > 2 * MAX_TAGS:
             tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
-        shapes[usable.shape(place)] += sample.repeats
+        shapes[texts.usable.shape(index)] += sample.repeats
         folder = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
         folder["img_count"] += 1
     tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}

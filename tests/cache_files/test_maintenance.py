@@ -201,7 +201,7 @@ def test_folders_and_links_under_an_entrys_name(cache: LatentCache, tmp_path: Pa
     os.symlink(target, file_of(cache, KEYS[1]))
     code, said = verified(cache)
     assert code == 3 and "4 good, 2 bad" in said and said.count("no plain file: ") == 2
-    assert not cache.has("text", KEYS[0]) and not cache.has("text", KEYS[1])
+    assert cache.fault("text", KEYS[0]) and cache.fault("text", KEYS[1])
     for number, key in enumerate(KEYS[:2]):  # as a run does
         cache.put("text", key, {"mean": torch.arange(8.0) + number}, key)
     assert readable(cache) == [0, 1, 2, 3, 4, 5] and verified(cache)[0] == 0
@@ -264,7 +264,7 @@ def test_entries_of_older_and_newer_versions(cache: LatentCache, monkeypatch: py
 def test_entries_that_no_run_wanted_lately(cache: LatentCache) -> None:
     for key in KEYS:
         aged(file_of(cache, key), 40 * 86400)
-    assert cache.has("text", KEYS[0])  # a run starts
+    assert not cache.fault("text", KEYS[0])  # a run starts
     aged(file_of(cache, KEYS[1]), 20 * 86400)
     assert "nothing to delete" in pruned(cache, older_than_days=50)
     assert "4 not used for 30" in pruned(cache, older_than_days=30)
@@ -279,7 +279,7 @@ def change_meanwhile(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> Ite
     def late(path: Path, *rest: Any) -> Any:
         found = look(path, *rest)
         if path == file_of(cache, KEYS[0]):
-            cache.has("text", KEYS[0])
+            cache.fault("text", KEYS[0])
         if path == file_of(cache, KEYS[1]):
             good = file_of(cache, KEYS[2]).read_bytes()
             path.with_suffix(".new").write_bytes(good)

@@ -1,34 +1,17 @@
-"""Columns give back what was put into them."""
+"""Sequences of things that are made late are like lists of them."""
 
 from __future__ import annotations
 
-import hashlib
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.columns import Few, Keys, Lazy, Texts
+from lora_rocm.dataset import columns
+from lora_rocm.dataset.columns import Few, Lazy
 
 any_text = st.text(st.characters(codec=None), max_size=12)  # also halves of letters, as names of files may have
-keys = st.integers(0, 99).map(lambda number: hashlib.sha256(bytes([number])).hexdigest()[:40])
-
-
-@given(st.lists(any_text, max_size=12))
-def test_texts(texts: list[str]) -> None:
-    column = Texts(texts)
-    assert list(column) == texts and len(column) == len(texts) and column[1:3] == texts[1:3]
-    assert all(column[-1 - at] == texts[-1 - at] for at in range(len(texts)))
-    with pytest.raises(IndexError):
-        column[len(texts)]
-
-
-@given(st.lists(st.lists(keys, max_size=3), max_size=6))
-def test_keys(lists: list[list[str]]) -> None:
-    column = Keys()
-    for each in lists:
-        column.append(each)
-    assert [column[at] for at in range(len(column))] == [tuple(each) for each in lists]
 
 
 @given(st.lists(any_text, max_size=9))
@@ -40,14 +23,22 @@ def test_few(names: list[str]) -> None:
 
 
 @given(st.lists(st.integers(), max_size=9), st.integers(-12, 12), st.slices(9))
-def test_what_is_made_when_it_is_asked_for_is_asked_for_as_a_list(made: list[int], at: int, part: slice) -> None:
+@pytest.mark.parametrize("at_once", [1, 3, 1024])
+def test_what_is_made_when_it_is_asked_for_is_asked_for_as_a_list(
+    at_once: int, made: list[int], at: int, part: slice
+) -> None:
+    with patch.object(columns, "MADE_AT_ONCE", at_once):
+        check_lazy(made, at, part)
+
+
+def check_lazy(made: list[int], at: int, part: slice) -> None:
     class Made(Lazy[int]):
         def __len__(self) -> int:
             return len(made)
 
-        def _made(self, index: int) -> int:
-            assert index >= 0
-            return made[index]
+        def _made(self, start: int, stop: int) -> list[int]:
+            assert 0 <= start < stop <= min(len(self), start + columns.MADE_AT_ONCE)
+            return made[start:stop]
 
     assert list(Made()) == made and Made()[part] == made[part]
     if -len(made) <= at < len(made):

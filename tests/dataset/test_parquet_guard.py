@@ -21,12 +21,6 @@ TEXT = "x" * 100_000
 OFFSETS = range(COPIES + 1)
 
 
-@pytest.fixture(autouse=True)
-def all_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is taken for small enough before it was counted; in many parts, so that their sum is seen."""
-    monkeypatch.setattr(parquet_guard, "BATCH_BYTES", 10 * len(TEXT))
-
-
 def repeated(value: str = TEXT, copies: int = COPIES) -> Any:
     """One value in many rows, which takes the memory of one."""
     return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * copies, pyarrow.int32()), pyarrow.array([value]))
@@ -100,22 +94,13 @@ def test_lists_of_them_are_not_counted(tmp_path: Path) -> None:
     assert unpacked_bytes(file, most // 2) >= most
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit", "value"),
-    [("list", "MAX_LIST_VALUES", COPIES - 1), ("text", "BYTES_OR_TEXT", frozenset({"NONE"}))],
-)
-def test_what_cannot_be_counted_is_taken_for_the_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: str, value: object
-) -> None:
-    pages = 20  # of other values, so that the most is far from what there is
-    column = pyarrow.concat_arrays([texts(), *(texts_of(str(number)) for number in range(pages))])
-    if kind == "list":
-        column = pyarrow.ListArray.from_arrays(pyarrow.array(range(len(column) + 1), pyarrow.int32()), column)
-    file = write(tmp_path / "x.parquet", columns={"c": column})
-    whole = (COPIES + pages) * len(TEXT)
+def test_long_lists_are_taken_for_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "x.parquet", columns={"c": nested()["list"]})
+    whole = COPIES * len(TEXT)
     assert unpacked_bytes(file, whole + MIB) <= whole + MIB
-    monkeypatch.setattr(parquet_guard, limit, value)
-    assert unpacked_bytes(file, whole + MIB) > 5 * whole
+    monkeypatch.setattr(parquet_guard, "MAX_LIST_VALUES", COPIES - 1)
+    chunk = parquet.read_metadata(file).row_group(0).column(0)
+    assert unpacked_bytes(file, whole + MIB) >= COPIES * chunk.total_uncompressed_size
 
 
 @pytest.mark.parametrize(("values", "width"), [(pyarrow.array([7] * 10**6), 8), (pyarrow.array([""] * 10**6), 4)])
@@ -124,8 +109,8 @@ def test_values_that_take_next_to_nothing_in_the_file(tmp_path: Path, values: An
     assert says(file) < 10**5 and unpacked_bytes(file, NO_LIMIT) >= width * 10**6
 
 
-def test_two_columns_of_one_name_are_taken_for_the_most(tmp_path: Path) -> None:
-    """The library reads by name: counting one of them would be counting both, or the wrong one."""
+def test_two_columns_of_one_name_both_count(tmp_path: Path) -> None:
+    """Columns are read by name."""
     table = pyarrow.Table.from_arrays([texts(), texts()], ["c", "c"])
     parquet.write_table(table, tmp_path / "x.parquet", compression="zstd")
     assert unpacked_bytes(tmp_path / "x.parquet", NO_LIMIT - 1) >= 2 * COPIES * len(TEXT)
@@ -141,27 +126,22 @@ def test_what_is_in_a_file_once_counts_once(tmp_path: Path, use_dictionary: bool
     assert whole <= unpacked_bytes(file, whole + MIB) <= whole + MIB
 
 
-def test_nothing_is_read_where_even_the_most_is_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("values", "little", "parts"),
+    [
+        (["a photo", "a drawing"], 200, 0),
+        (["a photo", "a drawing"], 1, parquet_guard.DICTIONARY_BATCHES),
+        (["a photo"] * 2, 10**9, parquet_guard.DICTIONARY_BATCHES),  # what the first row holds tells nothing of others
+    ],
+)
+def test_nothing_is_read_where_even_the_most_is_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[str], little: int, parts: int
+) -> None:
     read: list[object] = []
-    counted = parquet_guard._counted
-    monkeypatch.setattr(parquet_guard, "_counted", lambda *what: read.append(what) or counted(*what))
-    file = write(tmp_path / "x.parquet", columns={"c": ["a photo", "a drawing"] * 1000})
-    assert unpacked_bytes(file, MIB) <= MIB and not read
-    assert unpacked_bytes(file, 2 * 10**4) and read
-
-
-def test_a_dictionary_s_header_that_is_none_is_not_believed(tmp_path: Path) -> None:
-    file = write(tmp_path / "x.parquet", columns={"c": texts()})
-    chunk = parquet.read_metadata(file).row_group(0).column(0)
-    whole = chunk.total_uncompressed_size
-    assert len(TEXT) < parquet_guard._longest_bytes(file, chunk) < whole
-    content = bytearray(file.read_bytes())
-    start = chunk.dictionary_page_offset
-    for lie in (b"\x15\x00", b"\x15\x04\x15\x01", b"\x15\x04\x25\x02", b"\x15\x80\x80\x80\x80\x80", b"\0"):
-        file.write_bytes(content[:start] + lie + content[start + len(lie) :])
-        assert parquet_guard._longest_bytes(file, chunk) == whole
-    file.write_bytes(b"")
-    assert parquet_guard._longest_bytes(file, chunk) == whole
+    count = parquet_guard._values_bytes
+    monkeypatch.setattr(parquet_guard, "_values_bytes", lambda array: read.append(array) or count(array))
+    file = write(tmp_path / "x.parquet", columns={"c": values * 1000})
+    assert unpacked_bytes(file, NO_LIMIT, little) and len(read) == parts
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the highest memory of a process is read from /proc")

@@ -6,15 +6,16 @@ import hashlib
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lora_rocm.dataset.batch_sampler import Item, outline_of
-from lora_rocm.dataset.columns import Keys
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec
 from lora_rocm.dataset.scan import geometry_of, scan
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked
-from lora_rocm.latent_cache.item_table import ANY_SHAPE, Items, Usable, identity
+from lora_rocm.latent_cache.item_table import ANY_SHAPE, CUT, NO_CUT, Items, KeyLists, Usable, identity
 from lora_rocm.loader.batches import BatchPlan
 
 BOTH = (EntrySpec("image", (IMAGE,), {}, True), EntrySpec("text", (CAPTION,), {}))
@@ -33,12 +34,20 @@ def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
     for index in range(4):
         make.picture(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
     data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
-    samples = scan(data).samples
-    made = Usable(samples, ["image"])
-    for index, sample in enumerate(samples):
-        if index != 1:
-            made.append(index, geometry_of(sample, data))
-    return made
+    samples = scan(data).samples.at([0, 2, 3])
+    cuts = bytearray()
+    for sample in samples:
+        cut = geometry_of(sample, data)
+        cuts += CUT.pack(*cut.resized_hw, *cut.crop_top_left, *cut.target_hw)
+    return Usable.unfilled(samples, cuts, ["image"])
+
+
+def items_of(
+    usable: Usable, places: list[int], captions: dict[str, KeyLists], entries: Any, held_out: bool = False
+) -> Items:
+    lists = {f"key {name}": keys for name, keys in captions.items()}
+    table = usable.ordered(np.array(places)).table(entries, lists)
+    return Items(table, usable.samples.sources, entries, held_out)
 
 
 def looked_at(usable: Usable, place: int, in_tiles: bool) -> Looked:
@@ -63,10 +72,10 @@ def test_a_sample_is_found_again_whole(usable: Usable) -> None:
 def test_an_item_is_that_of_the_object(usable: Usable, held_out: bool) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=place == 0))
-    captions = Keys()
+    captions = KeyLists()
     for place in (0, 2):
         captions.append([*(key_of("text", place, n) for n in range(place + 1)), key_of("empty")])
-    items = Items(usable, (0, 2), {"text": captions}, BOTH, held_out)
+    items = items_of(usable, [0, 2], {"text": captions}, BOTH, held_out)
     count = 1 if held_out else 2
     whole = tuple(
         Item(
@@ -111,7 +120,7 @@ def test_an_item_has_as_many_views_as_its_source_asks_for(
 ) -> None:
     usable = usable_of(tmp_path, make, flip_aug)
     usable.found(1, "image", looked_at(usable, 1, in_tiles=False))
-    (item,) = Items(usable, (1,), {}, BOTH[:1])
+    (item,) = items_of(usable, [1], {}, BOTH[:1])
     expected = tuple(key_of(1, flip) for flip in (False, True)[: 1 + flip_aug])
     assert item.keys == {"image": tuple((key,) for key in expected)} and item.content == (expected,)
 
@@ -119,31 +128,41 @@ def test_an_item_has_as_many_views_as_its_source_asks_for(
 def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable) -> None:
     both = EntrySpec("pair", (IMAGE, CAPTION), {})
     usable.found(0, "image", looked_at(usable, 0, in_tiles=False))
-    keys = Keys()
+    keys = KeyLists()
     keys.append([key_of(view, caption) for view in range(2) for caption in ("a", "b", "")])
-    (item,) = Items(usable, (0,), {"pair": keys}, [BOTH[0], both])
+    (item,) = items_of(usable, [0], {"pair": keys}, [BOTH[0], both])
     assert item.num_views == 2 and item.num_captions == 2
     assert item.keys["pair"] == tuple(tuple(key_of(view, caption) for caption in ("a", "b", "")) for view in range(2))
 
 
 def test_samples_whose_images_are_not_read_lie_in_one_bucket(tmp_path: Path, make: SimpleNamespace) -> None:
-    cut = usable_of(tmp_path, make, flip_aug=False)
-    usable = Usable(cut.samples, ())
-    for index in range(len(cut.samples)):
-        usable.append(index, None)
-    assert list(usable.ready) == [0, 1, 2, 3] and usable.geometry(0) is None
-    assert usable.shapes([0, 2])[0] == [ANY_SHAPE] == [usable.shape(3)]
-    assert ANY_SHAPE not in cut.shapes([0, 1, 2])[0]
+    samples = usable_of(tmp_path, make, flip_aug=False).samples
+    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    assert list(usable.ready) == [0, 1, 2] and usable.shape(0) == ANY_SHAPE
+    items = items_of(usable, [0, 2], {"text": keys_of(2)}, BOTH[1:])
+    assert items[0].geometry is None and items.outline().shapes == [ANY_SHAPE] == [items[1].shape]
+
+
+def keys_of(count: int) -> KeyLists:
+    keys = KeyLists()
+    for _ in range(count):
+        keys.append([key_of("text"), key_of("empty")])
+    return keys
 
 
 def test_a_plan_makes_the_items_of_a_batch_only(usable: Usable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a million are made at every start."""
-    captions, made = Keys(), list[int]()
-    for _ in range(3):
-        captions.append([key_of("text"), key_of("empty")])
-    items, make = Items(usable, (0, 1, 2), {"text": captions}, BOTH), Items._made
-    monkeypatch.setattr(Items, "_made", lambda self, index: made.append(index) or make(self, index))
+    made = list[int]()
+    items, make = items_of(usable, [0, 1, 2], {"text": keys_of(3)}, BOTH), Items._made
+    monkeypatch.setattr(Items, "_made", lambda self, *at: made.extend(range(*at)) or make(self, *at))
     rows = BatchPlan(items, 2, 1, seed=3).rows(0)
     assert len(rows) == len(made) == 2
     outline_of(list(items))
     assert len(made) == 5, "a list of them is made, and that is counted"
+
+
+def test_a_table_is_the_samples_that_were_put_into_it(usable: Usable) -> None:
+    for place in range(3):
+        usable.found(place, "image", looked_at(usable, place, in_tiles=False))
+    again = Usable.of_table(usable.table(BOTH, {"key text": keys_of(3)}), usable.samples.sources)
+    assert list(again) == list(usable) and again.sha256(1) == hashlib.sha256(b"\1").hexdigest()

@@ -65,8 +65,9 @@ def test_the_items(runs: Runs) -> None:
 
 
 def test_what_is_trained_on_is_hashed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, hashed = runs(), list[int]()
+    hashed = list[int]()
     monkeypatch.setattr(prepare_module, "identity", lambda items: hashed.append(len(items)) or "same")
+    prepared = runs()
     assert prepared.identity() == prepared.identity() == "same" and hashed == [4]
 
 

@@ -1,0 +1,92 @@
+"""The header of a safetensors file, checked. Standard library only.
+
+Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). Nothing
+in a header is believed: every byte of the data belongs to exactly one tensor, and each tensor has as many as its shape
+needs, so a reader can trust offsets and shapes from here on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from lora_rocm.foundation.terminal_text import printable
+
+MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
+MAX_DIMENSIONS = 8
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+
+
+class DamagedHeader(Exception):
+    """The file is no whole safetensors file; the message says why."""
+
+
+class UnknownDtype(DamagedHeader):
+    """The file holds numbers in a format that is not read here; the message names it."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: ``begin`` and ``end`` are offsets in the file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors by name and the metadata of an open file of ``num_bytes``.
+
+    Raises:
+        DamagedHeader: header and size do not fit each other, or the header is no header.
+        OSError: it cannot be read.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
+        raise DamagedHeader("it ends inside its header")
+    try:
+        fields = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+        metadata = fields.pop("__metadata__", {})
+        tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise TypeError("metadata are texts")
+        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedHeader("its header is not readable") from error
+    at = 8 + length
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.dtype not in DTYPE_BYTES:
+            raise UnknownDtype(printable(entry.dtype)[:40])
+        if math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.end - entry.begin:
+            raise DamagedHeader(f"the size of {printable(name):.100} does not fit its shape")
+        if entry.begin != at:
+            raise DamagedHeader("its tensors overlap or leave a gap")
+        at = entry.end
+    if at != num_bytes:
+        raise DamagedHeader(f"it has {num_bytes:,} bytes, which is not what its header says")
+    return tensors, metadata
+
+
+def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+    begin, end = value["data_offsets"]
+    shape = value["shape"]
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
+        raise ValueError("sizes are whole numbers, and few")
+    if not isinstance(value["dtype"], str):
+        raise TypeError("a number format is a name")
+    return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")  # readers differ in which of them counts
+    return found
