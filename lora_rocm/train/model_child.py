@@ -37,7 +37,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
-from lora_rocm.train.preview import png
+from lora_rocm.train.preview import ENDINGS, content_of
 
 Job = dict[str, Any]
 
@@ -74,12 +74,12 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         )
         for number in range(job["num"])
     ]
-    pictures = family.preview(model, requests, encoded.__getitem__)
+    previews = family.preview(model, requests, encoded.__getitem__)
     paths, folder = [], Path(job["output"])
     root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
-    for request, picture in zip(requests, pictures, strict=True):
-        path = _free_name(folder, f"seed{request.seed}")
-        write_atomic(path, png(picture), root)
+    for request, preview in zip(requests, previews, strict=True):
+        path = _free_name(folder, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
+        write_atomic(path, content_of(preview), root)
         paths.append(str(path))
     emit("drawn", pictures=paths)
 
@@ -244,11 +244,11 @@ def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 
 
-def _free_name(folder: Path, stem: str) -> Path:
+def _free_name(folder: Path, stem: str, ending: str) -> Path:
     """A name that is not taken."""
-    path, number = folder / f"{stem}.png", 2
+    path, number = folder / f"{stem}.{ending}", 2
     while os.path.lexists(path):
-        path, number = folder / f"{stem}-{number}.png", number + 1
+        path, number = folder / f"{stem}-{number}.{ending}", number + 1
     return path
 
 
