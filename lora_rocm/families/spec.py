@@ -184,6 +184,11 @@ class FamilySpec:
     metadata: FileMetadata = FileMetadata()
     marks: Marks = Marks()
 
+    @property
+    def trains_on_texts(self) -> bool:
+        """Whether a sample is a text, and not something that has a caption."""
+        return self.samples[0] == "text"
+
     def reads(self, key: str) -> bool:
         """Whether it reads a key of the shared sections, as "data.resolution"."""
         return key not in self.unread

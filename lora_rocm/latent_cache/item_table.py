@@ -33,6 +33,13 @@ ANY_SHAPE = Shape.of(samples=1)
 """Of samples whose size no entry follows: all lie in one bucket."""
 
 
+def _shape(height: int, width: int) -> Shape:
+    """The shape of an image; without a height ``width`` is the number of tokens of a text, or nothing is known."""
+    if height:
+        return image_shape((height, width))
+    return Shape.of(tokens=width) if width else ANY_SHAPE
+
+
 def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
     """The image as it is, and with flip_aug its mirror image."""
     return (False, True) if options.flip_aug else (False,)
@@ -88,6 +95,10 @@ class Usable(Lazy[Wanted]):
         """The places of those whose entries are all there, in order."""
         return array("q", (place for place, count in enumerate(self._found) if count == len(self._keys)))
 
+    def counted(self, place: int, num_tokens: int) -> None:
+        """The number of tokens of a text is known."""
+        self._cuts[CUT_NUMBERS * place + 5] = num_tokens
+
     def is_ready(self, place: int) -> bool:
         """Whether the entries of one are all there."""
         return self._found[place] == len(self._keys)
@@ -122,15 +133,14 @@ class Usable(Lazy[Wanted]):
 
     def shape(self, place: int) -> Shape:
         """The shape of one."""
-        height, width = self._cuts[CUT_NUMBERS * place + 4 : CUT_NUMBERS * (place + 1)]
-        return image_shape((height, width)) if height else ANY_SHAPE
+        return _shape(*self._cuts[CUT_NUMBERS * place + 4 : CUT_NUMBERS * (place + 1)])
 
     def shapes(self, places: Sequence[int]) -> tuple[list[Shape], NDArray[np.int64]]:
         """The shapes of many: each shape once, and for each place its index among these."""
         cuts_PC = np.frombuffer(self._cuts, dtype=np.intc).reshape(-1, CUT_NUMBERS)
         height_N, width_N = cuts_PC[np.array(places, dtype=np.int64), 4:].astype(np.int64).T
         sizes, shape_N = np.unique(height_N << 32 | width_N, return_inverse=True)
-        return [image_shape(divmod(size, 1 << 32)) if size else ANY_SHAPE for size in sizes.tolist()], shape_N
+        return [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()], shape_N
 
     def geometry(self, place: int) -> Geometry | None:
         """How the image of one is cut."""

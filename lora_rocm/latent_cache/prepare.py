@@ -20,8 +20,9 @@ from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Keys, Lazy
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
-from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
+from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.encode import Caches
@@ -115,7 +116,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
     data, limits = recipe.data, family.token_limits()  # reads the tokenizers: before the long work
     report = caches.encoding.report
-    found = scan(data, report, copies=False)  # it would have to read them; here they are hashed
+    found = find_samples(recipe, report, copies=False)  # it would have to read them; here they are hashed
     usable, too_small, cropped = _cut(found.samples, data, caches)
     memory = HashMemory(caches.encoding.cache.root)
     failed = caches.fill_images(usable, memory, usable.found) if caches.of_images() else {}
@@ -126,6 +127,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     training = array("q", (place for place in ready if place not in held))
     texts = _Texts(recipe, usable, training, array("q", sorted(held)), report)
     caches.fill_texts(texts)
+    _count_tokens(caches, texts)
     pairs = _Pairs(caches, texts, memory)
     return Manifest(
         usable,
@@ -141,9 +143,21 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
             *_say_cut(limits, texts),
             *_say_held_out(texts),
         ),
-        _facts(usable, training),
+        _facts(recipe, usable, training),
         lasting=found.lasting and caches.all_could_be_read,
     )
+
+
+def _count_tokens(caches: Caches, texts: _Texts) -> None:
+    """The shape of each text, which only its encoder knows: how it counts, begins, ends and cuts a text is its own."""
+    for encoder in caches.of_captions():
+        entry = encoder.entry
+        if not entry.follows_shape:
+            continue
+        tensor, axis = next((name, spec.dims.index("S")) for name, spec in entry.tensors.items() if "S" in spec.dims)
+        for held_out, places in ((False, texts.training), (True, texts.held_out)):
+            for place, (text, *_) in zip(places, texts.of(held_out), strict=True):
+                texts.usable.counted(place, caches.text_lookup(text)[tensor].shape[axis])
 
 
 class _Pairs:
@@ -315,13 +329,13 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
         for places, held_out in ((texts.training, False), (texts.held_out, True))
         for place, (caption, *_) in zip(places, texts.of(held_out), strict=True)
     )
-    return cut_notice(captioned, limits)
+    return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
 
 
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:
     held, ready = len(texts.held_out), len(texts.training) + len(texts.held_out)
     share = texts.recipe.data.validation_split
-    return (f"{held} of {ready} images are held out for the validation loss.",) if share else ()
+    return (f"{held} of {ready} samples are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
@@ -329,14 +343,15 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
     return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
 
 
-def _facts(usable: Usable, training: Sequence[int]) -> Facts:
+def _facts(recipe: Recipe, usable: Usable, training: Sequence[int]) -> Facts:
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}
     for place in training:
         sample = usable.sample(place)
         counted = tags.setdefault(sample.folder, Counter())
-        counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
+        if not recipe.spec.trains_on_texts:  # a text has no tags, and a LoRA file is given away
+            counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
         if len(counted) > 2 * MAX_TAGS:
             tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
         shapes[usable.shape(place)] += sample.repeats
