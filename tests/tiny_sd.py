@@ -19,7 +19,6 @@ from tests.tiny_models import END, _ldm_vae, _open_clip, scheduler_config, text_
 
 Version = Literal["sd15", "sd2"]
 WIDTH = 32
-SD_TARGETS = (r"(down_blocks\.1\.attentions\.0|mid_block)\..*\.(to_q|to_out\.0|proj_in|net\.0\.proj)",)
 
 
 def unet_config(version: Version, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ def check(
         _say(f"  {component}: {size_text(size)}")
     total = sum(base.num_bytes.values())
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
-    for notice in (*base.notices, *_cut_captions(samples, base.token_limits)):
+    for notice in (*base.notices, *_cut_captions(loaded.recipe, samples, base.token_limits)):
         _say(f"  note: {notice}")
     _say(f"recipe {loaded.path}: valid")
 
@@ -95,22 +95,25 @@ class BaseFacts:
     token_limits: Sequence[TokenLimit]
 
 
-def _cut_captions(samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
+def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
     from lora_rocm.dataset.caption_length import cut_notice
     from lora_rocm.dataset.captions import prepare
 
-    return cut_notice(((sample.key, prepare(sample.caption, sample.options)) for sample in samples), limits)
+    captioned = ((sample.key, prepare(sample.caption, sample.options)) for sample in samples)
+    return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     """Yield the lines about the data; append the usable samples (``data.samples.Sample``) to ``usable``."""
-    from lora_rocm.dataset.scan import geometries, nothing_left, scan
+    from lora_rocm.dataset.scan import geometries, nothing_left
+    from lora_rocm.dataset.shape import Shape
+    from lora_rocm.dataset.text_scan import find_samples
 
     recipe = loaded.recipe
-    found = scan(recipe.data)
-    fitted, too_small, cropped = geometries(found.samples, recipe.data)
+    found, texts = find_samples(recipe), recipe.spec.trains_on_texts
+    fitted, too_small, cropped = ({}, [], []) if texts else geometries(found.samples, recipe.data)
     aside = [*found.set_aside, *too_small]
-    samples = [sample for sample in found.samples if sample.key in fitted]
+    samples = [sample for sample in found.samples if texts or sample.key in fitted]
     if not samples:
         raise nothing_left(aside)
     usable += samples
@@ -130,10 +133,12 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
     shapes = {key: geometry.shape for key, geometry in fitted.items()}
-    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes))
+    if texts:  # only the run can count tokens: at worst each text has a length of its own
+        shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}
+    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes), noun)
 
 
-def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: dict[str, Shape]) -> DataPlan:
+def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape]) -> DataPlan:
     """Steps, buckets and cache entries of samples (``data.samples.Sample``) that have these ``shapes`` by key.
 
     A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
@@ -157,15 +162,17 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: dict[str, Shape]) 
     )
 
 
-def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
-    train, data = recipe.train, recipe.data
-    yield "buckets (width x height: pictures an epoch)"
-    for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
-        yield f"  {shape}: {count}"
-    limit = ""
+def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
+    train, data, texts = recipe.train, recipe.data, recipe.spec.trains_on_texts
+    if texts:
+        yield "buckets: by the number of tokens, which the run counts"
+    else:
+        yield f"buckets (width x height: {noun} an epoch)"
+        for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
+            yield f"  {shape}: {count}"
+    limit = "at most " if texts or data.validation_split else ""
     if data.validation_split:  # which ones is decided by their content, which is not read here
-        limit = "at most "
-        yield f"held out for the validation loss: about {data.validation_split:.0%} of the pictures"
+        yield f"held out for the validation loss: about {data.validation_split:.0%} of the {noun}"
     effective = train.batch_size * train.gradient_accumulation_steps
     epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
     yield (
@@ -173,7 +180,8 @@ def _plan_lines(recipe: Recipe, plan: DataPlan) -> Iterator[str]:
         f"steps an epoch: {limit}{plan.steps_per_epoch}"
     )
     yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
-    yield f"caches in {recipe.cache.dir}: at most {plan.num_images} images and {plan.num_captions} captions to encode"
+    entries = f"{plan.num_captions} texts" if texts else f"{plan.num_images} images and {plan.num_captions} captions"
+    yield f"caches in {recipe.cache.dir}: at most {entries} to encode"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 
 

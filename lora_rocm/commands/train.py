@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.hardware.ranks import rank_of
@@ -40,16 +41,19 @@ def train(
     accept_changes: bool = False,
     supervised: bool = True,
     gpus: int | None = None,
+    registry: Registry = PRODUCT,
+    worker: str | None = None,
 ) -> int:
     """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
 
     ``supervised``: a worker that fails or hangs is started again. ``gpus``: how many train together; None: one, or as
-    ``torchrun`` says that started this process.
+    ``torchrun`` says that started this process. ``registry``: the families there are. ``worker``: see
+    ``process.worker_command``; it has to know the same families.
 
     Raises:
         LoraRocmError: everything that went wrong, in words.
     """
-    loaded = load_recipe(recipe_path, overrides)
+    loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
     chosen = prepare.choose(loaded, run_dir, resume)
@@ -63,17 +67,15 @@ def train(
         here, everywhere, supervised = me.local_size, me.size, False
     situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
     if not me.is_first:
-        return multi_gpu.train_rank(me, loaded, chosen, situation, _say, accept_changes=accept_changes)
+        how = (me, loaded, chosen, situation, _say)
+        return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
     if not prepare.holds_run(chosen.run_dir):  # a GPU that cannot train is refused before anything is made
         situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     run = chosen.run_dir.create()
     with lock.locked(run):
-        lock.end_leftover(run, _say)
-        if not prepare.settle(chosen, loaded.recipe, accept_changes):
-            made_again = sample_export.make_again(run, loaded.recipe, _say)
-            _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
-            if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
-                _report(run)
+        lock.end_leftover(run, _say, worker=worker)
+        if not prepare.settle(chosen, loaded, accept_changes):
+            _leave_complete(run, loaded)
             return 0
         again = resume_command(recipe_path, overrides, run)
         again += f" --gpus {gpus}" if gpus else ""
@@ -87,7 +89,16 @@ def train(
             accept_changes=accept_changes,
             supervised=supervised,
             children=children,
+            worker=worker,
         )
+
+
+def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:
+    """Make again what is missing of a run that is complete, and say where it is."""
+    made_again = sample_export.make_again(run, loaded.recipe, _say)
+    _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
+    if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
+        _report(run, loaded.registry)
 
 
 def demo() -> int:
@@ -105,6 +116,7 @@ def _train_in(
     accept_changes: bool,
     supervised: bool,
     children: int,
+    worker: str | None,
 ) -> int:
     situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     situation = supervisor.in_force(run, situation, _say)
@@ -117,7 +129,7 @@ def _train_in(
     def command(
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
     ) -> list[str]:
-        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s)
+        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker)
 
     stopped: StoppedError | None = None
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
@@ -144,30 +156,30 @@ def _train_in(
             code, stopped = error.exit_code, error
         except LoraRocmError as error:
             with contextlib.suppress(StorageError):  # the error itself is what the user has to see
-                write_report(run)
+                write_report(run, loaded.registry)
             if isinstance(error, MachineError) and again not in error.fix:
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
         finally:
             prepare.withdraw(run)
-    return _tell_end(run, code, stopped, again)
+    _tell_end(run, code, stopped, again)
+    _report(run, loaded.registry)
+    return code
 
 
-def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> int:
+def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> None:
     if stopped is not None:
         _say(stopped.what)
     if code == StoppedError.exit_code:
         _say(f"Stopped. Go on with:\n  {again}")
     elif code == 0:
         _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
-    _report(run)
-    return code
 
 
-def _report(run: RunDir) -> None:
+def _report(run: RunDir, registry: Registry) -> None:
     """Write the report and say where it is. Whether that works changes nothing of how the run has ended."""
     try:
-        _say(f"Report: {write_report(run)}")
+        _say(f"Report: {write_report(run, registry)}")
     except StorageError as error:
         _say(f"The report could not be written; later: lora-rocm report {quoted([str(run.path)])}\n{error}")
 

@@ -63,10 +63,13 @@ def _loaded(tokenizer: str) -> Tokenizer:
     return loaded
 
 
-def cut_notice(captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
-    """A notice where captions are longer than the text encoders read. ``captions``: the key of a picture, its caption.
+def cut_notice(
+    captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit], are_samples: bool = False
+) -> tuple[str, ...]:
+    """A notice where captions are longer than the text encoders read. ``captions``: the key of a sample, its caption.
 
-    With shuffling it is other tags that are lost each time.
+    ``are_samples``: they are the texts that the model itself is trained on. With shuffling it is other tags that are
+    lost each time.
     """
     keys, texts = tee(captions)
     count, example = 0, ""
@@ -77,8 +80,9 @@ def cut_notice(captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit]
             example = f"{key}: lost is {end}"
     if not count:
         return ()
-    are = "1 caption is" if count == 1 else f"{count} captions are"
-    return (f"{are} longer than the text encoders read, for example {example}.",)
+    noun, limit = ("text", "the model reads") if are_samples else ("caption", "the text encoders read")
+    are = f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
+    return (f"{are} longer than {limit}, for example {example}.",)
 
 
 def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:

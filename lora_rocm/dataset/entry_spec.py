@@ -44,7 +44,8 @@ class EntrySpec:
     inputs: what it is made from, of INPUTS. There is one entry for each view (mirrored or not) of an image or mask and
         for each variant of a caption; with both inputs, one for each pair.
     tensors: what it holds, without a batch dimension.
-    follows_shape: the size of its tensors follows from the sample's ``Shape``.
+    follows_shape: the size of its tensors follows from the sample's ``Shape``. Of a text it is the other way round: the
+        number of tokens is the size of the axis S of its tensors, for only the encoder can count them.
     """
 
     name: str

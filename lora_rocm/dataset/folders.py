@@ -20,6 +20,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.rundir.layout import RUN_MARKS
 
+TEXT_SUFFIX = ".txt"
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
@@ -92,7 +93,7 @@ def source_folder(path: str, index: int) -> Path:
     if os.path.isdir(folder):  # pathlib raises where a folder above may not be read
         return folder
     if os.path.exists(folder):
-        what, fix = f"{folder} is a file, not a folder.", "Give the folder that the pictures are in, or use dataset."
+        what, fix = f"{folder} is a file, not a folder.", "Give the folder that it is in, or use dataset."
     else:
         nearest = next(parent for parent in folder.parents if os.path.exists(parent))
         what = f"There is no folder {folder} (the part that exists: {nearest})."
@@ -159,6 +160,34 @@ def walk(
     _say_other_captions(folder, other_captions)
     if caption_column is not None and metadata_files:
         _read_metadata(folder, caption_column, metadata_files)
+    return folder
+
+
+def walk_texts(root: Path, *, recursive: bool = True, exclude: Sequence[str] = ()) -> Folder:
+    """Find the texts (``.txt`` files) in a folder and its sub-folders; folders and links are followed as by ``walk``.
+
+    Raises:
+        DataError: no text at all.
+    """
+    folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
+    found, others = dict[str, str](), few()
+    for path, real in _files(folder, left_out, exclusion, recursive):
+        if path.suffix.lower() != TEXT_SUFFIX:
+            others.append(shown(real))
+        elif found.setdefault(shown(real), real) != real:  # names that differ only in what cannot be shown
+            folder.notices.append(f"Left out, as another name looks the same: {shown(real)}.")
+    folder.relatives = sorted(found.items())
+    folder.notices += left_out.notices(exclusion)
+    if others:
+        are = counted(others, "file is", "files are")
+        folder.notices.append(f"{are} left out, for only {TEXT_SUFFIX} files are read: {some(others)}.")
+    if not found:
+        raise DataError(
+            "data-folder-empty",
+            " ".join([f"There are no texts in {shown(root)}.", *folder.notices]),
+            where=shown(root),
+            fix=f"Put {TEXT_SUFFIX} files there, or correct the path.",
+        )
     return folder
 
 

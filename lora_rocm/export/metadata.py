@@ -76,7 +76,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_max_grad_norm": optim.max_grad_norm,
         "ss_seed": train.seed,
         "ss_mixed_precision": train.mixed_precision,
-        "ss_resolution": f"({recipe.data.resolution}, {recipe.data.resolution})",
+        "ss_resolution": f"({side}, {side})" if (side := _side(recipe)) else None,
         **recipe.objective.metadata(),
         "ss_network_dropout": recipe.lora.dropout or None,
         "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
@@ -99,13 +99,13 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
     """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
-    side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
+    side, prediction = _side(recipe), family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
         "architecture": recipe.spec.metadata.architecture,
         "implementation": recipe.spec.metadata.implementation,
         "title": recipe.output.name,
-        "resolution": f"{side}x{side}",
+        "resolution": f"{side}x{side}" if side else None,
         "description": recipe.output.description,
         "author": recipe.output.author,
         "license": recipe.output.license,
@@ -115,6 +115,11 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
         "date": _date(facts.finished_at_s),
     }
     return {f"modelspec.{name}": value for name, value in values.items() if value}
+
+
+def _side(recipe: Recipe) -> int | None:
+    """Pixels; None if the family has no resolution."""
+    return recipe.data.resolution if recipe.spec.reads("data.resolution") else None
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class PreviewRequest:
-    """One picture to draw."""
+    """One preview to make; of a text the sides mean nothing, and ``steps`` is how many tokens are written at most."""
 
     prompt: str
     negative_prompt: str  # "" is the empty caption's encoding, as ComfyUI and A1111 do it
@@ -159,7 +159,8 @@ class ModelFamily(Protocol):
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """From now on compute activations again in the backward pass instead of keeping them (arXiv 1604.06174).
 
-        ``run(block, *args)`` calls a block (one of ``blocks``) and decides for it; None: each is computed again.
+        ``run(block, *args, **kwargs)`` calls a block (one of ``blocks``) and decides for it; None: each is computed
+        again. The block is called as a module, for offloaded weights are fetched by its hooks.
         """
         ...
 
@@ -190,8 +191,10 @@ class ModelFamily(Protocol):
         requests: Sequence[PreviewRequest],
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
-    ) -> list[Image.Image]:
-        """Draw pictures with the model as it is (adapter included); leaves the model as it was.
+    ) -> Sequence[Image.Image | str]:
+        """Make previews with the model as it is (adapter included); leaves the model as it was.
+
+        They are images, or texts, as ``FamilySpec.preview`` says.
 
         ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
         ``in_tiles``: decode pictures of any size in tiles, which takes less memory.

@@ -52,9 +52,9 @@ class Recomputing:
             for module in component.modules()
         )
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's output for these arguments."""
-        return self._recomputed(block, *args) if self._wants(block) else block(*args)
+        return self._recomputed(block, *args, **kwargs) if self._wants(block) else block(*args, **kwargs)
 
     def chain(self, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
         """Each block's first argument is the output of the one before; the others are the same for all."""
@@ -70,8 +70,8 @@ class Recomputing:
     def _wants(self, block: nn.Module) -> bool:
         return self._wanted is None or id(block) in self._wanted
 
-    def _recomputed(self, run: Run, *args: Any) -> Any:
-        return checkpoint(run, *args, **self._how)
+    def _recomputed(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(run, **kwargs) if kwargs else run, *args, **self._how)
 
 
 def _in_turn(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:

@@ -43,6 +43,7 @@ class Axis:
         first: 0, or 1 where a first frame stands alone.
         per_latent: so many units make one number of the latents.
         per_token: so many units make one position of the model's sequence.
+        longest: no sample is longer; 0: the recipe says how long one can be.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Axis:
     first: int = 0
     per_latent: int = 1
     per_token: int = 1
+    longest: int = 0
 
     def fits(self, length: int) -> bool:
         return length >= max(self.first, 1) and (length - self.first) % self.multiple == 0
@@ -185,6 +187,11 @@ class FamilySpec:
     unread: frozenset[str] = frozenset()
     metadata: FileMetadata = FileMetadata()
     marks: Marks = Marks()
+
+    @property
+    def trains_on_texts(self) -> bool:
+        """Whether a sample is a text, and not something that has a caption."""
+        return self.samples[0] == "text"
 
     def reads(self, key: str) -> bool:
         """Whether it reads a key of the shared sections, as "data.resolution"."""

@@ -37,6 +37,13 @@ ANY_SHAPE = Shape.of(samples=1)
 """Of samples whose size no entry follows: all lie in one bucket."""
 
 
+def _shape(height: int, width: int) -> Shape:
+    """The shape of an image; without a height ``width`` is the number of tokens of a text, or nothing is known."""
+    if height:
+        return image_shape((height, width))
+    return Shape.of(tokens=width) if width else ANY_SHAPE
+
+
 def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
     """The image as it is, and with flip_aug its mirror image."""
     return (False, True) if options.flip_aug else (False,)
@@ -173,6 +180,10 @@ class Usable(Lazy[Wanted]):
         """The hash of its image file is known."""
         self._sha256_NB[index] = bytearray.fromhex(sha256)
 
+    def counted(self, index: int, num_tokens: int) -> None:
+        """The number of tokens of a text is known."""
+        self._cuts_NB[index] = bytearray(CUT.pack(0, 0, 0, 0, 0, num_tokens))
+
     def sha256(self, index: int) -> str:
         """Of the image file of one; empty if it is not known."""
         sha256 = self._sha256_NB[index].tobytes()
@@ -186,7 +197,7 @@ class Usable(Lazy[Wanted]):
     def shape(self, index: int) -> Shape:
         """The shape of one."""
         *_, height, width = CUT.unpack(self._cuts_NB[index].tobytes())
-        return image_shape((height, width)) if height else ANY_SHAPE
+        return _shape(height, width)
 
 
 class Items(Lazy[Item]):
@@ -229,7 +240,7 @@ class Items(Lazy[Item]):
         content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
             key=sample.key,
-            shape=ANY_SHAPE if geometry is None else geometry.shape,
+            shape=_shape(*CUT.unpack(row["cut"])[4:]),
             keys=keys,
             num_views=num_views,
             num_captions=num_captions,
@@ -243,7 +254,7 @@ class Items(Lazy[Item]):
         """What a plan's order is made from; the keys are not kept."""
         targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
-        shapes = [image_shape(divmod(size, 1 << 32)) if size else ANY_SHAPE for size in sizes.tolist()]
+        shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
         repeats_N = np.ones(len(self), np.int64) if self.held_out else self.batch["repeats"].to_numpy()
         return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N)
 

@@ -19,8 +19,9 @@ from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
-from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies, scan
+from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.encode import Caches
@@ -114,7 +115,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     """Everything found, cut, encoded and counted."""
     data, limits = recipe.data, family.token_limits()  # reads the tokenizers: before the long work
     report = caches.encoding.report
-    found = scan(data, report, copies=False)  # it would have to read them; here they are hashed
+    found = find_samples(recipe, report, copies=False)  # it would have to read them; here they are hashed
     cut_N, usable, too_small, cropped = _cut(found.samples, data, caches)
     memory = HashMemory(caches.encoding.cache.root)
     failed = caches.fill_images(usable, memory, usable.found) if caches.of_images() else {}
@@ -128,6 +129,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     usable = usable.ordered(order_N)
     texts = _Texts(recipe, usable, len(training_N), report)
     caches.fill_texts(texts)
+    _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
     notices = *found.notices, *cropped, *copies, *_say_cut(limits, texts), *_say_held_out(texts)
@@ -143,6 +145,17 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         other_files=tuple(found.samples.at(unused_N).files_of_datasets()),
         lasting=found.lasting and caches.all_could_be_read,
     )
+
+
+def _count_tokens(caches: Caches, texts: _Texts) -> None:
+    """The shape of each text, which only its encoder knows: how it counts, begins, ends and cuts a text is its own."""
+    for encoder in caches.of_captions():
+        entry = encoder.entry
+        if not entry.follows_shape:
+            continue
+        tensor, axis = next((name, spec.dims.index("S")) for name, spec in entry.tensors.items() if "S" in spec.dims)
+        for index, (text, *_) in enumerate(texts.of_samples()):
+            texts.usable.counted(index, caches.text_lookup(text)[tensor].shape[axis])
 
 
 def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
@@ -285,13 +298,14 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
 def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
     """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
     samples = enumerate(texts.usable.samples)
-    return cut_notice(((sample.key, texts.of(index, sample)[0]) for index, sample in samples), limits)
+    captioned = ((sample.key, texts.of(index, sample)[0]) for index, sample in samples)
+    return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
 
 
 def _say_held_out(texts: _Texts) -> tuple[str, ...]:
     ready, share = len(texts.usable), texts.recipe.data.validation_split
     held = ready - texts.num_training
-    return (f"{held} of {ready} images are held out for the validation loss.",) if share else ()
+    return (f"{held} of {ready} samples are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
@@ -305,7 +319,8 @@ def _facts(texts: _Texts) -> Facts:
     folders: dict[str, dict[str, int]] = {}
     for index, sample in enumerate(islice(texts.usable.samples, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
-        counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
+        if not texts.recipe.spec.trains_on_texts:  # a text has no tags, and a LoRA file is given away
+            counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
         if len(counted) > 2 * MAX_TAGS:
             tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
         shapes[texts.usable.shape(index)] += sample.repeats

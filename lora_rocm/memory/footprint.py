@@ -343,7 +343,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
-    how, is_here = (dtype, settings, largest_shape(recipe.data), on_gpu), True
+    how, is_here = (dtype, settings, _largest(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
         found = counted(recipe, family_for(recipe), *how)
@@ -360,6 +360,13 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         **told,
         "gpu": gpu,
     }
+
+
+def _largest(recipe: Recipe) -> Shape:
+    """The shape that costs most, whether or not a sample has it."""
+    if recipe.spec.trains_on_texts:
+        return Shape.of(tokens=recipe.spec.shapes["tokens"].longest)
+    return largest_shape(recipe.data)
 
 
 def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool) -> dict[str, Any] | None:

@@ -113,13 +113,17 @@ class Layered:
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """recipe: with absolute paths. name: for run directories. notices: sentences to show the user."""
+    """recipe: with absolute paths. name: for run directories. notices: sentences to show the user.
+
+    registry: the families that it was read with.
+    """
 
     recipe: Recipe
     path: Path
     name: str
     notices: tuple[str, ...]
     layers: Layered
+    registry: Registry
 
     def require_files(self, begun: bool = False) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
@@ -187,7 +191,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
             "to have them all the same, add runtime.workers_on_windows: true."
         )
-    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers)
+    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry)
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError, StorageError
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
@@ -30,6 +31,7 @@ MAX_PROMPTS = 8
 MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
+MAX_PREVIEW_BYTES = 1 << 16
 MAX_JSON_BYTES = 1 << 24
 STEP_SHARES = {
     "loading_s": "loading",
@@ -66,7 +68,7 @@ class Facts:
         return next((event for event in reversed(self.events) if event["type"] == event_type), None)
 
 
-def write_report(run_dir: RunDir) -> Path:
+def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     """Write the report from what the run has so far.
 
     Raises:
@@ -82,7 +84,7 @@ def write_report(run_dir: RunDir) -> Path:
         )
     trouble = trouble_of(run_dir, events)
     try:
-        recipe = load_recipe(run_dir.recipe).recipe
+        recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError:
         recipe = None
     result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
@@ -138,7 +140,7 @@ def _headline(facts: Facts, title: str) -> str:
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
         about = f"{lora.title} of rank {lora.rank}, alpha {lora.effective_alpha:g}, for {model.name_or_path}"
-        about += f", from {data['samples']} pictures" if data else ""
+        about += f", from {data['samples']} samples" if data else ""
     return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
 
 
@@ -218,7 +220,7 @@ def _curves(facts: Facts) -> str:
 
 
 def _previews(facts: Facts) -> str:
-    rounds = [(updates, sorted(folder.glob("*.png"))) for updates, folder in facts.run_dir.list_samples()]
+    rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
     rounds = [(updates, files) for updates, files in rounds if files]
     if not rounds:
         return ""
@@ -227,15 +229,25 @@ def _previews(facts: Facts) -> str:
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
     prompts = [*facts.recipe.sample.prompts, *facts.recipe.sample.control_prompts] if facts.recipe else []
     columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
-    head = [prompts[number] if number < len(prompts) else f"picture {number + 1}" for number in range(columns)]
+    head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [
         (
             f"step {updates}" if updates else "before",
-            [picture(file, file.name, PREVIEW_SIDE_PX) for file in files[:columns]],
+            [_preview(file) for file in files[:columns]],
         )
         for updates, files in rounds
     ]
     return section("Previews over time", picture_table(head, rows))
+
+
+def _preview(path: Path) -> str:
+    """An image, or a text; a dash if it cannot be read."""
+    if path.suffix != ".txt":
+        return picture(path, path.name, PREVIEW_SIDE_PX)
+    try:
+        return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return "-"
 
 
 def _guard(facts: Facts) -> str:
@@ -324,10 +336,10 @@ def _data(facts: Facts) -> str:
     buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
     return section(
         "Data",
-        paragraph(f"{data['samples']} pictures, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
+        paragraph(f"{data['samples']} samples, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
         *(paragraph(notice) for notice in data["notices"]),
-        "<h3>Set aside</h3>" + table(("picture", "why", "what to do"), aside) if aside else "",
-        "<h3>Buckets</h3>" + table(("width x height", "pictures"), buckets),
+        "<h3>Set aside</h3>" + table(("sample", "why", "what to do"), aside) if aside else "",
+        "<h3>Buckets</h3>" + table(("size", "samples"), buckets),
     )
 
 

@@ -47,7 +47,7 @@ GENERAL_RULES: tuple[Rule, ...] = (
         "tokenizers",
         "TOKENIZERS_PARALLELISM",
         "false",
-        "one caption at a time needs no threads, and the library warns otherwise",
+        "one text at a time needs no threads, and the library warns otherwise",
         "https://github.com/huggingface/tokenizers",
         ANY,
     ),

@@ -77,8 +77,12 @@ def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
     return starts[-1]["pid"] if starts else None
 
 
-def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None) -> None:
+def end_leftover(
+    run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None, worker: str | None = None
+) -> None:
     """Wait for the workers of a parent that is gone, and end those that do not leave by themselves (they may hang).
+
+    worker: see ``process.worker_command``.
 
     Raises:
         ResumeError: somebody holds the directory who is not known to be such a worker.
@@ -89,17 +93,19 @@ def end_leftover(run_dir: RunDir, say: Callable[[str], None], grace_s: float | N
         say("Waiting for the worker of an earlier start to save and leave ...")
     deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
     for rank, path in held:
-        _end_holder(run_dir, rank, path, deadline, say)
+        _end_holder(run_dir, rank, path, deadline, say, worker or WORKER)
 
 
-def _end_holder(run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None]) -> None:
+def _end_holder(
+    run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None], worker: str
+) -> None:
     while _is_held(path) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if not _is_held(path):
         return
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
-        if pid is not None and _is_worker_of(run_dir, pid):
+        if pid is not None and _is_worker_of(run_dir, pid, worker):
             say(f"It does not leave by itself, so it is ended (process {pid}).")
             if not kill_tree(pid):
                 raise unkillable(pid)
@@ -112,11 +118,11 @@ def _end_holder(run_dir: RunDir, rank: int, path: Path, deadline: float, say: Ca
     )
 
 
-def _is_worker_of(run_dir: RunDir, pid: int) -> bool:
+def _is_worker_of(run_dir: RunDir, pid: int, worker: str) -> bool:
     """Whether the system says so: its number may have been given to another process long ago."""
     try:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
     place = run_dir.path.resolve()
-    return any(word == WORKER and Path(folder).resolve() == place for word, folder in pairwise(words))
+    return any(word == worker and Path(folder).resolve() == place for word, folder in pairwise(words))

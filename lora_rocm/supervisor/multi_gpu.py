@@ -81,6 +81,7 @@ def train_rank(
     say: Callable[[str], None],
     *,
     accept_changes: bool,
+    worker: str | None = None,
 ) -> int:
     """One process of ``torchrun``'s, not the first: rank 0 prepares and writes; this one only trains.
 
@@ -88,15 +89,15 @@ def train_rank(
         LoraRocmError: what its worker met.
     """
     run_dir = chosen.run_dir.create()
-    if not prepare.settle_rank(chosen, loaded.recipe, me.rank):
+    if not prepare.settle_rank(chosen, loaded, me.rank):
         return 0
     env = plan(situation).applied_to(os.environ)
-    command = process.worker_command(run_dir, chosen.checkpoint, accept_changes)
+    command = process.worker_command(run_dir, chosen.checkpoint, accept_changes, 0, None, worker)
     command += ["--recipe", str(run_dir.recipe_of(me.rank))]
     with stop_signals() as asked, ExitStack() as stack:
-        worker = stack.enter_context(Worker(run_dir, env, command, me.rank))
-        follow([worker], asked, lambda rank, event: None, say)
-        found = verdict([worker])
+        child = stack.enter_context(Worker(run_dir, env, command, me.rank))
+        follow([child], asked, lambda rank, event: None, say)
+        found = verdict([child])
     if isinstance(found, End):
         raise found.error
     return found

@@ -67,9 +67,13 @@ def worker_command(
     accept_changes: bool = False,
     attempt: int = 0,
     stacks_after_s: Mapping[str, float] | None = None,
+    worker: str | None = None,
 ) -> list[str]:
-    """The training child. Without ``checkpoint`` it goes on from the newest valid one."""
-    command = heavy_command(WORKER, str(run_dir.path))
+    """The training child. Without ``checkpoint`` it goes on from the newest valid one.
+
+    worker: the module whose ``main`` trains; None: that of the program, which knows the families of the program.
+    """
+    command = heavy_command(worker or WORKER, str(run_dir.path))
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []

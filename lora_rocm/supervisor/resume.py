@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
+from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
@@ -107,7 +108,7 @@ def holds_run(run_dir: RunDir) -> bool:
     return run_dir.holds_run()
 
 
-def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
+def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     """Make the directory ready for the worker (the caller holds its lock).
 
     The recipe to train is ``recipe_asked`` where the worker could refuse it for what is there, else recipe.yaml.
@@ -117,7 +118,7 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
     Raises:
         ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
     """
-    run_dir = chosen.run_dir
+    run_dir, recipe = chosen.run_dir, loaded.recipe
     if holds_run(run_dir) and not chosen.resume:
         raise ResumeError(
             "run-dir-taken",
@@ -129,7 +130,7 @@ def settle(chosen: Chosen, recipe: Recipe, accept_changes: bool) -> bool:
     withdraw(run_dir)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
-        old = _old_recipe(run_dir)
+        old = _old_recipe(run_dir, loaded.registry)
         _refuse_differences(run_dir, old, recipe, accept_changes)
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
             return False
@@ -166,7 +167,7 @@ def withdraw(run_dir: RunDir) -> None:
         run_dir.recipe_asked.unlink(missing_ok=True)
 
 
-def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
+def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
     """``settle`` for a process that rank 0 does not start: it only looks, and says which recipe it has itself.
 
     Returns False where the run is complete.
@@ -175,17 +176,17 @@ def settle_rank(chosen: Chosen, recipe: Recipe, rank: int) -> bool:
         ResumeError: the saved recipe cannot be read.
         StorageError: the run directory cannot be written.
     """
-    run_dir = chosen.run_dir
-    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir), recipe):
+    run_dir, recipe = chosen.run_dir, loaded.recipe
+    if run_dir.result.exists() and _is_complete(run_dir, _old_recipe(run_dir, loaded.registry), recipe):
         return False
     run_dir.discard_unfinished_recipe(rank)
     write_atomic(run_dir.recipe_of(rank), dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
 
 
-def _old_recipe(run_dir: RunDir) -> Recipe:
+def _old_recipe(run_dir: RunDir, registry: Registry) -> Recipe:
     try:
-        return load_recipe(run_dir.recipe).recipe
+        return load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError as error:
         raise ResumeError(
             "run-recipe-damaged",

@@ -103,7 +103,7 @@ class Room:
         every = sample.every_n_steps
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
         pictures = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
-        return rounds * pictures * width * height * 3
+        return rounds * pictures * width * height * 3 if self.recipe.spec.preview == "image" else 0
 
 
 @dataclass

@@ -38,7 +38,7 @@ from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, No
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint as state
-from lora_rocm.train.preview import png
+from lora_rocm.train.preview import ENDINGS, content_of
 
 Job = dict[str, Any]
 WRITTEN_TOGETHER = 8  # images: what is drawn is not lost when more of them are asked for and somebody stops it
@@ -80,9 +80,9 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
     for first in range(0, len(requests), WRITTEN_TOGETHER):
         some, paths = requests[first : first + WRITTEN_TOGETHER], []
-        for request, image in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
-            path = _free_name(folder, f"seed{request.seed}")
-            write_atomic(path, png(image), root)
+        for request, preview in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
+            path = _free_name(folder, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
+            write_atomic(path, content_of(preview), root)
             paths.append(str(path))
         emit(DrawnEvent(pictures=paths))
 
@@ -248,11 +248,11 @@ def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 
 
-def _free_name(folder: Path, stem: str) -> Path:
+def _free_name(folder: Path, stem: str, ending: str) -> Path:
     """A name that is not taken."""
-    path, number = folder / f"{stem}.png", 2
+    path, number = folder / f"{stem}.{ending}", 2
     while os.path.lexists(path):
-        path, number = folder / f"{stem}-{number}.png", number + 1
+        path, number = folder / f"{stem}-{number}.{ending}", number + 1
     return path
 
 

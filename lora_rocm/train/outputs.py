@@ -167,7 +167,8 @@ class Artifacts:
                 self.preview(position.updates)
             self.preview_before()  # where there was no memory for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
-            if before is not None and after is not None:  # else memory ran out, and it was said
+            images = self.recipe.spec.preview == "image"
+            if images and before is not None and after is not None:  # else memory ran out, and it was said
                 preview.before_after(self.run_dir, before, after, self.recipe)
                 result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
@@ -180,8 +181,8 @@ class Artifacts:
         """Draw one round; in tiles from then on where memory runs out. No pictures are no reason to end a run."""
         self.run_dir.require()
         empty_pools()
-        drawn = self._drawn(updates)
-        if isinstance(drawn, MachineError) and not self.tiles:
+        drawn, images = self._drawn(updates), self.recipe.spec.preview == "image"
+        if isinstance(drawn, MachineError) and images and not self.tiles:
             self.tiles = True
             self.session.emit(change_event("preview-tiling", "out-of-memory"))
             empty_pools()
@@ -189,8 +190,8 @@ class Artifacts:
         empty_pools()
         if isinstance(drawn, MachineError):
             self.session.notice(
-                f"No pictures after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; smaller "
-                "sample.width and sample.height would help."
+                f"No previews after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; "
+                f"{'smaller sample.width and sample.height' if images else 'fewer sample.steps'} would help."
             )
             return
         self.drawn_at = updates

@@ -44,10 +44,7 @@ from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
-DATA_DIFFER = (
-    "The training data are not those of the checkpoint: images, captions, or the VAE, text encoders and "
-    "tokenizers that encode them."
-)
+DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
 BASE_DIFFERS = "The base model is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -87,7 +84,7 @@ def train(start: Start) -> tuple[bool, int]:
         checkpoint.require_ranks(start.world.size)
     with session.phase("cache"):
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
-        start.world.require_same("the training data", {"pictures and captions": data.identity()})
+        start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):
         artifacts, position = load(start, family, data)
     finished = position.updates >= data.max_train_steps  # only the result is missing
@@ -206,10 +203,10 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
-        session.notice("The training pictures are not those of the checkpoint, but training is complete.")
+        session.notice("The training data are not those of the checkpoint, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
-        session.notice(f"{error.what} Training is complete, and needs the pictures no more.")
+        session.notice(f"{error.what} Training is complete, and needs the data no more.")
         prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 

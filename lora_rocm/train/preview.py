@@ -1,4 +1,4 @@
-"""Preview pictures from fixed seeds, and the before/after grid."""
+"""Previews from fixed seeds, and the before/after grid of images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from lora_rocm.rundir.layout import OF_PREVIEWS, RunDir
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
-REQUESTS_FILE = "requests.json"  # beside the pictures of a round: what they were drawn from
+ENDINGS = {"image": "png", "text": "txt"}  # of FamilySpec.preview
+REQUESTS_FILE = "requests.json"  # beside the previews of a round: what they were made from
 MAX_REQUESTS_BYTES = 1 << 24
 
 
@@ -51,36 +52,36 @@ def draw(
     text: Callable[[str], dict[str, Tensor]],
     in_tiles: bool = False,
 ) -> list[Path]:
-    """Draw all previews with the model as it is and save them; one picture a file, whole or not there.
+    """Make all previews with the model as it is and save them; one a file, whole or not there.
 
-    Pictures of an older round go. What was asked for is written last: a round cut short is not taken for whole.
+    Those of an older round go. What was asked for is written last: a round cut short is not taken for whole.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
-    pictures = family.preview(model, requests, text, in_tiles)
+    previews = family.preview(model, requests, text, in_tiles)
     for old in sorted(folder.iterdir(), reverse=True) if is_folder(folder) else ():
         if OF_PREVIEWS.fullmatch(old.name):
             remove(old)
-    paths = _paths(folder, requests)
-    for path, picture in zip(paths, pictures, strict=True):
-        write_atomic(path, png(picture), run_dir.path)
+    paths = _paths(folder, requests, recipe)
+    for path, preview in zip(paths, previews, strict=True):
+        write_atomic(path, content_of(preview), run_dir.path)
     write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests], run_dir.path)
     return paths
 
 
 def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
-    """The pictures of a round that is complete and of these prompts and settings, else None."""
+    """The previews of a round that is complete and of these prompts and settings, else None."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
         drawn = json.loads(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    paths = _paths(folder, requests)
+    paths = _paths(folder, requests, recipe)
     same = drawn == [asdict(request) for request in requests]
     return paths if same and all(path.exists() for path in paths) else None
 
 
-def _paths(folder: Path, requests: Sequence[PreviewRequest]) -> list[Path]:
-    return [folder / f"{number:02d}.png" for number in range(len(requests))]
+def _paths(folder: Path, requests: Sequence[PreviewRequest], recipe: Recipe) -> list[Path]:
+    return [folder / f"{number:02d}.{ENDINGS[recipe.spec.preview]}" for number in range(len(requests))]
 
 
 def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe: Recipe) -> Path:
@@ -102,6 +103,11 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
         top += max(left.height, right.height) + MARGIN_PX
     write_atomic(run_dir.before_after, png(grid), run_dir.path)
     return run_dir.before_after
+
+
+def content_of(preview: Image.Image | str) -> bytes:
+    """The bytes of its file: a text in UTF-8, or a PNG."""
+    return preview.encode("utf-8", "replace") if isinstance(preview, str) else png(preview)
 
 
 def png(picture: Image.Image) -> bytes:

@@ -133,7 +133,7 @@ def test_a_worker_of_before_is_waited_for_before_its_files_are_read(fake: pytest
     train.train("my recipe.yaml", run_dir=Path("run"))
     result = tmp_path / "run" / "result.json"
 
-    def finishes(run_dir: RunDir, say: object) -> None:
+    def finishes(run_dir: RunDir, say: object, worker: object) -> None:
         result.write_text('{"updates": 40}', encoding="utf-8")
         run_dir.lora.touch()
 

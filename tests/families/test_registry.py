@@ -130,7 +130,7 @@ def test_keys_and_sizes_that_are_not_the_familys_are_refused(family: str, overri
     [
         ("toy-text", "lora.train_text_encoder=false"),
         ("toy-text", "data.repeats=2"),
-        ("toy-video", "lora.train_text_encoder=true"),
+        ("sdxl", "lora.train_text_encoder=true"),
         ("toy-video", "data.bucket_step=64"),
         ("sdxl", "sample.width=1000"),
     ],

@@ -1,4 +1,7 @@
-"""Families that exist for tests alone: one for text and one for videos. Nothing heavy belongs to them."""
+"""Families that exist for tests alone, as the light half knows them: for text, for videos, for images by a flow.
+
+The heavy half of each is in ``tests/families/toys``.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,12 @@ class NextTokenSection(ObjectiveSection):
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of every other token in the target.")
 
 
+class ToyFlowSection(ModelSection):
+    """The base model. A transformer for images, for tests."""
+
+    family: Literal["toy-flow"] = Field("toy-flow", description="Model family.")
+
+
 class ToyVideoSection(ModelSection):
     """The base model. A video model for tests."""
 
@@ -36,22 +45,22 @@ class FlowSection(ObjectiveSection):
     shift: float = Field(1.0, gt=0, description="Of the noise levels.")
 
 
+OF_IMAGES = (
+    *("resolution", "flip_aug", "bucket_step", "bucket_max_aspect", "enable_bucket", "upscale", "dataset"),
+    *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word", "shuffle_caption"),
+    *("keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path", "alpha_mask"),
+)
 TOY_TEXT = FamilySpec(
     name="toy-text",
     title="Toy text",
     model_section=ToyTextSection,
     objective_section=NextTokenSection,
-    implementation="tests.families.toy_families:NOTHING",
+    implementation="tests.families.toys.llama_like:LlamaLike",
     component="model",
-    shapes=ShapeRules((Axis("tokens", unit="tokens"),)),
+    shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
-    unread=frozenset(
-        {
-            *("data.resolution", "data.flip_aug", "data.mask_path", "data.alpha_mask"),
-            *("sample.width", "sample.height"),
-        }
-    ),
+    unread=frozenset(f"data.{name}" for name in OF_IMAGES) | {f"sample.{name}" for name in ("width", "height")},
     marks=Marks(pipelines=("ToyText",)),
 )
 TOY_VIDEO = FamilySpec(
@@ -59,7 +68,7 @@ TOY_VIDEO = FamilySpec(
     title="Toy video",
     model_section=ToyVideoSection,
     objective_section=FlowSection,
-    implementation="tests.families.toy_families:NOTHING",
+    implementation="tests.families.toys.wan_like:WanLike",
     component="transformer",
     shapes=ShapeRules(
         (
@@ -68,10 +77,21 @@ TOY_VIDEO = FamilySpec(
             Axis("w", multiple=32, per_latent=16, per_token=32),
         )
     ),
-    text_components=("text_encoder",),
     samples=("video", "image"),
-    preview="video",
     metadata=FileMetadata(base_version="toy_video_v1"),
     marks=Marks(tensors=("blocks.0.", "patch_3d"), base_versions=("toy_video",), architectures=("toy-video",)),
 )
-TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO])
+TOY_FLOW = FamilySpec(
+    name="toy-flow",
+    title="Toy flow",
+    model_section=ToyFlowSection,
+    objective_section=FlowSection,
+    implementation="tests.families.toys.flux_like:FluxLike",
+    component="transformer",
+    shapes=ShapeRules(
+        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
+    ),
+    metadata=FileMetadata(base_version="toy_flow_v1"),
+    marks=Marks(pipelines=("ToyFlow",)),
+)
+TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])

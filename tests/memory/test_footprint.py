@@ -73,7 +73,8 @@ def recipe(folder: Path, **lora: Any) -> Recipe:
 class Real:
     """The same model with weights, on the CPU."""
 
-    def __init__(self, its: Recipe) -> None:
+    def __init__(self, its: Recipe, shape: Shape = SHAPE) -> None:
+        self.shape = shape
         self.family: ModelFamily = family_for(its)
         self.model: LoadedModel = self.family.load(torch.float32, CPU)
         self.adapter = inject(self.family, self.model, its.lora, 0)
@@ -85,7 +86,7 @@ class Real:
         """The most that a pass takes beside weights and gradients, in bytes."""
         together = TOGETHER if chosen is None else 1
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
-        batch = self.family.example(SHAPE, rows)
+        batch = self.family.example(self.shape, rows)
         draws = self.family.objective.draw(batch, list(range(rows))).tensors
         gc.collect()
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]

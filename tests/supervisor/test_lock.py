@@ -132,6 +132,14 @@ def test_another_process_with_that_number_is_left_alone(
     assert caught.value.code == "run-dir-in-use" and psutil.pid_exists(pid) and holders[0].poll() is None
 
 
+def test_a_worker_of_another_module_is_ended_where_it_is_named(
+    run_dir: RunDir, holders: list[subprocess.Popen[bytes]]
+) -> None:
+    hold(run_dir, holders, 60, "-m", "somebody.else")
+    end_leftover(run_dir, lambda text: None, GRACE_S, "somebody.else")
+    assert holders[0].wait(WAIT_S) != 0 and not is_running(run_dir)
+
+
 def test_one_that_cannot_be_ended_is_said(
     run_dir: RunDir, holders: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

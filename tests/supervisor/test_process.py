@@ -272,6 +272,7 @@ def test_worker_command(run_dir: RunDir) -> None:
     own = ["-P", "-m", "lora_rocm.supervisor.child_main", "lora_rocm.train.worker", str(run_dir.path)]
     assert worker_command(run_dir)[1:] == own
     assert worker_command(run_dir, Path("x"), True)[6:] == ["--checkpoint", "x", "--accept-changes"]
+    assert worker_command(run_dir, worker="another.module")[4:] == ["another.module", str(run_dir.path)]
     assert worker_command(run_dir, None, False, 2, {"step": 9.5})[6:] == [
         "--attempt",
         "2",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ResumeError, StorageError
+from lora_rocm.families.registry import Registry
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
@@ -28,7 +29,7 @@ def changed(*overrides: str) -> LoadedRecipe:
 def made(loaded: LoadedRecipe, path: Path) -> RunDir:
     chosen = prepare.choose(loaded, path, None)
     chosen.run_dir.create()
-    assert prepare.settle(chosen, loaded.recipe, accept_changes=False)
+    assert prepare.settle(chosen, loaded, accept_changes=False)
     return chosen.run_dir
 
 
@@ -39,7 +40,7 @@ def trained(run_dir: RunDir) -> RunDir:
 
 
 def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
-    return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded.recipe, accept_changes)
+    return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded, accept_changes)
 
 
 def snapshot(run_dir: RunDir) -> dict[str, bytes]:
@@ -95,7 +96,7 @@ def test_two_directories_disagree(loaded: LoadedRecipe, tmp_path: Path) -> None:
 def test_a_taken_directory_needs_resume(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     with pytest.raises(ResumeError) as caught:
-        prepare.settle(prepare.choose(loaded, run_dir.path, None), loaded.recipe, accept_changes=False)
+        prepare.settle(prepare.choose(loaded, run_dir.path, None), loaded, accept_changes=False)
     assert "--resume latest" in caught.value.fix and "--run-dir" in caught.value.fix
     assert again(loaded, run_dir)
 
@@ -223,15 +224,15 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
     run_dir = made(loaded, tmp_path / "run")
     write_json(run_dir.result, {})
     chosen = prepare.choose(loaded, run_dir.path, "latest")
-    assert not prepare.settle_rank(chosen, loaded.recipe, 1)  # complete
+    assert not prepare.settle_rank(chosen, loaded, 1)  # complete
     read = prepare.load_recipe
 
-    def meanwhile(path: Path) -> LoadedRecipe:
+    def meanwhile(path: Path, registry: Registry) -> LoadedRecipe:
         run_dir.result.unlink()
-        return read(path)
+        return read(path, registry=registry)
 
     monkeypatch.setattr(prepare, "load_recipe", meanwhile)
-    assert prepare.settle_rank(chosen, loaded.recipe, 1) and run_dir.recipe_of(1).exists()
+    assert prepare.settle_rank(chosen, loaded, 1) and run_dir.recipe_of(1).exists()
 
 
 def test_rank_0_leaves_alone_what_another_rank_is_writing(
@@ -246,10 +247,10 @@ def test_rank_0_leaves_alone_what_another_rank_is_writing(
     def meanwhile(source: Path, target: Path) -> None:
         if not written:
             written.append(target)
-            assert prepare.settle(chosen, loaded.recipe, accept_changes=False)
+            assert prepare.settle(chosen, loaded, accept_changes=False)
         rename(source, target)
 
     monkeypatch.setattr(files, "rename", meanwhile)
-    assert prepare.settle_rank(chosen, loaded.recipe, 1)
+    assert prepare.settle_rank(chosen, loaded, 1)
     assert written == [run_dir.recipe_of(1)] and run_dir.recipe.exists()
     assert load_recipe(run_dir.recipe_of(1)).recipe == loaded.recipe and not killed.exists()

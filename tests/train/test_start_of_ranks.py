@@ -163,7 +163,7 @@ def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: py
         ends = start([make_recipe(material, **SHORT)] * 2)
     finally:
         caption.write_bytes(before)
-    assert all("pictures and captions: rank 0 has" in where for where in refusals(ends, "the training data"))
+    assert all("samples: rank 0 has" in where for where in refusals(ends, "the training data"))
 
 
 @pytest.mark.slow

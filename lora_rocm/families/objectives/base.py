@@ -6,7 +6,7 @@ model in ``predict``, and never reduces a loss: that is ``reduction``'s, the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,18 +23,29 @@ class Draws:
     tensors: dict[str, Tensor]
 
 
+Distance = Callable[[Tensor, Tensor], Tensor]
+"""(prediction in float32, target) -> the distance at each place, in float32."""
+
+
+def squared(prediction: Tensor, target: Tensor) -> Tensor:
+    """The squared error at each place."""
+    return (prediction - target).square()
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a model made of a micro-batch, and what it should have made.
 
     prediction: [B, ...], in the model's number format.
-    target: of the same shape, float32.
-    weight: [B], or of as many dimensions as ``prediction`` and broadcastable to it (a weight a token).
+    target: what ``distance`` compares it with; for ``squared`` of the same shape, float32.
+    weight: [B], or of as many dimensions as what ``distance`` gives and broadcastable to it (a weight a token).
+    distance: at each place: it may have fewer dimensions than the prediction (one a token), and B is the first.
     """
 
     prediction: Tensor
     target: Tensor
     weight: Tensor
+    distance: Distance = squared
 
 
 @dataclass(frozen=True)

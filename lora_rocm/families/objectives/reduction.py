@@ -5,7 +5,6 @@ Dimensions: B batch; all others are averaged over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +16,8 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import LoadedModel, ModelFamily
 
 LOSS_MASK = "loss_mask"
-"""Name in the batch of an optional mask: [B, ...], as many dimensions as the prediction, broadcastable to it (one
+"""Name in the batch of an optional mask: [B, ...], as many dimensions as the distance, broadcastable to it (one
 channel for all). 0 leaves a place out, and what lies between counts as that share of its area."""
-Distance = Callable[[Tensor, Tensor], Tensor]
-"""(prediction, target) -> the distance at each place, in float32."""
-
-
-def squared(prediction: Tensor, target: Tensor) -> Tensor:
-    """The squared error at each place."""
-    return (prediction - target).square()
 
 
 def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
@@ -34,7 +26,7 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
     return reduced(prediction, batch.get(LOSS_MASK))
 
 
-def reduced(prediction: Prediction, mask: Tensor | None = None, distance: Distance = squared) -> Tensor:
+def reduced(prediction: Prediction, mask: Tensor | None = None) -> Tensor:
     """The weighted mean distance of each sample: float32 [B].
 
     With a mask it is the mean over the masked area. A sample of which nothing is left has the loss 0.
@@ -42,9 +34,8 @@ def reduced(prediction: Prediction, mask: Tensor | None = None, distance: Distan
     Args:
         prediction: see there; a weight a sample is multiplied in last.
         mask: see ``LOSS_MASK``.
-        distance: at each place.
     """
-    error = distance(prediction.prediction.float(), prediction.target)
+    error = prediction.distance(prediction.prediction.float(), prediction.target)
     weight = prediction.weight
     if weight.ndim > 1:
         error = error * weight

@@ -65,9 +65,11 @@ def test_a_weight_a_token() -> None:
 
 
 def test_another_distance() -> None:
-    sample = Prediction(random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8), ONES_B)
-    loss_B = reduced(sample, distance=lambda prediction, target: (prediction - target).abs())
-    torch.testing.assert_close(loss_B, sample.prediction.abs().mean(dim=(1, 2, 3)))
+    """It may have fewer dimensions than the prediction; then mask and weight have these."""
+    sample = Prediction(random(2, 4, 8), torch.zeros(2, 4, 8), ONES_B, lambda one, other: (one - other).abs().sum(-1))
+    mask_BS = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    expected_B = torch.stack([sample.prediction[0, :2].abs().sum() / 2, sample.prediction[1, 0].abs().sum()])
+    torch.testing.assert_close(reduced(sample, mask_BS), expected_B)
 
 
 def test_a_batch_of_masked_and_whole_samples_is_its_singles() -> None:

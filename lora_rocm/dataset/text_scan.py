@@ -1,0 +1,102 @@
+"""Finding texts: a folder of ``.txt`` files, each of them one sample. What is odd is set aside or said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_rocm.dataset.folders import shown, source_folder, walk_texts
+from lora_rocm.dataset.left_out import NUM_NAMED
+from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
+
+MAX_TEXT_BYTES = 1 << 24
+
+
+@dataclass
+class _Findings:
+    """What is gathered from all sources."""
+
+    samples: Samples
+    report: Report
+    set_aside: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    lasting: bool = True
+
+
+def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True) -> Scan:
+    """Find what the family of a recipe trains on, in a fixed order: texts, or images with their captions.
+
+    Arguments and errors are those of ``scan`` and ``scan_texts``.
+    """
+    if recipe.spec.trains_on_texts:
+        return scan_texts(recipe.data, report)
+    return scan(recipe.data, report, copies=copies)
+
+
+def scan_texts(data: DataSection, report: Report = ignore) -> Scan:
+    """Find every text of every source, in a fixed order. The caption of such a sample is its text; it has no sides.
+
+    Args:
+        data: where they are.
+        report: gets the progress where there are very many.
+
+    Raises:
+        DataError: a source is no folder or has no texts, or none of them can be used.
+    """
+    sources = data.resolved_sources()
+    found = _Findings(Samples(sources), report)
+    for index, options in enumerate(sources):
+        _scan_folder(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
+    if not found.samples:
+        raise DataError(
+            "no-usable-texts",
+            f"None of the {len(found.set_aside)} texts can be used.",
+            where="; ".join(f"{problem.where}: {problem.what}" for problem in found.set_aside[:NUM_NAMED]),
+            fix="Look at the reasons above; each text that cannot be used is named by the check command.",
+        )
+    return Scan(found.samples, tuple(found.set_aside), tuple(found.notices), found.lasting)
+
+
+def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
+    if options.path is None:
+        raise DataError(
+            "source-without-texts",
+            "Texts are read from folders only, and this is a dataset.",
+            where=f"data.sources[{index}].dataset: {options.dataset}",
+            fix="Give a folder of .txt files as path.",
+        )
+    folder = walk_texts(source_folder(options.path, index), recursive=options.recursive, exclude=options.exclude)
+    found.notices += folder.notices
+    found.lasting &= folder.lasting
+    progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
+    for relative, real in folder.relatives:
+        progress.step()
+        path = folder.root / real
+        try:
+            text = text_in(path)
+        except UnicodeDecodeError:
+            found.set_aside.append(Problem(shown(path), "It is not UTF-8 text.", "Save it as UTF-8."))
+            continue
+        except OSError as error:
+            found.lasting = False
+            what = f"The text cannot be read: {error.strerror}."
+            found.set_aside.append(Problem(shown(path), what, "Repair the file or take it away."))
+            continue
+        if not text.strip():
+            found.set_aside.append(Problem(shown(path), "The text is empty.", "Take the file away."))
+            continue
+        found.samples.append(Sample(prefix + relative, index, folder.name, path, text, 0, 0, options.repeats, options))
+
+
+def text_in(path: Path) -> str:
+    """The text in a file (UTF-8, with or without a byte-order mark); each line ends in a line feed.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read, or is no text (a pipe, a file of gigabytes).
+    """
+    return read_plain(path, MAX_TEXT_BYTES).decode("utf-8-sig").replace("\r\n", "\n")

@@ -1,0 +1,80 @@
+"""Folders of texts: one sample a file, what is odd set aside, and no word of anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.dataset import text_scan
+from lora_rocm.dataset.text_scan import scan_texts
+from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import DataSection
+
+
+def scanned(folder: Path, **keys: Any) -> text_scan.Scan:
+    return scan_texts(DataSection(path=str(folder), **keys))
+
+
+def write(folder: Path, **files: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.txt").write_bytes(content)
+    return folder
+
+
+def test_each_file_is_a_sample_with_its_lines(tmp_path: Path) -> None:
+    write(tmp_path, b=b"\xef\xbb\xbfone\r\n\r\ntwo\n", a=b"a")
+    write(tmp_path / "10_more", c="größe".encode())
+    found = scanned(tmp_path, repeats=3)
+    assert [(sample.key, sample.caption) for sample in found.samples] == [
+        ("10_more/c.txt", "größe"),
+        ("a.txt", "a"),
+        ("b.txt", "one\n\ntwo\n"),
+    ]
+    assert {sample.repeats for sample in found.samples} == {3}, "the number in a folder's name is kohya's, of images"
+    assert found.lasting and not found.set_aside and not found.notices
+
+
+def test_what_is_no_text_is_set_aside_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_scan, "MAX_TEXT_BYTES", 100)
+    write(tmp_path, good=b"x", bytes=b"\xff\xfe", empty=b" \n", large=b"y" * 101)
+    (tmp_path / "list.csv").touch()
+    found = scanned(tmp_path, exclude=("nothing*",))
+    assert [sample.key for sample in found.samples] == ["good.txt"] and not found.lasting
+    assert [problem.what for problem in found.set_aside] == [
+        "It is not UTF-8 text.",
+        "The text is empty.",
+        "The text cannot be read: it is larger than 0 KiB.",
+    ]
+    unused, others = found.notices
+    assert "nothing*" in unused and others == "1 file is left out, for only .txt files are read: list.csv."
+
+
+def test_folders_are_walked_as_the_recipe_says(tmp_path: Path) -> None:
+    write(tmp_path / "below", inner=b"x")
+    write(tmp_path, outer=b"y", draft=b"z")
+    keys = [sample.key for sample in scanned(tmp_path, recursive=False, exclude=("draft.txt",)).samples]
+    assert keys == ["outer.txt"]
+    two = scan_texts(DataSection(sources=[{"path": str(tmp_path)}, {"path": str(tmp_path / "below")}]))
+    assert [sample.key for sample in two.samples][-1] == "sources[1]/inner.txt"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [({}, "data-folder-empty"), ({"a": b""}, "no-usable-texts"), (None, "data-folder-missing")]
+)
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, content: dict[str, bytes] | None, code: str) -> None:
+    folder = tmp_path / "data"
+    if content is not None:
+        write(folder, **content)
+        (folder / "x.png").touch()
+    with pytest.raises(DataError) as caught:
+        scanned(folder)
+    assert caught.value.code == code
+    assert not any(word in str(caught.value) for word in ("image", "picture", "caption"))
+
+
+def test_a_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Texts are read from folders only"):
+        scan_texts(DataSection(sources=[{"dataset": str(tmp_path)}]))

@@ -1,0 +1,206 @@
+"""What the contract of families is run with: a base and data of a family, and its model, adapted, on a device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_rocm.adapters.factory import inject
+from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.loader.batch import Batch
+from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
+from lora_rocm.memory.controller import Memory
+from lora_rocm.planning.step_cost import Job
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.engine import Engine
+from lora_rocm.train.graphs import Passed
+from tests.fake_encoders import picture
+from tests.families.toy_families import TOYS
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
+from tests.tiny_sd import write_tiny_sd
+from tests.train.test_pipeline import start
+
+CPU = torch.device("cpu")
+SHALLOW_SD: dict[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+}
+FORMATS: dict[str, tuple[str, ...]] = {
+    "sdxl": ("kohya",),
+    "sd15": ("kohya", "diffusers", "peft"),
+    "sd2": ("kohya", "diffusers"),
+    "toy-flow": ("diffusers", "peft"),
+    "toy-video": ("diffusers", "peft"),
+    "toy-text": ("peft",),
+}
+CAPTIONS = ("a", "a b", "a b c d", "e f g")
+TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
+
+
+@dataclass(frozen=True, eq=False)
+class Its:
+    """A family of the contract.
+
+    formats: in which its result is written, each loaded back.
+    """
+
+    name: str
+    folder: Path
+    lora: dict[str, Any]
+    formats: tuple[str, ...]
+    _adapted: dict[torch.device, Adapted] = field(default_factory=dict)
+
+    @classmethod
+    def write(cls, name: str, folder: Path) -> Its:
+        """Write its data, and its base if that is one of files."""
+        texts = TOYS[name].trains_on_texts
+        for number, caption in enumerate(TEXTS if texts else CAPTIONS):
+            if texts:
+                (folder / "data").mkdir(parents=True, exist_ok=True)
+                (folder / "data" / f"{number}.txt").write_text(caption, encoding="utf-8", newline="")
+            else:
+                picture(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
+        if name == "sdxl":
+            write_tiny_sdxl(folder / "base", **SHALLOW)
+        elif name.startswith("sd"):
+            scheduler = {"prediction_type": "v_prediction"} if name == "sd2" else {}
+            write_tiny_sd(folder / "base", name, SHALLOW_SD, **scheduler)  # type: ignore[arg-type]
+        return cls.there(name, folder)
+
+    @classmethod
+    def there(cls, name: str, folder: Path) -> Its:
+        """As written before."""
+        lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
+        if not name.startswith("toy"):
+            lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
+        return cls(name, folder, lora, FORMATS[name])
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        spec = TOYS[self.name]
+        sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
+        sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
+        return recipe_from(
+            {
+                "model": {"family": self.name, "name_or_path": str(self.folder / "base")},
+                "data": {"path": str(self.folder / "data"), **sizes},
+                "lora": self.lora,
+                "optim": {"learning_rate": 1e-2},
+                "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},
+                "sample": {"prompts": ["a zibu"], "steps": 2, **sides},
+                "runtime": {"deterministic": True},
+                "cache": {"dir": str(self.folder / "cache")},
+                "output": {"save_every_n_steps": 2, "formats": self.formats},
+            },
+            TOYS,
+        )
+
+    @cached_property
+    def family(self) -> ModelFamily:
+        return family_for(self.recipe)
+
+    @cached_property
+    def cache(self) -> LatentCache:
+        return LatentCache(Path(self.recipe.cache.dir))
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        return prepare(self.recipe, self.family, Encoding(self.cache, CPU))
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """The batches of an epoch."""
+        plan = BatchPlan(self.prepared.items, size, 1, 0)
+        workers = open_workers(self.cache, self.family, self.recipe.runtime, print)
+        yield from loader(plan, self.family, workers, 0, plan.steps_per_epoch)
+        workers.close()
+
+    def adapted(self, device: torch.device) -> Adapted:
+        """The model as it is trained plainly, one for all tests: each leaves it so."""
+        if device not in self._adapted:
+            self._adapted[device] = Adapted(self, device)
+        return self._adapted[device]
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The first with two samples."""
+        return next(batch for batch in self.batches(2) if len(set(batch.sample_keys)) == 2)
+
+    def singles(self) -> list[Batch]:
+        """The samples of ``batch``, each alone."""
+        alone = {batch.sample_keys[0]: batch for batch in self.batches(1)}
+        return [alone[key] for key in self.batch.sample_keys]
+
+
+class Adapted:
+    """The model of a family with an adapter whose weights are not those of a start."""
+
+    def __init__(self, its: Its, device: torch.device, offloads: bool = False) -> None:
+        self.family, self.pin = family_for(its.recipe), device.type == "cuda"
+        self.model: LoadedModel = self.family.load(torch.float32, CPU)
+        self.adapter = inject(self.family, self.model, its.recipe.lora, 0)
+        rng = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for leaf in self.adapter.leaves.values():
+                leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
+        self.transfer = DeviceTransfer(device, pin=self.pin)
+        self.memory = Memory(Job(), offloads, offloads, print)
+        staying = self.memory.staying(self.family, self.model)
+        for name, component in self.model.components.items():
+            self.transfer.send_parameters(component, name, staying)
+            component.train()
+        self.model.device = device
+        self.family.fuse(self.model, triton=self.pin)
+        self.memory.put(self.family, self.model, self.transfer, self.pin)
+        self.weights = self.adapter.flatten(torch.float32, torch.float32)
+        scale = torch.ones((), device=device)
+        self.engine = Engine(self.family, self.model, self.weights, scale, nullcontext)
+
+    def sent(self, batch: Batch, seeds: Sequence[int] = (1, 2)) -> tuple[Tensors, Tensors]:
+        """(batch, draws) on the device, as the loop sends them."""
+        draws = self.family.objective.draw(batch.tensors, seeds).tensors
+        sums = {name: fingerprint(tensor_B) for name, tensor_B in {**batch.tensors, **draws}.items()}
+        tensors, _ = self.transfer.send({**batch.tensors, **draws}, sums)
+        return {name: tensors[name] for name in batch.tensors}, {name: tensors[name] for name in draws}
+
+    def passed(self, batch: Batch, seeds: Sequence[int] = (1, 2)) -> tuple[Passed, Tensor]:
+        """The losses of a pass, and its gradients [N]."""
+        self.weights.drop_gradients()
+        passed = self.engine.run(*self.sent(batch, seeds))
+        return passed, self.weights.gradients.clone()
+
+
+def die(its: Its, run_dir: Path, device: torch.device) -> None:
+    """Train, and end this process as a power cut does, at the first pass behind a checkpoint."""
+    run = Engine.run
+
+    def deadly(self: Engine, *args: Any) -> Any:
+        if RunDir(run_dir).list_checkpoints():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, *args)
+
+    Engine.run = deadly  # type: ignore[method-assign]
+    start(its.recipe, run_dir, device=device)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    die(Its.there(sys.argv[1], Path(sys.argv[2])), Path(sys.argv[3]), torch.device("cuda", 0))

@@ -1,0 +1,343 @@
+"""What every model family keeps, from its cache to its result: the families of the program, and three toys.
+
+``pytest -m gpu`` makes the same on a GPU; ``-m slow`` starts and kills real children.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_rocm.families.weight_sizes import weigh
+from torch import Tensor
+
+from lora_rocm.commands import train as command
+from lora_rocm.commands.check import check
+from lora_rocm.families.base import family_for
+from lora_rocm.families.recompute import Recomputing
+from lora_rocm.loader.batch import Batch, split
+from lora_rocm.memory import footprint
+from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.planning.step_cost import activation_bytes
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.report.report import write_report
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import process
+from lora_rocm.train import preview
+from lora_rocm.train.graphs import Graphs, Passed
+from lora_rocm.train.session import Session
+from tests.families.contract import CPU, Adapted, Its, die
+from tests.families.toy_families import TOYS
+from tests.memory.test_footprint import Real
+from tests.train.test_graphs import Fake
+from tests.train.test_pipeline import start
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),  # of later versions of Python
+]
+TOY = ("toy-flow", "toy-video", "toy-text")
+WORKER = "tests.families.toy_worker"
+CLOSE = 2e-5
+"""Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
+
+
+@pytest.fixture(scope="module", params=TOYS.names)
+def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
+    return Its.write(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """On a GPU only deterministic kernels, so that bits can be compared."""
+    if request.param == "cpu":
+        yield CPU
+        return
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(False)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, as a share."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_the_two_halves_of_a_family_agree(its: Its) -> None:
+    family, spec = its.family, its.recipe.spec
+    assert (family.name, tuple(family.text_components)) == (spec.name, tuple(spec.text_components))
+    assert spec.component in family.all_components and set(spec.text_components) <= set(family.all_components)
+    assert set(family.lora_targets[next(iter(family.lora_targets))]) == {spec.component, *spec.text_components}
+
+
+def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its: Its, device: torch.device) -> None:
+    adapted, batch = its.adapted(device), its.batch
+    assert set(family_for(its.recipe).cache_spec) <= set(batch.tensors)
+    passed, gradients_N = adapted.passed(batch)
+    assert torch.isfinite(passed.loss_B).all() and (passed.loss_B > 0).all() and len(passed.loss_B) == 2
+    assert torch.isfinite(gradients_N).all()
+    assert all(part.any() for part in adapted.weights.views(gradients_N).values()), "each trained tensor has its share"
+    trained = {id(leaf) for leaf in adapted.adapter.leaves.values()}
+    for component in adapted.model.components.values():
+        for name, parameter in component.named_parameters():
+            assert parameter.requires_grad is (id(parameter) in trained), name
+            assert parameter.grad is None, name
+    assert not adapted.transfer.changed()
+
+
+def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
+    """Only what is padded may be of another size."""
+    batch, family = its.batch, its.family
+    example = family.example(batch.shape, 2)
+    assert set(example) == set(batch.tensors) - {"weight"}
+    for name, tensor in example.items():
+        spec = family.cache_spec.get(name)
+        assert (tensor.dtype, tensor.ndim) == (batch.tensors[name].dtype, batch.tensors[name].ndim), name
+        assert (spec is not None and spec.pad is not None) or tensor.shape == batch.tensors[name].shape, name
+
+
+def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
+    """Each sample alone has no padding but its own."""
+    adapted = its.adapted(device)
+    together, wanted_N = adapted.passed(its.batch)
+    alone = [adapted.passed(single, [seed]) for single, seed in zip(its.singles(), (1, 2), strict=True)]
+    assert off(torch.cat([passed.loss_B for passed, _ in alone]), together.loss_B) < CLOSE
+    mean_N = sum(gradients_N for _, gradients_N in alone) / 2
+    assert off(mean_N, wanted_N) < CLOSE  # type: ignore[arg-type]
+    assert off(together.loss_B.flip(0), together.loss_B) > 100 * CLOSE, "the control: the samples differ"
+
+
+def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
+    """Three more at the end of each axis that is padded, with what it is padded with."""
+    adapted, batch = its.adapted(device), its.batch
+    padded = {name: spec for name, spec in its.family.cache_spec.items() if spec.pad is not None}
+    if not padded:
+        assert its.name in ("sdxl", "sd15", "sd2", "toy-video"), "texts of one length"
+        return
+    tensors = dict(batch.tensors)
+    for name, spec in padded.items():
+        axis = 1 + spec.dims.index(spec.pad.axis)  # type: ignore[union-attr]
+        more = list(tensors[name].shape)
+        more[axis] = 3
+        tensors[name] = torch.cat([tensors[name], tensors[name].new_full(more, spec.pad.value)], axis)  # type: ignore[union-attr]
+    (plain, plain_N), (found, found_N) = adapted.passed(batch), adapted.passed(replace(batch, tensors=tensors))
+    assert off(found.loss_B, plain.loss_B) < CLOSE and off(found_N, plain_N) < CLOSE
+    hiding = next(name for name in padded if "mask" in name)
+    tensors[hiding] = torch.ones_like(tensors[hiding])
+    seen, _ = adapted.passed(replace(batch, tensors=tensors))
+    assert off(seen.loss_B, plain.loss_B) > 10 * CLOSE, "the control: without its mask the padding counts"
+
+
+def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
+    real = Real(its.recipe, its.batch.shape)
+    found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
+    assert len(found.blocks) == len(real.family.blocks(real.model))
+    assert activation_bytes(found, ()) == pytest.approx(real.activations([]), rel=0.1)
+    assert activation_bytes(found, range(len(found.blocks))) == pytest.approx(real.activations(None), rel=0.1)
+
+
+def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device: torch.device) -> None:
+    """All blocks recomputed, every other one, and all of them offloaded."""
+    adapted = its.adapted(device)
+    plain, wanted_N = adapted.passed(its.batch)
+    family, model = adapted.family, adapted.model
+    blocks = family.blocks(model)
+    for chosen in (None, blocks[::2]):
+        family.recompute_activations(model, Recomputing(model, chosen))
+        assert same(adapted, its, plain, wanted_N) > len(blocks), "blocks are called as modules, again on the way back"
+    family.recompute_activations(model, Recomputing(model, ()))
+    assert same(adapted, its, plain, wanted_N) == len(blocks), "the control"
+    offloaded = Adapted(its, device, offloads=True)
+    assert same(offloaded, its, plain, wanted_N) > len(blocks)
+    assert (
+        offloaded.memory.offload is not None and offloaded.memory.offload.fetched_bytes and not offloaded.transfer.bad
+    )
+
+
+def same(adapted: Adapted, its: Its, plain: Passed, wanted_N: Tensor) -> int:
+    """Looks whether a pass gives these bits; how often blocks were called."""
+    calls: list[int] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda *_: calls.append(1)) for block in adapted.family.blocks(adapted.model)
+    ]
+    passed, found_N = adapted.passed(its.batch)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(passed.loss_B, plain.loss_B) and torch.equal(found_N, wanted_N)
+    return len(calls)
+
+
+def test_a_batch_in_parts_has_the_gradients_of_the_whole(its: Its, device: torch.device) -> None:
+    adapted = its.adapted(device)
+    plain, wanted_N = adapted.passed(its.batch)
+    adapted.weights.drop_gradients()
+    passed = [
+        adapted.engine.run(*adapted.sent(part, [seed])) for part, seed in zip(split(its.batch, 2), (1, 2), strict=True)
+    ]
+    assert off(adapted.weights.gradients, wanted_N) < CLOSE
+    assert off(torch.cat([each.loss_B for each in passed]), plain.loss_B) < CLOSE
+
+
+def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> None:
+    """Here a capture is a function that runs again; on a GPU it is one."""
+    adapted, fake, said = its.adapted(device), Fake(), list[str]()
+    steps = [
+        (its.batch if step % 2 else replace(its.batch, tensors=flipped(its.batch)), (2 * step, 2 * step + 1))
+        for step in range(4)
+    ]
+    wanted = [adapted.passed(*step) for step in steps]
+    graphs = adapted.engine.graphs = Graphs(adapted.weights, True, said.append)
+    if device.type == "cpu":
+        fake.graphs = graphs
+        graphs.new_capture = lambda: fake
+    for step, (passed, gradients_N) in zip(steps, wanted, strict=True):
+        found, found_N = adapted.passed(*step)
+        assert torch.equal(found.loss_B, passed.loss_B) and torch.equal(found_N, gradients_N)
+    assert not said and any(graphs.captured.values())
+    adapted.engine.release()
+    adapted.engine.graphs = None
+
+
+def flipped(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch with its rows exchanged."""
+    return {name: tensor_B.flip(0).contiguous() for name, tensor_B in batch.tensors.items()}
+
+
+def killed(its: Its, run_dir: Path, device: torch.device) -> None:
+    """A run in a child that is killed: a fork of this process, or beside a GPU a new one."""
+    if device.type == "cpu":
+        pid = os.fork()
+        if not pid:
+            try:
+                die(its, run_dir, device)
+            finally:
+                os._exit(70)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        return
+    words = ["-m", "tests.families.contract", its.name, str(its.folder), str(run_dir)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, *words], env=environ, check=False).returncode == -signal.SIGKILL
+
+
+def result(run_dir: Path) -> Any:
+    """What a run says of its files, with a digest of each."""
+    return json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is a fork")
+def test_a_run_that_is_killed_goes_on_to_the_same_bytes(its: Its, device: torch.device, tmp_path: Path) -> None:
+    """Its result is loaded back and compared before it is said to be done, and previews are made before and after."""
+    assert start(its.recipe, tmp_path / "straight", device=device)
+    killed(its, tmp_path / "killed", device)
+    there = RunDir(tmp_path / "killed")
+    assert [updates for updates, _ in there.list_checkpoints()] == [2] and not there.result.exists()
+    assert start(its.recipe, tmp_path / "killed", device=device)
+    assert result(tmp_path / "killed") == result(tmp_path / "straight")
+    exports = result(tmp_path / "straight")["exports"]
+    assert [export["format"] for export in exports] == list(its.formats)
+    assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    for run_dir in (there, RunDir(tmp_path / "straight")):
+        made = [preview.existing(run_dir, updates, its.recipe) for updates in (0, 4)]
+        assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
+
+
+def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
+    """``process.run_worker`` without a new Python."""
+    assert words[-1] == str(run_dir.path)
+    code: int = importlib.import_module(words[-2]).main([words[-1]])
+    for event in read_events(run_dir.events()):
+        on_event(event)
+    return code
+
+
+def trained(its: Its, folder: Path, **how: Any) -> RunDir:
+    """``lora-rocm train`` with the families of the tests."""
+    recipe = folder / "toy recipe.yaml"
+    recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
+    overrides = ["runtime.device=cpu", "runtime.threads=1"]
+    options = {"registry": TOYS, "worker": WORKER, "run_dir": folder / "run", **how}
+    assert command.train(str(recipe), overrides, **options) == 0
+    return RunDir(folder / "run")
+
+
+OF_IMAGES = re.compile("image|picture|caption|pixel", re.IGNORECASE)
+
+
+def test_texts_are_trained_on_without_a_word_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command, with the child's ``main`` in this process."""
+    its = Its.write("toy-text", tmp_path)
+    (tmp_path / "data" / "empty.txt").touch()
+    (tmp_path / "data" / "list.csv").write_text("a,b", encoding="utf-8")
+    monkeypatch.setattr(process, "run_worker", in_this_process)
+    monkeypatch.setattr(Session, "_watch_parent", lambda self: None)
+    run_dir = trained(its, tmp_path, supervised=False)
+    said = capsys.readouterr().out
+    events = read_events(run_dir.events())
+    data = next(event for event in events if event["type"] == "data")
+    assert data["buckets"] == {"16 tokens": 2, "32 tokens": 2, "96 tokens": 1} and data["samples"] == 5
+    assert [problem["what"] for problem in data["set_aside"]] == ["The text is empty."]
+    assert "list.csv" in str(data["notices"]) and "1 text is longer than the model reads" in str(data["notices"])
+    written = sorted(run_dir.samples_at(4).glob("*.txt"))
+    assert len(written) == 1 and written[0].read_text(encoding="utf-8").startswith("a zibu")
+    report = write_report(run_dir, TOYS).read_text(encoding="utf-8")
+    assert "a zibu" in report and "16 tokens" in report
+    told = re.sub(r"<style>.*?</style>", "", report, flags=re.DOTALL)
+    assert not OF_IMAGES.search(said) and not OF_IMAGES.search(str(data)) and not OF_IMAGES.search(told)
+    metadata = json.loads((next(run_dir.checkpoints.glob("step-*")) / "state.json").read_text(encoding="utf-8"))
+    assert "zibu" not in str(metadata) and "three and four" not in str(metadata)
+
+
+def test_check_says_what_texts_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    its = Its.write("toy-text", tmp_path)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: asdict(weigh(its.recipe)))
+    check(str(recipe), registry=TOYS)
+    said = capsys.readouterr().out.replace(str(tmp_path), "")
+    assert "texts: 5 usable, 0 set aside" in said and "at most 7 texts to encode" in said
+    assert "steps an epoch: at most 5" in said and "steps: 4," in said
+    assert "1 text is longer than the model reads, for example 4.txt" in said
+    assert not OF_IMAGES.search(said)
+
+
+def test_the_footprint_of_texts_is_that_of_the_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``lora-rocm plan`` has it counted."""
+    its = Its.write("toy-text", tmp_path)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"recipe": its.recipe.model_dump(mode="json"), "for_card": True}), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["footprint", str(job)])
+    assert footprint.main(TOYS) == 0
+    assert json.loads(capsys.readouterr().out)["footprint"]["shape"] == "96 tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOY)
+def test_a_supervised_run_of_a_toy_in_a_child_of_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    its = Its.write(name, tmp_path)
+    run_dir = trained(its, tmp_path)
+    assert [export["format"] for export in result(run_dir.path)["exports"]] == list(its.formats)
+    assert run_dir.report.exists()
+    trained(its, tmp_path, resume="latest")  # complete: nothing is started

@@ -1,0 +1,79 @@
+"""Wan in miniature, of diffusers' own blocks: latents with an axis of frames, text of a fixed length without a mask.
+
+An image is a video of one frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from tests.families.toys.base import WORD_WIDTH, ToyEncoder, ToyTransformer, word_states
+
+CHANNELS, STRIDE_PX, WORDS = 4, 16, 8
+
+
+class WanLike(ToyTransformer):
+    """Implements ``ModelFamily``."""
+
+    name = "toy-video"
+    targets = r".*\.(to_q|to_k|to_out\.0|ffn\.net\.0\.proj)"
+    pipeline = WanPipeline
+
+    def build(self) -> nn.Module:
+        return WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=WORD_WIDTH,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=3,
+        )
+
+    def encoders(self) -> Sequence[Encoder]:
+        latents = EntrySpec("latents", (IMAGE,), {"latents": TensorSpec("float32", "CFHW")}, follows_shape=True)
+        words = EntrySpec("words", (CAPTION,), {"states": TensorSpec("float32", "SD")})
+        return [ToyEncoder(latents, self._latents), ToyEncoder(words, self._words)]
+
+    def _latents(self, inputs: Inputs) -> Tensors:
+        pixels_CHW = inputs[IMAGE]
+        assert isinstance(pixels_CHW, Tensor)
+        small_CHW = avg_pool2d(pixels_CHW[None], STRIDE_PX)[0]
+        return {"latents": torch.cat([small_CHW, small_CHW.mean(0, keepdim=True)])[:, None]}
+
+    def _words(self, inputs: Inputs) -> Tensors:
+        states_SD = torch.zeros(WORDS, WORD_WIDTH)
+        found_SD = word_states(str(inputs[CAPTION]))[:WORDS]
+        states_SD[: len(found_SD)] = found_SD
+        return {"states": states_SD}
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        return list(model.components["transformer"].get_submodule("blocks").children())
+
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        frames = 1 + (dict(shape.axes).get("frames", 1) - 1) // 4
+        latents = torch.zeros(rows, CHANNELS, frames, shape["h"] // STRIDE_PX, shape["w"] // STRIDE_PX)
+        return {"latents": latents, "states": torch.zeros(rows, WORDS, WORD_WIDTH)}
+
+    def noise_like(self, request: PreviewRequest) -> Tensor:
+        rng = torch.Generator().manual_seed(request.seed)
+        sides = (request.height // STRIDE_PX, request.width // STRIDE_PX)
+        return torch.randn(1, CHANNELS, 1, *sides, generator=rng)
+
+    def velocity(self, model: LoadedModel, x: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        found: Tensor = model.components["transformer"](
+            hidden_states=x.to(model.dtype),
+            timestep=sigma_B * 1000,
+            encoder_hidden_states=batch["states"].to(model.dtype),
+            return_dict=False,
+        )[0]
+        return found
