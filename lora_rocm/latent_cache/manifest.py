@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,13 +139,13 @@ class Shelf:
             "buckets": [[shape.to_json(), count] for shape, count in manifest.facts.bucket_counts.items()],
             "dirs": manifest.facts.folders,
         }
-        batch, sink = manifest.batch, pyarrow.BufferOutputStream()
-        batch = batch.replace_schema_metadata({HEADER_KEY: json.dumps(header)})
-        with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+        batch = manifest.batch.replace_schema_metadata({HEADER_KEY: json.dumps(header)})
+        content = BytesIO()  # Arrow's own buffer would keep twice its size
+        with pyarrow.ipc.new_stream(content, batch.schema) as stream:
             stream.write_batch(batch)
-        content = memoryview(sink.getvalue())
+        content.write(hashlib.sha256(content.getvalue()).digest())
         with contextlib.suppress(StorageError):
-            write_atomic(self.path, b"".join([content, hashlib.sha256(content).digest()]), read_back=False)
+            write_atomic(self.path, content.getvalue(), read_back=False)
 
     def _listings(self, manifest: Manifest, listing: str | None = None) -> list[str | None]:
         """What the files in the sources, and those that datasets name, are known by."""
