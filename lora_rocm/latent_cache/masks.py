@@ -83,8 +83,11 @@ class _MasksOf(Lazy[Wanted]):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def _made(self, index: int) -> Wanted:
-        image, encoder = self._samples[index], self._encoder
+    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+        return [self._mask_of(image) for image in self._samples[start:stop]]
+
+    def _mask_of(self, image: Wanted) -> Wanted:
+        encoder = self._encoder
         mask = encoder.sources[image.sample.source].of(image.sample)
         return MaskWanted(image.sample, image.geometry, image.flips, mask=mask, step_hw=encoder.step_hw)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from lora_rocm.families.weight_sizes import weigh
 from torch import Tensor
 
 from lora_rocm.commands import train as command
@@ -36,6 +35,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
 from lora_rocm.train import preview
+from lora_rocm.train.check_child import weigh
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
 from tests.families.contract import CPU, Adapted, Its, die
