@@ -37,13 +37,13 @@ class Starts:
         self.vae = "fake-vae-1"
         self.looked = 0
         self.monkeypatch = monkeypatch
-        scan = prepare.scan
+        find = prepare.find_samples
 
         def counted(*args: Any, **how: Any) -> Any:
             self.looked += 1
-            return scan(*args, **how)
+            return find(*args, **how)
 
-        monkeypatch.setattr(prepare, "scan", counted)
+        monkeypatch.setattr(prepare, "find_samples", counted)
         monkeypatch.setattr(manifest, "KEPT_FROM", 3)
 
     def __call__(self) -> Prepared:
