@@ -203,7 +203,7 @@ def _no_pictures(folder: Folder, suffixes: Counter[str], num_found: int) -> Data
 
 
 def _files(
-    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, masks: str | None
+    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, masks: str | None = None
 ) -> Iterator[tuple[Path, str]]:
     """Every file of the tree, folder by folder, and its path below the root with slashes; none of ``masks``."""
     root = folder.root

@@ -207,7 +207,7 @@ def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_pa
     extra = material / "pictures" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
-        with pytest.raises(ResumeError, match="pictures are not those"):
+        with pytest.raises(ResumeError, match="training data are not those"):
             start(recipe, tmp_path / "run")
         assert start(recipe, tmp_path / "run", accept_changes=True)
     finally:
@@ -280,7 +280,7 @@ def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after
     extra = material / "pictures" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
-        with pytest.raises(ResumeError, match="pictures are not those"):
+        with pytest.raises(ResumeError, match="training data are not those"):
             start(recipe, directory.path, chosen=older)
     finally:
         extra.unlink()
