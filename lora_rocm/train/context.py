@@ -13,7 +13,7 @@ from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train.checkpoint import Checkpoint
 from lora_rocm.train.lost_images import DataOfCheckpoint
 from lora_rocm.train.session import Session
 
@@ -36,7 +36,7 @@ class StartContext:
     device: torch.device
     dtype: torch.dtype
     settings: Settings = Settings()
-    checkpoint: state.Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     accept_changes: bool = False
     attempt: int = 0
     world: World = field(default_factory=World)
