@@ -30,6 +30,7 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.rundir.event_types import Event
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
 
@@ -157,6 +158,7 @@ class Run:
         model = LoadedModel({"net": net}, torch.float32, device)
         family: Any = Mixture()
         self.transfer = kind(device, pin=device.type == "cuda", copy=bus or copy_to_device)
+        context = RunContext(self._emit, should_stop=lambda: self.stop)
         self.trainer = Trainer(
             family=family,
             model=model,
@@ -168,9 +170,8 @@ class Run:
             seed=seed,
             dropout=False,
             position=Position(),
-            relief=Relief(family, model, 1, 1, True, self._emit),
-            emit=self._emit,
-            stop_requested=lambda: self.stop,
+            relief=Relief(family, model, 1, 1, True, context),
+            context=context,
         )
 
     def _emit(self, event: Event) -> None:

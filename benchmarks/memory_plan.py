@@ -41,6 +41,7 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.planning.step_cost import Footprint, Job, Mode, Plan, Rates, choose, correction, plans_of, resident_bytes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Graphs
 
@@ -125,7 +126,7 @@ class Setup:
         model = self.family.load(self.dtype, torch.device("cpu"))
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
-        staying = Memory(Job(), False, False, str, plan=plan).staying(self.family, model) if plan else ()
+        staying = Memory(Job(), False, False, plan=plan).staying(self.family, model) if plan else ()
         for name, component in model.components.items():
             self.transfer.send_parameters(component, name, staying)
             component.train()
@@ -162,7 +163,11 @@ class Setup:
         return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]
 
     def engine(self, graphs: bool) -> Engine:
-        captured = Graphs(self.optimizer.weights, False, _say) if graphs else None
+        captured = (
+            Graphs(self.optimizer.weights, False, RunContext(lambda event: _say(str(event.to_json()))))
+            if graphs
+            else None
+        )
         return Engine(self.family, self.model, self.optimizer.weights, self.optimizer.loss_scale, nullcontext, captured)
 
     def steps(self, plan: Plan, side_px: int, engine: Engine, count_steps: int) -> list[float]:

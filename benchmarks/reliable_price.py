@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import build_trainer, loop, pipeline
-from lora_rocm.train.context import Start
+from lora_rocm.train.context import StartContext
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
 
@@ -280,15 +280,15 @@ class Measured(loop.Trainer):
     def _block(self, guarded: bool, steps: int, guard: str = "batches") -> Block:
         checks: list[float] = []
         spent_s = [0.0]
-        emit = self.emit
+        context = self.context
 
         def noted(event: Event) -> None:
             if isinstance(event, StepEvent):
                 checks.append(event.check_s)
                 spent_s.append(0.0)
-            emit(event)
+            context.emit(event)
 
-        self.emit = noted
+        self.context = replace(context, emit=noted)
         try:
             synchronize()
             started = time.perf_counter()
@@ -297,7 +297,7 @@ class Measured(loop.Trainer):
             synchronize()
             step_ms = 1e3 * (time.perf_counter() - started) / steps
         finally:
-            self.emit = emit
+            self.context = context
         host_ms = 1e3 * statistics.median(spent_s[:-1])
         return Block(guarded, steps, step_ms, 1e3 * statistics.mean(checks), host_ms)
 
@@ -481,7 +481,7 @@ def main(argv: list[str]) -> int:
     session, original = Session(directory, watch_parent=False), build_trainer.Trainer
     build_trainer.Trainer = Measured  # type: ignore[misc]
     try:
-        pipeline.train(Start(session, recipe, device, dtype, settings))
+        pipeline.train(StartContext(session, recipe, device, dtype, settings))
     except MeasuredError:
         pass
     finally:

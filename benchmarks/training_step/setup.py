@@ -29,7 +29,7 @@ from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.build_trainer import first_pass, new_trainer
-from lora_rocm.train.context import Data, Start
+from lora_rocm.train.context import Data, StartContext
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.outputs import Artifacts
@@ -73,7 +73,7 @@ class Bench(AbstractContextManager["Bench"]):
         incidents: what went wrong, and what was changed or given up because of it, in words.
     """
 
-    start: Start
+    start: StartContext
     data: Data
     artifacts: Artifacts
     trainer: Trainer
@@ -114,10 +114,10 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
     with ExitStack() as stack:
         run_dir = RunDir(folder / f"run-{len(os.listdir(folder))}").create()
         session = stack.enter_context(closing(Session(run_dir, watch_parent)))
-        session.readers.append(TensorBoard(run_dir.tensorboard, session.notice))
+        session.readers.append(TensorBoard(run_dir.tensorboard, session.context))
         steps, incidents = list[dict[str, Any]](), list[str]()
         session.readers.append(partial(_read, steps, incidents))  # what is given up while loading counts as well
-        start, family = Start(session, recipe, device, dtype, settings), family_for(recipe)
+        start, family = StartContext(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
             cache = LatentCache(Path(recipe.cache.dir))
             data = pipeline.data_of(start, family, cache, synthetic(recipe, family, cache))
@@ -127,7 +127,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         artifacts, position = pipeline.load(start, family, data)
         bench = Bench(start, data, artifacts, new_trainer(start, data, position, artifacts), steps, incidents)
         sizes = data.prepared.facts.bucket_counts
-        compiler = compilation.for_run(recipe, device, sizes, session.notice, session.emit, session.beat)
+        compiler = compilation.for_run(recipe, device, sizes, session.context)
         with compilation.explained(compiler):
             first_pass(start, artifacts, bench.trainer, compiler)
         bench.closing = stack.pop_all()

@@ -31,7 +31,7 @@ from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import DataError, MachineError, Problem
 from lora_rocm.latent_cache.cache import MISSING, entry_key
-from lora_rocm.latent_cache.encode_session import Encoding, Repaired
+from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready
 from lora_rocm.latent_cache.masks import read_by
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Encoder, Inputs, Tensors
 
-__all__ = ["Caches", "Encoding", "Found", "Repaired"]
+__all__ = ["Caches", "Encoding", "Found"]
 
 Found = Callable[[int, str, Looked], None]
 """Called with the index of a sample, the name of an entry, and what is known once all those entries are there."""

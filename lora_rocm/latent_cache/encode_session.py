@@ -12,14 +12,13 @@ import torch
 from lora_rocm.dataset.progress import Report, ignore
 from lora_rocm.latent_cache.cache import MISSING, LatentCache
 from lora_rocm.latent_cache.quarantine import HeldBack, Look, OpenDoor, plain_door
+from lora_rocm.rundir.event_types import RepairedEvent
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Tensors
     from lora_rocm.latent_cache.prefetch import Behind
-
-Repaired = Callable[[str, str, str], None]
-"""Called with entry name, item (image or caption) and what was wrong, when a damaged entry was encoded again."""
 
 
 @dataclass
@@ -27,9 +26,8 @@ class Encoding:
     """Where encoders run, where their entries are kept, and who hears of it.
 
     report: gets the progress.
-    notice: gets sentences about the encoders: kernels are being built, an encoder went to the CPU.
-    repaired: gets every damaged entry that was encoded again.
-    tiles: image encoders work in tiles; becomes true when memory runs out, and ``tiles_needed`` is called.
+    context: hears that an encoder went to the CPU or works in tiles, and of each damaged entry that was encoded again.
+    tiles: image encoders work in tiles; becomes true when memory runs out.
     open_door: opens the transfer by which weights and inputs reach a device, and results come back.
     look: raises if kernels or the encoders' weights are not what they should be. Called before the first entry is made
         and before entries are written (see ``proven``); not called if nothing is encoded.
@@ -38,10 +36,8 @@ class Encoding:
     cache: LatentCache
     device: torch.device
     report: Report = ignore
-    notice: Callable[[str], None] = lambda text: None
-    repaired: Repaired = lambda *facts: None
+    context: RunContext = NOBODY
     tiles: bool = False
-    tiles_needed: Callable[[], None] = lambda: None
     open_door: OpenDoor = plain_door
     look: Look | None = None
 
@@ -52,5 +48,9 @@ class Encoding:
 
     def put_behind(self, behind: Behind, entry: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
         """Have an entry checked, fingerprinted and written by another thread, and reported if it replaces a bad one."""
-        tell = partial(self.repaired, entry, item, fault) if fault != MISSING else lambda: None
+
+        def tell() -> None:
+            if fault != MISSING:
+                self.context.emit(RepairedEvent(kind=entry, item=item, reason=fault))
+
         behind.add(partial(self.cache.put, entry, key, tensors, item), tell)

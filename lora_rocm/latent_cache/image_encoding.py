@@ -21,6 +21,7 @@ from lora_rocm.errors import MachineError
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted
 from lora_rocm.latent_cache.prefetch import Behind
+from lora_rocm.rules.mitigations import change_event
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
@@ -104,7 +105,7 @@ class LoadedEncoder:
         encode = (tiled if tiled is not None else self._encoder).load(self._door)
         self._encode: Encode = encode
         if self._encoder.entry.inputs == (IMAGE,):
-            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), device, self._encoding.notice)
+            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), device, self._encoding.context.notice)
             self._encode = lambda inputs: one_image(inputs[IMAGE])
 
     def __call__(self, inputs: Inputs, place: str) -> Tensors:
@@ -133,7 +134,7 @@ class LoadedEncoder:
         self._device = CPU
         empty_pools()
         name = self._encoder.entry.name
-        self._encoding.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
+        self._encoding.context.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
         self._load_on(CPU)
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
@@ -149,7 +150,7 @@ class LoadedEncoder:
                 "runtime.device=cpu, until training begins; what is encoded stays in the cache.",
             )
         self._encoding.tiles = True
-        self._encoding.tiles_needed()
+        self._encoding.context.emit(change_event("image-tiling", "out-of-memory"))
         self.held.settle()  # with the weights that made it
         self._forget()
         empty_pools()

@@ -22,6 +22,7 @@ from lora_rocm.memory.offload import Offload, frozen_tensors
 from lora_rocm.planning.fit import does_not_fit, job_of, plan_text
 from lora_rocm.planning.step_cost import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 TRIES = 6
 """First passes that run out of memory before the run goes on as it can: ``train.relief`` is left."""
@@ -39,13 +40,13 @@ class Memory:
     Attributes:
         plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
         budget_bytes: for tensors; None: no limit is known.
-        say: gets a sentence where something is given up, or changed.
+        context: gets a sentence where something is given up, or changed.
     """
 
     job: Job
     recomputes: bool
     offloads: bool
-    say: Callable[[str], None]
+    context: RunContext = NOBODY
     footprint: Footprint | None = None
     plan: Plan | None = None
     budget_bytes: int | None = None
@@ -129,7 +130,7 @@ class Memory:
             if wanted is None:
                 return
             met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
-            self.say(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
+            self.context.notice(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
             self._change(wanted, family, model, transfer, pin)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
@@ -208,7 +209,7 @@ def decide(
     dtype: torch.dtype,
     settings: Settings,
     shape: Shape,
-    say: Callable[[str], None],
+    context: RunContext,
     shapes: int = 1,
 ) -> Memory:
     """What to keep in memory on this device.
@@ -220,7 +221,7 @@ def decide(
         dtype: of the frozen base.
         settings: what the parent planned for this machine.
         shape: of the run's largest samples.
-        say: gets a sentence where something is given up.
+        context: gets a sentence where something is given up.
         shapes: how many shapes the run's samples have.
 
     Raises:
@@ -232,10 +233,10 @@ def decide(
     if not on_gpu and recipe.runtime.memory != "selective":
         only = len(job.modes) == 1 and job.modes[0]
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
-        return Memory(job, recomputes, only == "offload", say)
+        return Memory(job, recomputes, only == "offload", context)
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     budget_bytes = room_bytes(device, settings) if on_gpu else None  # before anything is taken to measure with
-    return choose_from(recipe, footprint, job, budget_bytes, say, rates_here(recipe, device, dtype, settings))
+    return choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
 
 
 def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
@@ -260,7 +261,7 @@ def choose_from(
     footprint: Footprint,
     job: Job,
     budget_bytes: int | None,
-    say: Callable[[str], None],
+    context: RunContext,
     rates: Rates = Rates(),  # noqa: B008 (frozen)
 ) -> Memory:
     """The decision of ``decide``, from a footprint and a budget."""
@@ -270,8 +271,10 @@ def choose_from(
         if budget_bytes is not None and plan.peak_bytes > budget_bytes:
             raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
     if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1 or plan.graphs != job.graphs):
-        say(f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {_text(plan, job)}.")
-    return Memory(job, False, False, say, footprint, plan, budget_bytes, rates)
+        context.notice(
+            f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {_text(plan, job)}."
+        )
+    return Memory(job, False, False, context, footprint, plan, budget_bytes, rates)
 
 
 def _text(plan: Plan, job: Job) -> str:
@@ -283,7 +286,7 @@ def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
 ) -> Offload | None:
     """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
-    memory = Memory(Job(), False, False, lambda text: None, plan=plan)
+    memory = Memory(Job(), False, False, plan=plan)
     memory.put(family, model, transfer, pin, anew)
     return memory.offload
 

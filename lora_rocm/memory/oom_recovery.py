@@ -8,7 +8,7 @@ from lora_rocm.device.allocator import Usage, empty_pools
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.rules.mitigations import change_event
-from lora_rocm.rundir.event_types import Emit
+from lora_rocm.rundir.run_context import RunContext
 
 EMPTY_EVERY_UPDATES = 100
 """Emptied pools that do not last for so many updates were no cure."""
@@ -29,7 +29,7 @@ class Relief:
     batch_size: int
     parts: int
     recomputes: bool
-    emit: Emit
+    context: RunContext
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
@@ -49,12 +49,12 @@ class Relief:
             return f"{seen}: in pieces, so all that was free was given back, and the step is made again unchanged"
         if self.parts < self.batch_size:
             self.parts *= 2
-            self.emit(change_event("micro-batch-halved", "out-of-memory"))
+            self.context.emit(change_event("micro-batch-halved", "out-of-memory"))
             return f"made again in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
             self.family.recompute_activations(self.model)
             self.recomputes = True
-            self.emit(change_event("checkpointing", "out-of-memory"))
+            self.context.emit(change_event("checkpointing", "out-of-memory"))
             return "made again, and activations are computed again instead of kept"
         raise full
 

@@ -15,8 +15,8 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.supervisor import resume as prepare
 from lora_rocm.supervisor.process import OnEvent, Worker, follow, stop_signals
+from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
 
 
@@ -46,7 +46,7 @@ def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str 
             where=f"--gpus {gpus}, WORLD_SIZE={me.size}",
             fix="Leave --gpus out: torchrun's --nproc-per-node says how many.",
         )
-    if run_dir is None and resume in (None, prepare.LATEST):
+    if run_dir is None and resume in (None, LATEST):
         raise UserError(
             "run-dir-needed",
             "Processes that torchrun starts need one run directory, the same for all of them.",
@@ -76,7 +76,7 @@ def run_unwatched(
 def train_rank(
     me: Rank,
     loaded: LoadedRecipe,
-    chosen: prepare.Chosen,
+    chosen: Chosen,
     situation: Situation,
     say: Callable[[str], None],
     *,
@@ -89,7 +89,7 @@ def train_rank(
         LoraRocmError: what its worker met.
     """
     run_dir = chosen.run_dir.create()
-    if not prepare.settle_rank(chosen, loaded, me.rank):
+    if not settle_rank(chosen, loaded, me.rank):
         return 0
     env = plan(situation).applied_to(os.environ)
     command = process.worker_command(run_dir, chosen.checkpoint, accept_changes, 0, None, worker)

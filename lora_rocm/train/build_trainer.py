@@ -14,7 +14,7 @@ from lora_rocm.loader.batches import BatchPlan, loader
 from lora_rocm.memory.controller import Memory
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.train import compilation
-from lora_rocm.train.context import Data, Start, captures, pins
+from lora_rocm.train.context import Data, StartContext, captures, pins
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.hooks import CallEvery, Validation
@@ -22,9 +22,9 @@ from lora_rocm.train.loop import Hook, Position, Trainer
 from lora_rocm.train.outputs import Artifacts
 
 
-def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
+def new_trainer(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
     """The loop over all of it, with its hooks."""
-    session, recipe, family, model = start.session, start.recipe, artifacts.family, artifacts.model
+    recipe, family, model = start.recipe, artifacts.family, artifacts.model
     train, pinned = recipe.train, pins(start)
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
@@ -38,7 +38,6 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
             Validation(
                 train.validation_every_n_steps,
                 lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
-                session.emit,
             )
         )
     hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
@@ -57,18 +56,18 @@ def new_trainer(start: Start, data: Data, position: Position, artifacts: Artifac
         dropout=recipe.lora.dropout > 0,
         position=position,
         relief=Relief(
-            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, session.emit
+            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, start.context
         ),
-        emit=session.emit,
-        stop_requested=session.stop_requested,
-        beat=session.beat,
+        context=start.context,
         world=start.world,
         hooks=hooks,
         steps_per_epoch=data.plan.steps_per_epoch,
     )
 
 
-def first_pass(start: Start, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None) -> None:
+def first_pass(
+    start: StartContext, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None
+) -> None:
     """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
 
@@ -104,13 +103,13 @@ def _forget(weights: FlatWeights, memory: Memory) -> None:
     weights.drop_gradients()
 
 
-def _engine(start: Start, artifacts: Artifacts) -> Engine:
+def _engine(start: StartContext, artifacts: Artifacts) -> Engine:
     """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
     model, weights, recipe = artifacts.model, _weights(artifacts), start.recipe
     mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
     graphs = None
     if captures(start):
-        graphs = Graphs(weights, recipe.runtime.deterministic, start.session.notice)
+        graphs = Graphs(weights, recipe.runtime.deterministic, start.context)
     return Engine(
         artifacts.family,
         model,

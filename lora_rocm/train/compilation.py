@@ -22,7 +22,8 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.probe_batch import send_zeros
 from lora_rocm.kernels.backend import refusal
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.event_types import CompileEvent, Emit
+from lora_rocm.rundir.event_types import CompileEvent
+from lora_rocm.rundir.run_context import RunContext
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
@@ -62,18 +63,14 @@ class Compiler:
     Attributes:
         how: see ``how_asked``.
         shapes: of the buckets; their number, times the parts, bounds what is compiled.
-        say: gets a sentence where it is done.
-        tell: gets the events ``compile``.
-        beat: called after each piece: it is progress.
+        context: gets the events ``compile``, a beat after each piece, and a sentence where it is done.
         backend: of ``torch.compile``.
         pieces: compiled until now.
     """
 
     how: How
     shapes: Sequence[Shape]
-    say: Callable[[str], None]
-    tell: Emit
-    beat: Callable[[str], None]
+    context: RunContext
     backend: str = "inductor"
     pieces: int = field(default=0, init=False)
 
@@ -91,7 +88,7 @@ class Compiler:
         def counted(graph: Any, inputs: list[Any], **options: Any) -> Any:
             compiled = inner(graph, inputs, **options)
             self.pieces += 1
-            self.beat("compile")
+            self.context.beat("compile")
             return compiled
 
         for part in parts:
@@ -107,9 +104,11 @@ class Compiler:
         for done, shape in enumerate(self._ordered, 1):
             with self.explained():
                 run(shape)
-            self.beat("compile")
+            self.context.beat("compile")
             self._tell(done)
-        self.say(f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run.")
+        self.context.notice(
+            f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run."
+        )
 
     @property
     def _ordered(self) -> list[Shape]:
@@ -118,7 +117,7 @@ class Compiler:
     def _tell(self, done: int) -> None:
         following = next(iter(self._ordered[done:]), None)
         size = "" if following is None else str(following)
-        self.tell(CompileEvent(size=size, done=done, total=len(self.shapes)))
+        self.context.emit(CompileEvent(size=size, done=done, total=len(self.shapes)))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -140,17 +139,10 @@ class Compiler:
             raise _refused("compile-failed", "A part of the model cannot be compiled.", error) from error
 
 
-def for_run(
-    recipe: Recipe,
-    device: torch.device,
-    shapes: Iterable[Shape],
-    say: Callable[[str], None],
-    tell: Emit,
-    beat: Callable[[str], None],
-) -> Compiler | None:
+def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], context: RunContext) -> Compiler | None:
     """The compiler of a run over samples of these shapes; None where nothing is to be compiled."""
     how = how_asked(recipe.runtime.compile, device)
-    return None if how is None else Compiler(how, tuple(shapes), say, tell, beat)
+    return None if how is None else Compiler(how, tuple(shapes), context)
 
 
 def zero_passes(

@@ -12,13 +12,14 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train import checkpoint as state
+from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.train.checkpoint import Checkpoint
 from lora_rocm.train.lost_images import DataOfCheckpoint
 from lora_rocm.train.session import Session
 
 
 @dataclass(frozen=True)
-class Start:
+class StartContext:
     """What one start of the worker has in hand before anything is loaded.
 
     Attributes:
@@ -35,10 +36,15 @@ class Start:
     device: torch.device
     dtype: torch.dtype
     settings: Settings = Settings()
-    checkpoint: state.Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     accept_changes: bool = False
     attempt: int = 0
     world: World = field(default_factory=World)
+
+    @property
+    def context(self) -> RunContext:
+        """Of the run."""
+        return self.session.context
 
 
 @dataclass
@@ -63,18 +69,18 @@ class Data:
         return self.plan.steps_per_epoch if self.kept is None else self.kept.steps_per_epoch
 
 
-def transfer_of(start: Start) -> DeviceTransfer:
+def transfer_of(start: StartContext) -> DeviceTransfer:
     """A new door to the device, as planned for this machine."""
     settings = start.settings
     return DeviceTransfer(start.device, pin=pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
 
 
-def pins(start: Start) -> bool:
+def pins(start: StartContext) -> bool:
     """Whether copies to the device go through pinned memory."""
     return start.device.type == "cuda" and start.settings.pins(start.recipe.runtime.pin_memory)
 
 
-def captures(start: Start) -> bool:
+def captures(start: StartContext) -> bool:
     """Whether passes are to be captured as graphs; dropout draws in them, from a generator that is set for each."""
     allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
     return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout

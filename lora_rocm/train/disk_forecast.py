@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lora_rocm.errors import StoppedError
 from lora_rocm.export.writers import DTYPES
 from lora_rocm.foundation.units import size_text
 from lora_rocm.latent_cache.cache import LatentCache
@@ -14,7 +15,9 @@ from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.disk_space import Free, free_bytes, require, shortage
+from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import RunContext
 
 HEADER_BYTES = 200
 """Of one tensor in a safetensors file: name, shape, place."""
@@ -29,7 +32,7 @@ class Room:
 
     Attributes:
         parameters: the trained ones.
-        say: gets a sentence, once, where the disk may not last.
+        context: gets a sentence, once, where the disk may not last.
         free: bytes that are free at a path.
     """
 
@@ -37,7 +40,7 @@ class Room:
     recipe: Recipe
     parameters: Mapping[str, Tensor]
     max_train_steps: int
-    say: Callable[[str], None]
+    context: RunContext
     free: Free = free_bytes
     _said: bool = field(default=False, init=False)
 
@@ -53,7 +56,9 @@ class Room:
         told = "" if self._said else shortage(self.run_dir.path, needed, what, self.free)
         if told:
             self._said = True
-            self.say(f"{told} Free some space meanwhile; a run whose disk is full ends, and can be gone on from.")
+            self.context.notice(
+                f"{told} Free some space meanwhile; a run whose disk is full ends, and can be gone on from."
+            )
 
     def require_checkpoint(self, updates: int) -> None:
         """Before a checkpoint: there has to be room for it and its LoRA file, beside those that are kept.
@@ -111,18 +116,20 @@ class CacheRoom:
     """Progress of caching, and a look at whether what is missing will fit: the first entries say how large one is.
 
     Attributes:
-        report: gets the progress.
-        say: gets a sentence, once for each kind of entry.
+        context: gets the progress, and a sentence once for each kind of entry.
     """
 
     cache: LatentCache
-    report: Callable[[str, int, int, float], None]
-    say: Callable[[str], None]
+    context: RunContext
     free: Free = free_bytes
     _said: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
-        """What, done, total, per_second, as ``data.fill.Report``."""
+        """What, done, total, per_second, as ``dataset.progress.Report``.
+
+        Raises:
+            StoppedError: the run was asked to stop.
+        """
         kind = self.cache.writing if what in ENCODED else ""
         entries, written_bytes = self.cache.written.get(kind, (0, 0))
         if entries and kind not in self._said:
@@ -130,8 +137,17 @@ class CacheRoom:
             told = shortage(self.cache.root, needed, f"{total - done} {what} that are still to be cached", self.free)
             if told:
                 self._said.add(kind)
-                self.say(f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays.")
-        self.report(what, done, total, per_second)
+                self.context.notice(
+                    f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays."
+                )
+        self.context.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
+        self.context.beat("cache")
+        if self.context.should_stop():
+            raise StoppedError(
+                "stopped",
+                "Stopped while encoding; what is encoded stays.",
+                fix="Run again with --resume latest to go on.",
+            )
 
 
 def _file_bytes(tensor: Tensor, itemsize: int) -> int:

@@ -20,6 +20,7 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import device_fault
 from lora_rocm.families.base import Tensors
+from lora_rocm.rundir.run_context import RunContext
 
 TOLERANCE = 1e-2
 """Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some
@@ -85,13 +86,13 @@ class Graphs:
     Attributes:
         weights: whose gradients the passes make.
         exact: a replay must give the bits of the eager pass.
-        say: gets a sentence where there will be no graph.
+        context: gets a sentence where there will be no graph.
         new_capture: makes what captures; one for each life of the pool.
     """
 
     weights: FlatWeights
     exact: bool
-    say: Callable[[str], None]
+    context: RunContext
     new_capture: Callable[[], Capturing] = Capture
     captured: dict[Shape, Captured | None] = field(default_factory=dict, init=False)  # None: stays eager
     _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)
@@ -142,7 +143,7 @@ class Graphs:
             self.captured[shape] = None
             if not any(self.captured.values()):
                 self._let_go()
-            self.say(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
+            self.context.notice(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
         gradients.copy_(before_N).add_(made_N)
         return passed
 
@@ -159,7 +160,9 @@ class Graphs:
             return
         self._off = True
         self.release()
-        self.say("A captured step gave other gradients than the same step launch by launch. All stay uncaptured.")
+        self.context.notice(
+            "A captured step gave other gradients than the same step launch by launch. All stay uncaptured."
+        )
 
     def _let_go(self) -> None:
         """There is no graph: a pool goes with the last one of it, and cannot be begun again."""
@@ -169,7 +172,9 @@ class Graphs:
     def _say_full(self) -> None:
         if not self._full:
             self._full = True
-            self.say(f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Those of others are not, and run slower.")
+            self.context.notice(
+                f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Those of others are not, and run slower."
+            )
 
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
         if self._capture is None:

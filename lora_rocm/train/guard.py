@@ -15,13 +15,14 @@ from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.rundir.event_types import CanaryEvent, Emit
+from lora_rocm.rundir.event_types import CanaryEvent
+from lora_rocm.rundir.run_context import RunContext
 
 NAMED = 3  # how many tensors an error names
 ENCODERS = "encoders' weights"
 
 
-def look(canary: Canary, updates: int, emit: Emit) -> None:
+def look(canary: Canary, updates: int, context: RunContext) -> None:
     """One look, and the event that tells of it.
 
     Raises:
@@ -29,7 +30,7 @@ def look(canary: Canary, updates: int, emit: Emit) -> None:
     """
     started = time.perf_counter()
     failure = canary.failure()
-    emit(
+    context.emit(
         CanaryEvent(
             updates=updates,
             passed=failure is None,
@@ -53,7 +54,7 @@ class CacheGuard:
 
     rank: int
     updates: int
-    emit: Emit
+    context: RunContext
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
     def __call__(self, door: DeviceTransfer) -> None:
@@ -72,7 +73,7 @@ class CacheGuard:
             canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can leave memory
 
         with afterwards(let_go):
-            look(canary, self.updates, self.emit)
+            look(canary, self.updates, self.context)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Guard:
 
     canary: Canary
     optimizer: GatedOptimizer
-    emit: Emit
+    context: RunContext
     _sound_at: int | None = field(default=None, init=False)  # updates when the canary last passed
 
     def check_kernels(self, updates: int) -> None:
@@ -92,7 +93,7 @@ class Guard:
         """
         if updates == self._sound_at:
             return
-        look(self.canary, updates, self.emit)
+        look(self.canary, updates, self.context)
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:

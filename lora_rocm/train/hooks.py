@@ -14,7 +14,8 @@ import torch
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch, split
-from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.loop import Trainer, seed_for
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class Validation:
 
     steps: int
     open_batches: Callable[[], Iterator[Batch]]
-    emit: Emit
 
     def due(self, updates: int) -> bool:
         return updates % self.steps == 0
@@ -56,19 +56,19 @@ class Validation:
         total, weight = 0.0, 0.0
         for component in trainer.model.components.values():
             component.eval()
-        trainer.beat("loader")
+        trainer.context.beat("loader")
         for batch in self.open_batches():
             for part in split(batch, trainer.relief.parts):  # what is trained in parts does not fit whole here either
                 real = part.tensors["weight"] > 0
                 for place in VALIDATION_POSITIONS:
-                    trainer.beat("validation")
+                    trainer.context.beat("validation")
                     losses_B = self._losses(trainer, part, place)
                     total += float(losses_B[real].sum())
                     weight += float(real.sum())
-            trainer.beat("loader")
+            trainer.context.beat("loader")
         for component in trainer.model.components.values():
             component.train()
-        self.emit(ValidationEvent(updates=trainer.position.updates, loss=total / weight))
+        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=total / weight))
 
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
         """Per-sample loss on the CPU; a sample's noise depends on the sample alone. Checked like a training batch."""
@@ -90,17 +90,17 @@ class TensorBoard:
 
     Args:
         folder: gets one file a start.
-        say: gets a sentence where it cannot be written, which then is given up; a thread of the library writes, so this
-            may come some events late.
+        context: gets a sentence where it cannot be written, which then is given up. A thread of the library writes,
+            so this may come some events late.
     """
 
     SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, context: RunContext) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         refuse_link(folder)
-        self._folder, self._say = folder, say
+        self._folder, self._context = folder, context
         self._writer: SummaryWriter | None = None
         with self._given_up():
             self._writer = SummaryWriter(str(folder))
@@ -123,4 +123,6 @@ class TensorBoard:
             yield
         except OSError as error:
             self._writer = None
-            self._say(f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on.")
+            self._context.notice(
+                f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on."
+            )

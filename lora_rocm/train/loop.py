@@ -27,7 +27,8 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.rundir.event_types import Emit, IncidentEvent, StepEvent
+from lora_rocm.rundir.event_types import IncidentEvent, StepEvent
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
 
 MAX_NONFINITE_IN_A_ROW = 4
@@ -137,9 +138,7 @@ class Trainer:
     dropout: bool
     position: Position
     relief: Relief
-    emit: Emit
-    stop_requested: Callable[[], bool]
-    beat: Callable[[str], None] = lambda activity: None
+    context: RunContext
     hooks: Sequence[Hook] = ()
     steps_per_epoch: int = 1
     world: World = field(default_factory=World)
@@ -180,7 +179,7 @@ class Trainer:
                     batches = self.open_batches(self.position.iteration)
                 elif outcome is Outcome.DONE:
                     for hook in due:
-                        self.beat("hooks")
+                        self.context.beat("hooks")
                         hook.act(self)
                     self._settled_at = time.perf_counter()
             if pending is None and self._stopping:
@@ -195,12 +194,12 @@ class Trainer:
         work = Work()
         try:
             for _ in range(self.accumulation):
-                self.beat("loader")
+                self.context.beat("loader")
                 started = time.perf_counter()
                 batch = next(batches)
                 work.loading_s += time.perf_counter() - started
                 for part in split(batch, self.relief.parts):
-                    self.beat("step")
+                    self.context.beat("step")
                     self._forward_backward(part, work)
             return work
         except (RuntimeError, MemoryError) as error:
@@ -242,7 +241,7 @@ class Trainer:
         """
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
-        changed, stop = self.optimizer.state_guard.check(), self.stop_requested()
+        changed, stop = self.optimizer.state_guard.check(), self.context.should_stop()
         own = torch.maximum(self.transfer.bad, changed)
         if work.lost:  # this rank's part is none, and all make the batch again
             work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
@@ -270,7 +269,7 @@ class Trainer:
 
     def _settle(self, pending: Pending) -> Outcome:
         """The guard's wait: read the verdict on a queued update and take its consequence."""
-        self.beat("verdict")
+        self.context.beat("verdict")
         started = time.perf_counter()
         _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
@@ -293,7 +292,7 @@ class Trainer:
         position.updates += 1
         now = time.perf_counter()
         copy_s, check_s = (sum(part) for part in zip(*(clock.seconds() for clock in pending.clocks), strict=True))
-        self.emit(
+        self.context.emit(
             StepEvent(
                 updates=position.updates,
                 iteration=pending.iteration,
@@ -372,6 +371,6 @@ class Trainer:
             )
 
     def _incident(self, kind: str, work: Work | Pending, detail: str, action: str) -> None:
-        self.emit(
+        self.context.emit(
             IncidentEvent(kind=kind, iteration=work.iteration, samples=work.samples, detail=detail, action=action)
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.manifest import Facts
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DataOfCheckpoint:
     identity: str
 
 
-def data_of_checkpoint(checkpoint: state.Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
+def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
     """The data of a run whose training is complete; None while there are updates to make, or nothing is said of it."""
     if checkpoint is None:
         return None

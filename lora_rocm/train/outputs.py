@@ -118,7 +118,7 @@ class Artifacts:
         }
         path = state.save(self.run_dir, position, parts, facts)
         state.rotate(self.run_dir, self.recipe.output.keep_last)
-        self.session.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
+        self.session.context.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
 
     def _require_in_step(self, updates: int) -> None:
         if self.world.size > 1:
@@ -184,18 +184,18 @@ class Artifacts:
         drawn, images = self._drawn(updates), self.recipe.spec.preview == "image"
         if isinstance(drawn, MachineError) and images and not self.tiles:
             self.tiles = True
-            self.session.emit(change_event("preview-tiling", "out-of-memory"))
+            self.session.context.emit(change_event("preview-tiling", "out-of-memory"))
             empty_pools()
             drawn = self._drawn(updates)
         empty_pools()
         if isinstance(drawn, MachineError):
-            self.session.notice(
+            self.session.context.notice(
                 f"No previews after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; "
                 f"{'smaller sample.width and sample.height' if images else 'fewer sample.steps'} would help."
             )
             return
         self.drawn_at = updates
-        self.session.emit(PreviewEvent(updates=updates, pictures=[self._name(path) for path in drawn]))
+        self.session.context.emit(PreviewEvent(updates=updates, pictures=[self._name(path) for path in drawn]))
 
     def _drawn(self, updates: int) -> list[Path] | MachineError:
         """The pictures of a round, or that memory ran out."""
@@ -227,19 +227,21 @@ class Artifacts:
                 where=str(self.run_dir.path / changed[0]),
                 fix="Check the disk, then run the same command again: the file is made again from the last checkpoint.",
             )
-        self.session.emit(ExportEvent(**told))
+        self.session.context.emit(ExportEvent(**told))
         return {**told, "files": [digest.to_json() for digest in written]}
 
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
         """Digests of the LoRA files beside the checkpoints: what was meant, for those that this start has written."""
         found = []
         for path in sorted(self.run_dir.checkpoints.glob("lora-step*.safetensors")):
-            self.session.beat("export")
+            self.session.context.beat("export")
             name = self._name(path)
             there = FileDigest.of_file(self.run_dir, name)
             meant = next((digest for digest in reversed(self._written) if digest.path == name), there)
             if there != meant:
-                self.session.notice(f"{name} is not what was written: it was damaged or changed. Do not use it.")
+                self.session.context.notice(
+                    f"{name} is not what was written: it was damaged or changed. Do not use it."
+                )
             found += [meant.to_json()] if meant is not None else []
         return found
 
@@ -250,10 +252,10 @@ class Artifacts:
             with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
                 training.append(load_image(sample))
         if not training:
-            self.session.notice("No concept score: none of the training pictures can be read any more.")
+            self.session.context.notice("No concept score: none of the training pictures can be read any more.")
             return {}
         found = concept_score.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
-        self.session.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
+        self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
         return {"concept": asdict(found)}
 
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:

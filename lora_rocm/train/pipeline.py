@@ -34,7 +34,7 @@ from lora_rocm.train import checkpoint as state
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
-from lora_rocm.train.context import Data, Start, captures, pins, transfer_of
+from lora_rocm.train.context import Data, StartContext, captures, pins, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard
@@ -67,17 +67,17 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
         return checkpoint
     found, damaged = state.latest_valid(run_dir)
     for path in damaged:
-        session.notice(f"The checkpoint {path.name} is damaged and was passed over.")
+        session.context.notice(f"The checkpoint {path.name} is damaged and was passed over.")
     return found
 
 
-def train(start: Start) -> tuple[bool, int]:
+def train(start: StartContext) -> tuple[bool, int]:
     """Run all phases; (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
-        session.readers.append(TensorBoard(session.run_dir.tensorboard, session.notice))
+        session.readers.append(TensorBoard(session.run_dir.tensorboard, start.context))
     if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
-        session.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
+        start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
     if checkpoint is not None and not start.accept_changes:
@@ -89,7 +89,7 @@ def train(start: Start) -> tuple[bool, int]:
         artifacts, position = load(start, family, data)
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
-        session.notice(
+        start.context.notice(
             f"The checkpoint is of step {position.updates}, beyond the {data.max_train_steps} steps of the recipe: "
             "the result is that of the checkpoint."
         )
@@ -104,14 +104,13 @@ def train(start: Start) -> tuple[bool, int]:
     return finished, position.updates
 
 
-def _fit(start: Start, data: Data, position: Position, artifacts: Artifacts) -> bool:
+def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> bool:
     """Train until the last update (True) or a stop, and keep the state."""
     session, recipe = start.session, start.recipe
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position.updates))
-    watching = first_time(start.device, "The first step", session.notice)
-    to_session = (session.notice, session.emit, session.beat)
-    compiler = compilation.for_run(recipe, start.device, data.prepared.facts.bucket_counts, *to_session)
+    watching = first_time(start.device, "The first step", start.context.notice)
+    compiler = compilation.for_run(recipe, start.device, data.prepared.facts.bucket_counts, start.context)
     with closing(data.workers), compilation.explained(compiler):
         if compiler is not None:
             with session.phase("compile"):  # minutes, and no limit of a step is for these
@@ -127,7 +126,7 @@ def _fit(start: Start, data: Data, position: Position, artifacts: Artifacts) -> 
     return finished
 
 
-def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
+def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
     """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     transfer = transfer_of(start)
@@ -154,7 +153,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     position.attempt = max(position.attempt, start.attempt)
     capture = capture_on_gpu if captures(start) else None
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
-    guard = Guard(canary, optimizer, session.emit)
+    guard = Guard(canary, optimizer, start.context)
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
     artifacts = Artifacts(
@@ -170,7 +169,7 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
         data_identity=data.identity(),
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, session.notice),
+        room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, start.context),
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
@@ -178,23 +177,21 @@ def load(start: Start, family: ModelFamily, data: Data) -> tuple[Artifacts, Posi
     return artifacts, position
 
 
-def prepare_data(start: Start, family: ModelFamily) -> Data:
+def prepare_data(start: StartContext, family: ModelFamily) -> Data:
     """Find the pictures and fill the caches."""
-    session, recipe = start.session, start.recipe
+    recipe = start.recipe
     for notice in family.notices:  # the base is refused here, if it is, before pictures are looked at
-        session.notice(notice)
+        start.context.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
     encoding = Encoding(
         cache,
         start.device,
-        report=CacheRoom(cache, session.cache_progress, session.notice),
-        notice=session.notice,
-        repaired=session.repaired,
+        report=CacheRoom(cache, start.context),
+        context=start.context,
         tiles=start.settings.image_tiling,
-        tiles_needed=lambda: session.emit(change_event("image-tiling", "out-of-memory")),
         open_door=lambda device: transfer_of(replace(start, device=device)),
-        look=CacheGuard(recipe.lora.rank, updates, session.emit),
+        look=CacheGuard(recipe.lora.rank, updates, start.context),
     )
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
@@ -203,31 +200,31 @@ def prepare_data(start: Start, family: ModelFamily) -> Data:
         prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
-        session.notice("The training data are not those of the checkpoint, but training is complete.")
+        start.context.notice("The training data are not those of the checkpoint, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
-        session.notice(f"{error.what} Training is complete, and needs the data no more.")
+        start.context.notice(f"{error.what} Training is complete, and needs the data no more.")
         prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 
 
 def _without_items(
-    start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
+    start: StartContext, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
 ) -> Data:
     """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
     plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
-    workers = open_workers(cache, family, _runtime(start), start.session.notice)
+    workers = open_workers(cache, family, _runtime(start), start.context.notice)
     return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
 
-def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
+def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
     """The plan over what is prepared, the readers of the cache, and the event that tells of both."""
-    session, train = start.session, start.recipe.train
+    train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
     steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
-    session.emit(
+    start.context.emit(
         DataEvent(
             samples=len(prepared.items),
             set_aside=[problem.to_json() for problem in prepared.set_aside],
@@ -239,19 +236,19 @@ def data_of(start: Start, family: ModelFamily, cache: LatentCache, prepared: Pre
     )
 
     def given_up(seen: Seen) -> None:
-        session.emit(change_event("workers-0", seen))
+        start.context.emit(change_event("workers-0", seen))
 
-    workers = open_workers(cache, family, _runtime(start), session.notice, given_up)
+    workers = open_workers(cache, family, _runtime(start), start.context.notice, given_up)
     return Data(prepared, plan, steps, workers)
 
 
-def _runtime(start: Start) -> RuntimeSection:
+def _runtime(start: StartContext) -> RuntimeSection:
     """The recipe's, with no more workers than the plan allows."""
     runtime, most = start.recipe.runtime, start.settings.loader_workers
     return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
 
 
-def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
+def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
     """What of a step is kept in memory, for the largest pictures that there are."""
     sizes = data.prepared.facts.bucket_counts
     largest = max(sizes, key=lambda shape: shape.order)
@@ -262,21 +259,21 @@ def _decide(start: Start, family: ModelFamily, data: Data) -> Memory:
         start.dtype,
         start.settings,
         largest,
-        start.session.notice,
+        start.context,
         len(sizes),
     )
 
 
 def _load_model(
-    start: Start, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
+    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
 ) -> tuple[LoadedModel, Adapter, bool]:
     """Load and adapt on the CPU, then send every parameter by the checked transfer; the flag: Triton is used."""
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
-    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.session.notice)
+    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
     model = family.load(start.dtype, torch.device("cpu"))
     lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
-    adapter = inject(family, model, lora, recipe.train.seed, start.session.notice)
+    adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     staying = memory.staying(family, model)
@@ -291,7 +288,7 @@ def _load_model(
 
 
 def _require_same_base_and_data(
-    start: Start, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
+    start: StartContext, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
 ) -> Seals:
     """Refuse a checkpoint that was made from something else; the seals of the base that the next one carries.
 
@@ -301,7 +298,7 @@ def _require_same_base_and_data(
     facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
     compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
     if before is None:
-        start.session.notice(
+        start.context.notice(
             "The checkpoint is of an earlier version, which named base and pictures in another way: whether they are "
             "the same was not looked at."
         )

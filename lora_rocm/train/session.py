@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lora_rocm.errors import MachineError, StoppedError
+from lora_rocm.errors import MachineError
 from lora_rocm.foundation.files import open_in_place
-from lora_rocm.rundir.event_types import CacheEvent, Event, NoticeEvent, PhaseEvent, RepairedEvent, StepEvent
+from lora_rocm.rundir.event_types import CacheEvent, Event, PhaseEvent, StepEvent
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import RunContext
 
 ORPHAN_GRACE_S = 30.0
 BEGINNINGS = {"cache": "cache_first", "step": "first_step"}
@@ -46,6 +47,7 @@ class Session:
         past = read_events(run_dir.events(rank), "start")
         self.events = EventWriter(run_dir.events(rank), session=len(past) + 1)
         self.readers: list[Callable[[Event], None]] = []
+        self.context = RunContext(self.emit, self.beat, self.stop_requested)
         self._orphaned = threading.Event()
         if watch_parent:
             threading.Thread(target=self._watch_parent, daemon=True, name="parent-watch").start()
@@ -73,9 +75,6 @@ class Session:
         if self._stacks is not None:
             self._stacks.close()
 
-    def notice(self, text: str) -> None:
-        self.emit(NoticeEvent(text=text))
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
@@ -88,21 +87,6 @@ class Session:
 
     def stop_requested(self) -> bool:
         return self._orphaned.is_set() or self.run_dir.stop.exists()
-
-    def cache_progress(self, what: str, done: int, total: int, per_second: float) -> None:
-        """Progress of the caches; also where caching is left when a stop was asked for."""
-        self.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
-        self.beat("cache")
-        if self.stop_requested():
-            raise StoppedError(
-                "stopped",
-                "Stopped while encoding; what is encoded stays.",
-                fix="Run again with --resume latest to go on.",
-            )
-
-    def repaired(self, kind: str, item: str, reason: str) -> None:
-        """A damaged cache entry was encoded again."""
-        self.emit(RepairedEvent(kind=kind, item=item, reason=reason))
 
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit

@@ -103,7 +103,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
     from lora_rocm.train import pipeline  # heavy imports only once the lock is held and errors have a place to go
-    from lora_rocm.train.context import Start
+    from lora_rocm.train.context import StartContext
 
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings, me.local_rank)
@@ -113,7 +113,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         torch.use_deterministic_algorithms(True)
     apply(settings, device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
-    world = join(me, device, session.beat)
+    world = join(me, device, session.context.beat)
     checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
@@ -126,7 +126,9 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         )
     )
     _require_same(world, recipe, dtype, checkpoint)
-    start = Start(session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world)
+    start = StartContext(
+        session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
+    )
     finished, updates = pipeline.train(start)
     world.close()
     code = 0 if finished else StoppedError.exit_code

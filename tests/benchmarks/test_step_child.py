@@ -21,6 +21,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.controller import Memory
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train import compilation
 from lora_rocm.train.compilation import Compiler
 from tests.supervisor.fake_run import as_heard
@@ -94,7 +95,7 @@ def test_what_cannot_be_compiled_is_told(
     def cannot(*args: object) -> None:
         raise Unsupported("no such operator")
 
-    compiler: Compiler | None = Compiler("regional", (Shape.of(h=64, w=64),), str, lambda kind, **fields: None, str)
+    compiler: Compiler | None = Compiler("regional", (Shape.of(h=64, w=64),), NOBODY)
     monkeypatch.setattr(compilation, "for_run", lambda *how: compiler)
     monkeypatch.setattr(Memory, "probe", cannot)
     error = events_of(tmp_path, capfd, recipe_of())[-1]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -29,12 +30,12 @@ from lora_rocm.recipe.sections import MAX_ITEMS
 from lora_rocm.report.html import picture
 from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay
 from lora_rocm.report.report import write_report
-from lora_rocm.rundir.events import EventWriter, read_events
+from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
 from tests.hostile import attacks
 from tests.program import RECIPE
-from tests.supervisor.fake_run import data_fields, event, step_fields, write_whole_run
+from tests.supervisor.fake_run import data_fields, step_fields, write_whole_run
 
 STEERS = ("\x1b", "\x07", "\x9b")
 
@@ -153,14 +154,16 @@ def test_a_run_directory_from_somebody_else(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     bad = attacks.STEERING + attacks.HTML
-    writer = EventWriter(run_dir.events(), session=2)
-    writer.write(event("data", **data_fields(notices=[bad], set_aside=[{"where": bad, "what": bad, "fix": bad}])))
-    writer.write(event("notice", text=bad))
-    writer.write(event("repaired", kind="image", item=bad, reason=bad))
-    writer.write(event("incident", kind=bad, iteration=1, samples=[bad], detail=bad, action=bad))
-    writer.write(event("checkpoint", updates=3, path=bad, lora=bad))
-    writer.write(event("error", code=bad, what=bad, where=bad, fix=bad, exit_code=3))
-    writer.close()
+    written: list[dict[str, Any]] = [
+        {"type": "data", **data_fields(notices=[bad], set_aside=[{"where": bad, "what": bad, "fix": bad}])},
+        {"type": "notice", "text": bad},
+        {"type": "repaired", "kind": "image", "item": bad, "reason": bad},
+        {"type": "incident", "kind": bad, "iteration": 1, "samples": [bad], "detail": bad, "action": bad},
+        {"type": "checkpoint", "updates": 3, "path": bad, "lora": bad},
+        {"type": "error", "code": bad, "what": bad, "where": bad, "fix": bad, "exit_code": 3},
+    ]
+    with run_dir.events().open("a", encoding="utf-8", errors="backslashreplace") as file:  # this writer cleans nothing
+        file.writelines(json.dumps({"session": 2, **fields}, ensure_ascii=False) + "\n" for fields in written)
     assert any(sign in run_dir.events().read_text(encoding="utf-8").replace("\\u001b", "\x1b") for sign in STEERS)
     for name, text in steered(run_dir).items():
         assert "owned" in text or name == "status", name  # it is shown

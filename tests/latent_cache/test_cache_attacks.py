@@ -15,6 +15,7 @@ from lora_rocm.cache_files import maintenance
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import FakeFamily
 from tests.program import snapshot
 
@@ -27,6 +28,7 @@ import torch
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.encode import Caches
+from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import FakeFamily
 
 root, pause_s = Path(sys.argv[1]), float(sys.argv[2])
@@ -40,7 +42,7 @@ def slowly(caption):
 family.text_encoder.tensors_of = slowly
 ignore = lambda *facts: None
 repaired = []
-encoding = Encoding(LatentCache(root), torch.device("cpu"), repaired=lambda *facts: repaired.append(facts))
+encoding = Encoding(LatentCache(root), torch.device("cpu"), context=RunContext(repaired.append))
 caches = Caches(encoding, family.encoders())
 print("ready", flush=True)
 sys.stdin.readline()
@@ -80,7 +82,7 @@ def encoded(process: subprocess.Popen[bytes]) -> int:
 def undisturbed(tmp_path: Path) -> dict[str, bytes]:
     """In this process: what is left depends on the captions alone."""
     family, cache = FakeFamily(), LatentCache(tmp_path / "undisturbed")
-    encoding = Encoding(cache, torch.device("cpu"), repaired=pytest.fail)
+    encoding = Encoding(cache, torch.device("cpu"), context=RunContext(pytest.fail))
     caches = Caches(encoding, family.encoders())
     caches.fill_texts([f"caption {number}" for number in range(CAPTIONS)])
     assert len(family.text_encoder.encoded) == CAPTIONS

@@ -26,7 +26,10 @@ from lora_rocm.latent_cache.encode import Caches, entries_of
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of, pixels_of
 from lora_rocm.latent_cache.prepare import prepare
+from lora_rocm.rundir.event_types import ChangeEvent, Event, RepairedEvent
+from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import latents_of
+from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")
 
@@ -261,7 +264,7 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
         return WatchedEncoder(encode, device, say, clock=lambda: now[0])
 
     said: list[str] = []
-    caches.encoding.notice = said.append
+    caches.encoding.context = listening(said)
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
     monkeypatch.setattr(image_encoding, "watched", watch)
     monkeypatch.setattr(family.image_encoder, "load", load)
@@ -274,8 +277,8 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
 def test_damaged_entries_are_counted_when_they_are_encoded_again(
     tmp_path: Path, make: SimpleNamespace, caches: Caches
 ) -> None:
-    told: list[tuple[str, str, str]] = []
-    caches.encoding.repaired = lambda *facts: told.append(facts)
+    told: list[Event] = []
+    caches.encoding.context = RunContext(told.append)
     for index in range(3):
         make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     pictures = pictures_for(make, tmp_path / "data")
@@ -289,9 +292,10 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     caches.fill_images(pictures)
     for caption in ("a", "b"):
         caches.text_lookup(caption)
-    assert [kind for kind, _, _ in told] == ["image", "text"]
-    assert str(images[0]) in told[0][2] and ".png" in told[0][1]
-    assert "not as it was written" in told[1][2] and told[1][1] in ("'a'", "'b'")
+    image, text = (event for event in told if isinstance(event, RepairedEvent))
+    assert (image.kind, text.kind, len(told)) == ("image", "text", 2)
+    assert str(images[0]) in image.reason and ".png" in image.item
+    assert "not as it was written" in text.reason and text.item in ("'a'", "'b'")
 
 
 def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -319,8 +323,15 @@ class Crowded:
         changed: list[str] = []
         recipe = make.recipe(make.data(path=str(root / "data"), resolution=256))
         cache = LatentCache(root / "cache")
-        how.setdefault("tiles_needed", lambda: changed.append("tiles"))
-        return prepare(recipe, self.family, Encoding(cache, CPU, **how)), changed
+        self.repaired = list[tuple[str, str, str]]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, ChangeEvent):
+                changed.append(event.id)
+            elif isinstance(event, RepairedEvent):
+                self.repaired.append((event.kind, event.item, event.reason))
+
+        return prepare(recipe, self.family, Encoding(cache, CPU, context=RunContext(note), **how)), changed
 
 
 @pytest.fixture
@@ -341,7 +352,7 @@ def test_a_picture_that_does_not_fit_is_encoded_in_tiles_under_a_key_of_its_own(
     crowded = Crowded(new_family)
     prepared, changed = crowded.prepare(make, mixed)
     encoder = crowded.family.image_encoder
-    assert changed == ["tiles"] and len(prepared.items) == 4 and prepared.set_aside == ()
+    assert changed == ["image-tiling"] and len(prepared.items) == 4 and prepared.set_aside == ()
     assert (encoder.loads, encoder.tiled.loads, len(encoder.encoded), len(encoder.tiled.encoded)) == (1, 1, 3, 2)
     keys = [(item.keys["image"][0], item.content[0]) for item in prepared.items]
     assert [same == plain for same, plain in keys] == [True, True, False, False]
@@ -411,15 +422,14 @@ def test_a_damaged_entry_is_made_again_the_way_that_its_key_says(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any], number: int
 ) -> None:
     crowded = Crowded(new_family)
-    told: list[tuple[str, str, str]] = []
-    prepared, _ = crowded.prepare(make, mixed, repaired=lambda *facts: told.append(facts))
+    prepared, _ = crowded.prepare(make, mixed)
     key = prepared.items[number].keys["image"][0][0]
     before = files_of(mixed)[f"{key}.safetensors"]
     file = next((mixed / "cache").rglob(f"{key}.safetensors"))
     file.write_bytes(before[:-8] + bytes(8))
     prepared.repair("image", key, "damaged")
     assert files_of(mixed)[f"{key}-1.safetensors"] == before
-    assert [(kind, reason) for kind, _, reason in told] == [("image", "damaged")]
+    assert [(kind, reason) for kind, _, reason in crowded.repaired] == [("image", "damaged")]
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])

@@ -23,6 +23,7 @@ from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, 
 from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.schema import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of
+from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")
 STATES = TensorSpec("float32", "SD", Pad("S"))
@@ -71,7 +72,7 @@ class World:
     def prepare(self, family: Toy, **how: Any) -> Prepared:
         data = self.make.data(path=str(self.root / "data"), **self.keys)
         recipe = self.make.recipe(data, sample={"prompts": ["a prompt of five words"]})
-        return prepare(recipe, family, Encoding(self.cache, CPU, notice=self.notices.append, **how))  # type: ignore[arg-type]
+        return prepare(recipe, family, Encoding(self.cache, CPU, context=listening(self.notices), **how))  # type: ignore[arg-type]
 
     def batches(self, family: Toy, prepared: Prepared, batch_size: int, count: int | None = None) -> Iterator[Batch]:
         plan = BatchPlan(prepared.items, batch_size, 1, 0)
@@ -264,7 +265,7 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
         encoding = Encoding(
             world.cache,
             gpu,
-            notice=world.notices.append,
+            context=listening(world.notices),
             open_door=lambda device: SimpleNamespace(device=device),  # type: ignore[arg-type,return-value]
         )
         prepared = prepare(world.make.recipe(data), family, encoding)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ class Watched:
         self.root, self.family, self.fails_at = root, family, fails_at
         self.seen: list[int] = []
         self.doors: list[DeviceTransfer] = []
-        encoding = Encoding(LatentCache(root), CPU, self.report, print, look=self.look)
+        encoding = Encoding(LatentCache(root), CPU, self.report, look=self.look)
         self.caches = Caches(encoding, family.encoders())
         self.stop_after = 99
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,8 @@ from lora_rocm.planning.step_cost import (
 )
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.run_context import NOBODY, RunContext
+from tests.supervisor.fake_run import listening
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WIDTH, BLOCKS, BATCH = 64, 6, 4
@@ -145,8 +146,8 @@ class Machine:
         self.memory.probe(self.family, self.model, self.transfer, False, self.run)  # type: ignore[arg-type]
 
 
-def memory_of(footprint: Footprint, budget_bytes: int, said: Callable[[str], None] = lambda text: None) -> Memory:
-    return choose_from(recipe(), footprint, Job(batch_size=BATCH), budget_bytes, said)
+def memory_of(footprint: Footprint, budget_bytes: int, context: RunContext = NOBODY) -> Memory:
+    return choose_from(recipe(), footprint, Job(batch_size=BATCH), budget_bytes, context)
 
 
 def needs(footprint: Footprint, recomputed: range | tuple[int, ...] = (), rows: int = BATCH) -> int:
@@ -155,14 +156,14 @@ def needs(footprint: Footprint, recomputed: range | tuple[int, ...] = (), rows: 
 
 def test_with_room_nothing_is_given_up_and_nothing_said(footprint: Footprint) -> None:
     said: list[str] = []
-    memory = memory_of(footprint, needs(footprint), said.append)
+    memory = memory_of(footprint, needs(footprint), listening(said))
     assert memory.plan is not None and memory.plan.mode == "keep"
     assert (memory.parts, memory.recomputes_all, said) == (1, False, [])
 
 
 def test_without_it_what_is_given_up_is_said(footprint: Footprint) -> None:
     said: list[str] = []
-    memory = memory_of(footprint, needs(footprint, rows=1), said.append)
+    memory = memory_of(footprint, needs(footprint, rows=1), listening(said))
     assert memory.plan is not None and (memory.plan.mode != "keep" or memory.parts > 1)
     assert len(said) == 1 and memory.plan.mode in said[0]
 
@@ -171,7 +172,7 @@ def test_without_it_what_is_given_up_is_said(footprint: Footprint) -> None:
 def test_graphs_that_there_is_no_room_for_are_not_given_up_in_silence(footprint: Footprint, graphs: bool) -> None:
     said: list[str] = []
     job = Job(batch_size=BATCH, graphs=graphs)
-    memory = choose_from(recipe(), footprint, job, needs(footprint), said.append)
+    memory = choose_from(recipe(), footprint, job, needs(footprint), listening(said))
     assert memory.plan is not None and memory.plan.mode == "keep" and not memory.captures
     assert [text for text in said if "no room for graphs" in text] == said and len(said) == graphs
 
@@ -212,7 +213,7 @@ def test_a_pass_that_runs_out_of_memory_ends_in_a_plan_that_does_not(
 ) -> None:
     said: list[str] = []
     budget = needs(footprint)
-    machine = Machine(monkeypatch, memory_of(footprint, budget, said.append), factor, budget)
+    machine = Machine(monkeypatch, memory_of(footprint, budget, listening(said)), factor, budget)
     machine.probe()
     assert machine.full >= 1
     assert machine.taken() <= budget
@@ -225,7 +226,7 @@ def test_a_pass_that_takes_more_than_there_should_be_is_answered_before_it_runs_
 ) -> None:
     said: list[str] = []
     budget = needs(footprint)
-    machine = Machine(monkeypatch, memory_of(footprint, budget, said.append), 1.5, 10 * budget)
+    machine = Machine(monkeypatch, memory_of(footprint, budget, listening(said)), 1.5, 10 * budget)
     machine.probe()
     assert machine.full == 0 and machine.taken() <= budget and "took" in said[0]
 
@@ -254,7 +255,7 @@ def test_without_a_limit_a_pass_that_runs_out_takes_the_plan_that_needs_least(
 ) -> None:
     """On a CPU with runtime.memory: selective; its memory is full all the same."""
     job = Job(batch_size=BATCH, modes=("selective",))
-    memory = choose_from(recipe("selective"), footprint, job, None, str)
+    memory = choose_from(recipe("selective"), footprint, job, None, NOBODY)
     machine = Machine(monkeypatch, memory, 1.0, 0)
     before = memory.plan
     machine.probe()
@@ -333,7 +334,7 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
 ) -> None:
     asked = recipe(memory, gradient_checkpointing=checkpointing)
     settings, family = Settings(micro_batch_parts=2), Chain()
-    found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), str)  # type: ignore[arg-type]
+    found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
@@ -385,7 +386,7 @@ def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
     slow_host = Rates(flops=1e18, moved_bytes=1e18, launch_s=0.0, host_launch_s=1.0)
     fast_host = Rates(flops=1e6, moved_bytes=1e6, launch_s=0.0, host_launch_s=0.0)
     said: list[str] = []
-    found = [choose_from(recipe(), footprint, job, budget, said.append, rates) for rates in (slow_host, fast_host)]
+    found = [choose_from(recipe(), footprint, job, budget, listening(said), rates) for rates in (slow_host, fast_host)]
     assert [(memory.plan.mode, memory.plan.graphs) for memory in found if memory.plan] == [
         ("recompute", True),
         ("keep", False),
@@ -413,5 +414,5 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
 
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
-    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), str)
+    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), NOBODY)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all

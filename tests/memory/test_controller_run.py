@@ -75,10 +75,10 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     made: list[Memory] = []
 
     def small(recipe: Recipe, family: ModelFamily, *how: Any) -> Memory:
-        _, dtype, settings, size, say, _ = how
+        _, dtype, settings, size, context, _ = how
         net = counted(recipe, family, dtype, settings, size, on_gpu=False)
         budget = int(resident_bytes(net, ()) + 1.2 * activation_bytes(net, ()))
-        made.append(choose_from(recipe, net, Job(modes=("keep", "selective", "recompute")), budget, say))
+        made.append(choose_from(recipe, net, Job(modes=("keep", "selective", "recompute")), budget, context))
         return made[0]
 
     def peak(device: torch.device) -> int:

@@ -23,6 +23,7 @@ from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.schema import AdamwSection
 from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
+from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from tests.checks.test_frozen_weights import Recorder
@@ -60,14 +61,14 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 def spoilt_after(rig: Rig, updates: int, act: Callable[[], object]) -> Rig:
     """Do something when so many updates are confirmed; the passes of the next one are queued already."""
-    emit = rig.trainer.emit
+    emit = rig.trainer.context.emit
 
     def told(event: Event) -> None:
         emit(event)
         if isinstance(event, StepEvent) and event.updates == updates:
             act()
 
-    rig.trainer.emit = told
+    rig.trainer.context = replace(rig.trainer.context, emit=told)
     return rig
 
 
@@ -275,7 +276,7 @@ def test_graphs_that_compute_wrong_are_refused_as_those_of_the_canary(capture: A
     optimizer = make()
     one_update(optimizer)
     canary = Canary(CPU, torch.float32, 2, DeviceTransfer(CPU, pin=False))
-    guard = Guard(canary, optimizer, lambda event: None)
+    guard = Guard(canary, optimizer, NOBODY)
     with pytest.raises(CanaryError) as caught:
         guard.use_graphs(capture)
     assert caught.value.code == "canary-graph" and seen_of_code(caught.value.code) == "graph"

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from lora_rocm.foundation.files import write_json
-from lora_rocm.rundir.event_types import TYPES, Event
+from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
 from lora_rocm.rundir.events import EventWriter, event_of
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import RunContext
 
 RECIPE = """\
 model: {name_or_path: "builtin:tiny-sdxl"}
@@ -31,6 +32,11 @@ def save_recipe(run_dir: RunDir, *overrides: str) -> None:
 def event(event_type: str, **fields: Any) -> Event:
     """An event of a stand-in; one that no reader would take is refused."""
     return TYPES[event_type](**fields)
+
+
+def listening(said: list[str]) -> RunContext:
+    """A context whose sentences are noted."""
+    return RunContext(lambda emitted: said.append(emitted.text) if isinstance(emitted, NoticeEvent) else None)
 
 
 def heard(fields: dict[str, Any]) -> dict[str, Any]:

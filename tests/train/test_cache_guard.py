@@ -20,6 +20,7 @@ from lora_rocm.latent_cache import quarantine
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import guard, pipeline
 from lora_rocm.train.guard import ENCODERS, CacheGuard
@@ -48,7 +49,9 @@ def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = 
     session = Session(directory, watch_parent=False)
     session.readers.append(lambda event: on_progress(event.what, event.done) if isinstance(event, CacheEvent) else None)
     try:
-        pipeline.prepare_data(pipeline.Start(session, recipe, CPU, torch.float32, Settings()), family_for(recipe))
+        pipeline.prepare_data(
+            pipeline.StartContext(session, recipe, CPU, torch.float32, Settings()), family_for(recipe)
+        )
     finally:
         session.close()
 
@@ -182,7 +185,7 @@ def test_a_device_that_is_lost_too_does_not_take_the_place_of_the_first_error(
     def lost(*device: Any, **how: Any) -> DeviceTransfer:
         raise second
 
-    look = CacheGuard(rank=4, updates=0, emit=lambda event: None)
+    look = CacheGuard(rank=4, updates=0, context=NOBODY)
     door = DeviceTransfer(torch.device("cpu"), pin=False)
     look(door)
     monkeypatch.setattr(Canary, "failure", lambda self: first)

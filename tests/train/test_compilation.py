@@ -21,9 +21,10 @@ from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels import backend as choice
 from lora_rocm.memory.controller import decide
-from lora_rocm.rundir.event_types import CompileEvent, Event
+from lora_rocm.rundir.event_types import CompileEvent, Event, NoticeEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.compilation import Compiler, How, explained, how_asked, require_no_offload
 from tests.train.test_pipeline import make_recipe, material, start
@@ -68,9 +69,12 @@ class Said:
         self.events: list[tuple[str, int, int]] = []
         self.beats: list[str] = []
 
-    def tell(self, event: Event) -> None:
-        assert isinstance(event, CompileEvent)
-        self.events.append((event.size, event.done, event.total))
+    def emit(self, event: Event) -> None:
+        if isinstance(event, NoticeEvent):
+            self.words.append(event.text)
+        else:
+            assert isinstance(event, CompileEvent)
+            self.events.append((event.size, event.done, event.total))
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +93,7 @@ def compiled(
     torch.manual_seed(0)
     model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
     shapes = tuple(Shape.of(h=height, w=width) for height, width in sizes)
-    compiler = Compiler(how, shapes, said.words.append, said.tell, said.beats.append, backend="aot_eager")
+    compiler = Compiler(how, shapes, RunContext(said.emit, said.beats.append), backend="aot_eager")
     family: Any = SimpleNamespace(blocks=lambda loaded: list(loaded.components["unet"].blocks))
     compiler.put(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
     return compiler, model, said
@@ -231,8 +235,8 @@ def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
     recipe = make_recipe(material, runtime={"compile": compile_what})
     family = family_for(recipe)
     monkeypatch.setattr(family, "fuse", fuse)
-    session: Any = SimpleNamespace(notice=lambda text: None)
-    begin = pipeline.Start(session, recipe, CPU, torch.float32, settings)
-    memory = decide(recipe, family, CPU, torch.float32, settings, Shape.of(h=64, w=64), session.notice)
+    session: Any = SimpleNamespace(context=NOBODY)
+    begin = pipeline.StartContext(session, recipe, CPU, torch.float32, settings)
+    memory = decide(recipe, family, CPU, torch.float32, settings, Shape.of(h=64, w=64), NOBODY)
     with pytest.raises(FusedError):
         pipeline._load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)

@@ -11,8 +11,11 @@ import torch
 from lora_rocm.errors import StorageError
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.rundir.event_types import CacheEvent, Event
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.disk_forecast import CacheRoom, Room
+from tests.supervisor.fake_run import listening
 
 PARAMETERS = {f"layer {number}": torch.zeros(1000, 100) for number in range(10)}
 MIB = 1 << 20
@@ -31,7 +34,7 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
         }
     )
     said: list[str] = []
-    return Room(RunDir(folder), recipe, PARAMETERS, 10, said.append, lambda path: free), said
+    return Room(RunDir(folder), recipe, PARAMETERS, 10, listening(said), lambda path: free), said
 
 
 def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
@@ -108,7 +111,14 @@ def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
 def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) -> None:
     cache, said, progress = LatentCache(tmp_path / "cache"), list[str](), list[int]()
     frees = iter([MIB + 900_000, MIB + 600_000, 0])
-    report = CacheRoom(cache, lambda *facts: progress.append(facts[1]), said.append, lambda path: next(frees))
+
+    def note(event: Event) -> None:
+        if isinstance(event, CacheEvent):
+            progress.append(event.done)
+        else:
+            said.append(event.to_json()["text"])
+
+    report = CacheRoom(cache, RunContext(note), lambda path: next(frees))
     report("pictures", 1, 9, 1.0)  # reading them writes nothing
     cache.writing = "image"
     report("images", 0, 9, 1.0)

@@ -11,6 +11,7 @@ import torch
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
+from tests.supervisor.fake_run import listening
 from tests.train.test_loop import Rig, same
 
 Replay = tuple[Callable[[], None], Passed]
@@ -41,7 +42,7 @@ class Fake:
 
     def into(self, rig: Rig, exact: bool = True) -> list[str]:
         said: list[str] = []
-        self.graphs = Graphs(rig.optimizer.weights, exact, said.append, new_capture=lambda: self)
+        self.graphs = Graphs(rig.optimizer.weights, exact, listening(said), new_capture=lambda: self)
         rig.trainer.engine.graphs = self.graphs
         return said
 
@@ -152,7 +153,7 @@ class Layer:
         self.leaves = {"lora_A": torch.nn.Parameter(torch.ones(2, 3)), "lora_B": torch.nn.Parameter(torch.ones(1, 2))}
         self.weights, self.spoil, self.said, self.replays = FlatWeights(self.leaves), spoil, [], 0
         self.weights.parameters["lora_B"].fill_(b)
-        self.graphs = Graphs(self.weights, exact=False, say=self.said.append, new_capture=lambda: self.capture)
+        self.graphs = Graphs(self.weights, exact=False, context=listening(self.said), new_capture=lambda: self.capture)
 
     said: list[str]
 
@@ -257,7 +258,7 @@ def test_comparing_takes_no_memory_of_the_size_of_the_weights(exact: bool) -> No
     """On a card that a step has filled there is none."""
     layer = Layer(sound)
     leaves = {"lora_A": torch.nn.Parameter(torch.ones(1000, 100)), "lora_B": torch.nn.Parameter(torch.ones(100, 1000))}
-    graphs = Graphs(FlatWeights(leaves), exact, layer.said.append)
+    graphs = Graphs(FlatWeights(leaves), exact, listening(layer.said))
     made_N, passed = torch.ones_like(graphs.weights.gradients), Passed(torch.ones(()), torch.ones(2))
     graphs.weights.gradients.fill_(1.0)
     with Ledger(iter([made_N, graphs.weights.gradients])) as ledger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,14 @@ def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[Tra
     fit = Trainer.fit
 
     def watched(trainer: Trainer, max_train_steps: int) -> bool:
-        emit = trainer.emit
+        emit = trainer.context.emit
 
         def told(event: Event) -> None:
             emit(event)
             if isinstance(event, StepEvent) and event.updates == updates:
                 act(trainer)
 
-        trainer.emit = told
+        trainer.context = replace(trainer.context, emit=told)
         return fit(trainer, max_train_steps)
 
     monkeypatch.setattr(Trainer, "fit", watched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, TensorBoard, Validation
 from lora_rocm.train.loop import Trainer
-from tests.supervisor.fake_run import event, step_fields
+from tests.supervisor.fake_run import event, listening, step_fields
 from tests.train.test_loop import Corruptor, Rig, batches
 
 NUMBERS = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
@@ -27,7 +28,7 @@ def held_out(rig: Rig) -> Validation:
 
     family: Any = rig.trainer.family
     family.fixed_draw = lambda batch, seeds, place: family.draw(batch, seeds)
-    return Validation(2, three_batches, rig.trainer.emit)
+    return Validation(2, three_batches)
 
 
 def losses(rig: Rig) -> list[float]:
@@ -63,7 +64,7 @@ def test_the_held_out_loss_is_a_function_of_the_weights() -> None:
 
 def test_a_held_out_pass_says_that_it_gets_on_and_when_it_waits_for_the_loader() -> None:
     rig, activities = Rig(), list[str]()
-    rig.trainer.beat = activities.append
+    rig.trainer.context = replace(rig.trainer.context, beat=activities.append)
     held_out(rig).act(rig.trainer)
     batch = ["loader", *["validation"] * len(VALIDATION_POSITIONS)]
     assert activities == [*batch * 3, "loader"]
@@ -85,7 +86,7 @@ def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = TensorBoard(RunDir(tmp_path).tensorboard, said.append)
+    writer = TensorBoard(RunDir(tmp_path).tensorboard, listening(said))
     writer(event("step", **step_fields(1, loss_scale=1.0, optimizer={"prodigy_d": 1e-4})))
     writer(event("notice", text="nothing to plot"))
     writer(event("end", reason="done", updates=1, exit_code=0))
@@ -102,7 +103,7 @@ def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
     folder, said, before = tmp_path / "tensorboard", list[str](), set(threading.enumerate())
     if not gone:
         folder.write_text("in the way", encoding="utf-8")
-    writer = TensorBoard(folder, said.append)
+    writer = TensorBoard(folder, listening(said))
     for updates in range(1, 40):
         if gone and updates == 3:
             shutil.rmtree(folder)

@@ -23,6 +23,7 @@ from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.rundir.event_types import Event
+from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
 
@@ -107,6 +108,10 @@ class Rig:
             weights, groups, optim, max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)
+        context = RunContext(
+            self.emit,
+            should_stop=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,
+        )
         self.trainer = Trainer(
             family=family,  # type: ignore[arg-type]
             model=model,
@@ -118,9 +123,8 @@ class Rig:
             seed=7,
             dropout=False,
             position=Position(),
-            relief=Relief(family, model, EFFECTIVE_BATCH // accumulation, parts, recomputes, self.emit),  # type: ignore[arg-type]
-            emit=self.emit,
-            stop_requested=lambda: stop_after is not None and self.trainer.position.updates + 1 >= stop_after,
+            relief=Relief(family, model, EFFECTIVE_BATCH // accumulation, parts, recomputes, context),  # type: ignore[arg-type]
+            context=context,
             hooks=hooks or [],
         )
 

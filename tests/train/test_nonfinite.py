@@ -87,7 +87,7 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
     try:
         checkpoint = pipeline.find_checkpoint(session, None)
         return pipeline.train(
-            pipeline.Start(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt)
+            pipeline.StartContext(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt)
         )[0]
     finally:
         session.close()

@@ -86,7 +86,7 @@ def start(
     try:
         checkpoint = pipeline.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
-        begin = pipeline.Start(session, recipe, device, dtype, Settings(), checkpoint, accept_changes)
+        begin = pipeline.StartContext(session, recipe, device, dtype, Settings(), checkpoint, accept_changes)
         finished, _ = pipeline.train(begin)
         return finished
     finally:
@@ -458,7 +458,7 @@ def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> Non
     """``auto`` is what the plan says of a GPU; the CPU never pins."""
     settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
     session: Any = None
-    begin = pipeline.Start(session, recipe, torch.device("cuda", 0), torch.float32, settings)
+    begin = pipeline.StartContext(session, recipe, torch.device("cuda", 0), torch.float32, settings)
     assert start_facts.pins(begin) is pins
     assert start_facts.pins(replace(begin, device=CPU)) is False
     assert start_facts.pins(replace(begin, settings=replace(settings, copy_method="unpinned"))) is False

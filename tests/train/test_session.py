@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import StoppedError
+from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.disk_forecast import CacheRoom
 from lora_rocm.train.session import Session
 from tests.supervisor.fake_run import event, step_fields
 
@@ -42,7 +44,7 @@ def test_phases_are_bracketed_and_readers_see_every_event(tmp_path: Path) -> Non
     session, seen = Session(RunDir(tmp_path), watch_parent=False), []
     session.readers.append(seen.append)
     with session.phase("load"):
-        session.notice("hello")
+        session.context.notice("hello")
     session.close()
     assert [(event.type, getattr(event, "state", None)) for event in seen] == [
         ("phase", "begin"),
@@ -54,10 +56,11 @@ def test_phases_are_bracketed_and_readers_see_every_event(tmp_path: Path) -> Non
 
 def test_caching_stops_when_asked_and_only_then(tmp_path: Path) -> None:
     session = Session(RunDir(tmp_path), watch_parent=False)
-    session.cache_progress("images", 1, 2, 3.0)
+    progress = CacheRoom(LatentCache(tmp_path), session.context)
+    progress("images", 1, 2, 3.0)
     RunDir(tmp_path).stop.touch()
     with pytest.raises(StoppedError, match="what is encoded stays"):
-        session.cache_progress("images", 2, 2, 3.0)
+        progress("images", 2, 2, 3.0)
     session.close()
 
 
@@ -117,7 +120,7 @@ def caching(done: int) -> Callable[[Session, ExitStack], None]:
     def begin(session: Session, phases: ExitStack) -> None:
         phases.enter_context(session.phase("cache"))
         for so_far in range(1, done + 1):
-            session.cache_progress("images", so_far, 3, 1.0)
+            CacheRoom(LatentCache(session.run_dir.path), session.context)("images", so_far, 3, 1.0)
 
     return begin
 

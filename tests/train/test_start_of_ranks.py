@@ -25,7 +25,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_group import environments
 from lora_rocm.train import pipeline, session, worker
-from lora_rocm.train.context import Data, Start
+from lora_rocm.train.context import Data, StartContext
 from tests.train.test_pipeline import make_recipe, write_material
 from tests.worlds import in_threads
 
@@ -153,7 +153,7 @@ def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: py
     prepare_data, caption = pipeline.prepare_data, material / "pictures" / "bild 1.txt"
     before = caption.read_bytes()
 
-    def elsewhere(begin: Start, family: ModelFamily) -> Data:
+    def elsewhere(begin: StartContext, family: ModelFamily) -> Data:
         if begin.world.me.rank == 1:
             caption.write_text("another caption", encoding="utf-8")
         return prepare_data(begin, family)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_stop_that_one_hears_stops_all_at_the_same_place(rank: int) -> None:
     assert ranks.fit() == [False, False]
     assert ranks.agree and ranks.rigs[0].trainer.position.updates == 3
     for rig in ranks.rigs:
-        rig.trainer.stop_requested = lambda: False
+        rig.trainer.context = replace(rig.trainer.context, should_stop=lambda: False)
         rig.trainer._stopping = False
     assert ranks.fit() == [True, True] and same(ranks.rigs[0], whole.rigs[0])
 
