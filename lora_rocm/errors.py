@@ -1,4 +1,4 @@
-"""Every error a user can meet, as one tree.
+"""Every error that a user can meet, as one tree.
 
     LoraRocmError                 code, what, where, fix; ``exit_code`` per branch
     +-- UserError                 exit 2: something the user wrote or pointed at
@@ -8,19 +8,19 @@
     |   +-- AdapterError          a LoRA file that cannot be used
     |   +-- ResumeError           a run directory or checkpoint that does not fit
     +-- MachineError              exit 3: the machine or its software
-    |   +-- StorageError          disk full, permission, a file that changed under us
-    |   +-- TransferError         data did not arrive on the device as sent, by any method
-    |   +-- NonFiniteError        loss or gradient not finite several times in a row, or a weight or moment to be saved
-    |   +-- StateError            what is trained is not what the last update made of it
-    |   +-- CanaryError           a calculation with a known answer came out wrong, or the frozen base has changed
-    |   +-- ExportError           a written file did not load back with the same effect
-    |   +-- WorkerDiedError       the training process ended without saying why
+    |   +-- StorageError          disk full, permission, a file that changed during the run
+    |   +-- TransferError         data arrived on the device changed, by every transfer method
+    |   +-- NonFiniteError        non-finite loss or gradient several times in a row, or a non-finite value to be saved
+    |   +-- StateError            trained state changed in memory since the last update
+    |   +-- CanaryError           a reference check came out wrong, or the frozen base changed
+    |   +-- ExportError           an exported file did not load back with the same effect
+    |   +-- WorkerDiedError       the training process ended without reporting an error
     |   +-- WorkerHungError       the training process was silent for too long
     +-- GaveUpError               exit 4: the budget of restarts is spent, everything is kept
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
 
-``what`` says what happened, ``where`` the file, line and key with the offending value,
-``fix`` what to do. A traceback shown to a user is a bug.
+``what`` says what happened. ``where`` is the file, line and key with the offending value. ``fix`` says what to do. A
+traceback shown to a user is a bug.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoraRocmError(Exception):
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of an ``error`` event, so that the parent can show what the worker met."""
+        """The fields of an ``error`` event, so that the parent can show the worker's error."""
         return {
             "code": self.code,
             "what": self.what,
@@ -60,7 +60,7 @@ class LoraRocmError(Exception):
 
 
 class UserError(LoraRocmError):
-    """The user's input (exit 2)."""
+    """The user's input is wrong (exit 2)."""
 
     exit_code = 2
 
@@ -78,7 +78,7 @@ class Problem:
 
 
 class RecipeError(UserError):
-    """Everything wrong with a recipe at once, in ``problems``."""
+    """All problems of a recipe, in ``problems``."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
@@ -94,12 +94,12 @@ class RecipeError(UserError):
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The problems travel in ``what``: an event has no other place for them."""
+        """The fields of the event; ``what`` holds all problems, because an event has no other field for them."""
         return {**super().to_event(), "what": str(self)}
 
 
 class DataError(UserError):
-    """Folders, images, captions, datasets."""
+    """Folders, images, captions or datasets cannot be used."""
 
 
 class ModelError(UserError):
@@ -111,7 +111,7 @@ class AdapterError(UserError):
 
 
 class ResumeError(UserError):
-    """A run directory or checkpoint that does not fit."""
+    """A run directory or checkpoint does not fit the recipe or this program."""
 
 
 class MachineError(LoraRocmError):
@@ -121,55 +121,55 @@ class MachineError(LoraRocmError):
 
 
 class StorageError(MachineError):
-    """Disk full, permission, or a file that changed under us."""
+    """The disk is full, permission is missing, or a file changed during the run."""
 
 
 class TransferError(MachineError):
-    """Data did not arrive on the device as it was sent, by any method."""
+    """Data arrived on the device changed, by every transfer method."""
 
 
 class NonFiniteError(MachineError):
-    """Loss or gradient not finite several times in a row, or a weight or moment that was to be saved."""
+    """Loss or gradient was not finite several times in a row, or a weight or moment to be saved is not finite."""
 
 
 class StateError(MachineError):
-    """Trained weights, their average or the optimizer's state have changed in memory since the last update."""
+    """Trained weights, their average or the optimizer's state changed in memory since the last update."""
 
 
 class CanaryError(MachineError):
-    """A calculation whose answer is known came out wrong, or the frozen base model has changed."""
+    """A calculation with a known result came out wrong, or the frozen base model changed."""
 
 
 class ExportError(MachineError):
-    """A written file did not load back with the same effect."""
+    """An exported file did not load back with the same effect."""
 
 
 class WorkerDiedError(MachineError):
-    """The training process ended without saying why."""
+    """The training process ended without reporting an error."""
 
 
 class WorkerHungError(MachineError):
-    """The training process was silent for too long, and was ended (or could not be)."""
+    """The training process was silent for too long. It was ended, or could not be."""
 
 
 class GaveUpError(LoraRocmError):
-    """The budget of restarts is spent; everything is kept (exit 4)."""
+    """The budget of restarts is spent (exit 4). Everything is kept."""
 
     exit_code = 4
 
 
 class StoppedError(LoraRocmError):
-    """Stopped on request, checkpoint saved (exit 130)."""
+    """Training stopped on request, and the checkpoint is saved (exit 130)."""
 
     exit_code = 130
 
 
 MIN_FREE_BYTES = 1 << 20
-"""With less than this a disk counts as full, whether it could hold an empty file or not."""
+"""A disk with less free space counts as full, even if it could hold an empty file."""
 
 
 def storage_error(error: OSError, path: object) -> StorageError:
-    """Translate an operating-system error on ``path`` into a sentence with a remedy."""
+    """Translate an operating-system error on ``path`` into a message with a remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if (free_bytes := _useless_bytes(str(path))) is not None:
             return StorageError(
@@ -212,7 +212,10 @@ def storage_error(error: OSError, path: object) -> StorageError:
 
 
 def _useless_bytes(path: str) -> int | None:
-    """Bytes that are free on a disk that takes not even an empty file; None where it takes one, or has no bytes."""
+    """Free bytes of a disk that cannot hold even an empty file (no inodes left).
+
+    None if it can hold one, or has less than ``MIN_FREE_BYTES``.
+    """
     import shutil
     import tempfile
 
