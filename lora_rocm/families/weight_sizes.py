@@ -1,8 +1,7 @@
-"""Can a recipe's base be trained on, and how much memory does it take?
+"""Checks whether a recipe's base can be trained on, and how many bytes its weights take.
 
-``python -m lora_rocm.families.weight_sizes RECIPE.json``.
-
-Prints one JSON object (``Weighed``), or an error event. Configs, headers and tokenizers are read; no weights are.
+``python -m lora_rocm.families.weight_sizes RECIPE.json`` prints one JSON object (``Weighed``) or an error event. It
+reads configs, headers and tokenizers, but no weights.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Weighed:
-    """What is known of a base before it is loaded.
+    """Facts of a base, known before it is loaded.
 
-    num_bytes: of each component as it is loaded: what is trained on in the run's precision, encoders in float32.
-    notices: sentences that a user has to know.
-    files: (path, size, two times of change, inode) of every file that was looked at: as long as these are the same, so
-        is all the rest.
-    tokenizers: the fields of ``TokenLimit``, for each text encoder.
+    num_bytes: bytes of each component as loaded: trained ones in the run's dtype, encoders in float32.
+    notices: messages that the user has to see.
+    files: (path, size, two change times, inode) of every file examined. While these stay equal, the rest is valid.
+    tokenizers: the fields of ``TokenLimit`` for each text encoder.
     """
 
     num_bytes: dict[str, int]
@@ -44,11 +42,11 @@ class Weighed:
 
 
 def weigh(recipe: Recipe) -> Weighed:
-    """Look at the base of a recipe.
+    """Examine the base of a recipe.
 
     Raises:
-        ModelError: the base model is missing, damaged, of another family, or cannot be trained on as it is.
-        MachineError: no GPU where one is asked for; damaged settings.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained on.
+        MachineError: the recipe asks for a GPU and there is none, or the settings are damaged.
     """
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
@@ -63,14 +61,14 @@ def weigh(recipe: Recipe) -> Weighed:
     try:
         limits = [asdict(limit) for limit in family.token_limits()]
     except ModelError as error:
-        if error.code != "tokenizer-missing":  # a run asks the hub for those that a single file comes without
+        if error.code != "tokenizer-missing":  # a run downloads those that a single file lacks
             raise
         limits = []
     return Weighed(num_bytes, list(family.notices), [list(astuple(FileVersion.of(file))) for file in files], limits)
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Weigh the recipe in the file that the first argument names."""
+    """Weigh the recipe in the file named by the first argument."""
     try:
         recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), registry)
         found: dict[str, object] = asdict(weigh(recipe))

@@ -1,6 +1,6 @@
-"""From a prediction to the loss of each sample: one function for all families.
+"""Reduces a prediction to one loss per sample, for all families.
 
-Dimensions: B batch; all others are averaged over.
+Dimensions: B batch; the mean is taken over all others.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import LoadedModel, ModelFamily
 
 LOSS_MASK = "loss_mask"
-"""Name in the batch of an optional mask: [B, ...], as many dimensions as the prediction, broadcastable to it (one
-channel for all). 0 leaves a place out, and what lies between counts as that share of its area."""
+"""Name in the batch of an optional mask [B, ...], broadcastable to the prediction with as many dimensions (one channel
+for
+all). 0 excludes a position; a value between 0 and 1 weights it.
+"""
 Distance = Callable[[Tensor, Tensor], Tensor]
-"""(prediction, target) -> the distance at each place, in float32."""
+"""(prediction, target) -> elementwise distance in float32."""
 
 
 def squared(prediction: Tensor, target: Tensor) -> Tensor:
-    """The squared error at each place."""
+    """The elementwise squared error."""
     return (prediction - target).square()
 
 
 def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
-    """The loss of each sample of one micro-batch on the device: float32 [B]. Draws, waits for and moves nothing."""
+    """The loss of each sample of one micro-batch on the device: float32 [B].
+
+    It draws no random numbers, does not synchronise, and copies nothing between host and device.
+    """
     prediction = family.predict(model, batch, draws)
     return reduced(prediction, batch.get(LOSS_MASK))
 
@@ -37,12 +42,12 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
 def reduced(prediction: Prediction, mask: Tensor | None = None, distance: Distance = squared) -> Tensor:
     """The weighted mean distance of each sample: float32 [B].
 
-    With a mask it is the mean over the masked area. A sample of which nothing is left has the loss 0.
+    With a mask the mean is taken over the masked area. A sample whose mask is empty has loss 0.
 
     Args:
-        prediction: see there; a weight a sample is multiplied in last.
+        prediction: a weight per sample is multiplied in last.
         mask: see ``LOSS_MASK``.
-        distance: at each place.
+        distance: elementwise.
     """
     error = distance(prediction.prediction.float(), prediction.target)
     weight = prediction.weight
