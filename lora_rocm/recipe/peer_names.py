@@ -1,8 +1,8 @@
-"""What keys and values of other trainers are called here: the tables behind did-you-mean and docs/recipe.md.
+"""Names and values of other trainers with our keys: the tables behind did-you-mean and docs/recipe.md.
 
 The trainers are kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples,
-diffusion-pipe and musubi-tuner. Names are in small letters. ``section.name`` stands for the name in that section only,
-and goes before the name alone.
+diffusion-pipe and musubi-tuner. Names are in lower case. ``section.name`` holds in that section only and takes
+precedence over the name alone.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ SAME_VALUE: dict[str, str] = {
     "model.compile": "runtime.compile",
     "train.compile": "runtime.compile",
 }
-"""Name -> our key, where the value means the same and has the same unit."""
+"""Name -> our key with the same meaning and unit."""
 
 PER_EPOCH = "multiply by the steps an epoch, which lora-rocm check prints"
 SAVING = "output.save_every_n_steps counts optimizer updates"
@@ -306,7 +306,7 @@ ADVICE: dict[str, str] = {
     "metadata_file": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
     "in_json": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
 }
-"""Name -> a sentence: what is to be written instead where the value has to change, or why nothing takes its place."""
+"""Name -> a sentence: what to write instead if the value has to change, or why there is no such key."""
 
 NUMBER_FORMATS = {
     **dict.fromkeys(("fp16", "float16", "float_16", "half"), "fp16"),
@@ -319,9 +319,9 @@ ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_fused", "torch.optim.adamw")
 
 
 def value_advice(key: str, value: object, steps: object = None) -> str:
-    """What to write in place of a value that other trainers take for ``key`` (dotted); empty where nothing is known.
+    """Advice for a value of ``key`` (dotted) as other trainers write it; empty if none is known.
 
-    steps: ``train.max_train_steps`` of the recipe, where it is a whole number.
+    ``steps`` is the recipe's ``train.max_train_steps`` if it is an integer.
     """
     if key == "optim.lr_warmup_steps":
         return _warmup_advice(value, steps)

@@ -1,8 +1,8 @@
-"""The recipe: frozen, typed sections. One place knows every key, its default and its meaning.
+"""The recipe as frozen, typed sections: all keys with their defaults and descriptions.
 
-The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are made from this file.
-Units are pixels, steps (optimizer updates) and seconds unless a name says otherwise. Numbers have limits far beyond
-what anybody trains with, so that a slip of the finger is found before it takes the machine's memory.
+The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are generated from this file. Units are pixels,
+steps (optimizer updates) and seconds unless a name says otherwise. Limits of numbers lie far beyond useful values, to
+catch typing errors before they exhaust the machine's memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class SourceOptions(Section):
-    """What can be said of each source of images; written under ``data`` it is the default of all sources."""
+    """Options of a source of images. Under ``data`` they are the defaults of all sources."""
 
     resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
     repeats: Repeats = Field(1, description="How often each image is seen in an epoch.")
@@ -71,7 +71,7 @@ class SourceOptions(Section):
 
 
 class DataSource(Section):
-    """One source: a folder of images, or a ``datasets`` source. Unset options come from ``data``."""
+    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -104,7 +104,7 @@ class DataSource(Section):
 
 
 class DataSection(SourceOptions):
-    """Where the images are and how they are cut."""
+    """Sources of images, captions and buckets."""
 
     path: InputFolder | None = Field(None, description="A folder of images (for several, use sources).")
     sources: tuple[DataSource, ...] = Field(
@@ -128,7 +128,7 @@ class DataSection(SourceOptions):
         return self
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
-        """Every source with no option left open."""
+        """Every source with the defaults of ``data`` filled in."""
         sources = self.sources or (DataSource(path=self.path),)
         names = SourceOptions.model_fields
         resolved = []
@@ -141,7 +141,7 @@ class DataSection(SourceOptions):
 
 
 class ResolvedSource(SourceOptions):
-    """A source after the defaults of ``data`` are filled in (not written by users)."""
+    """A source with the defaults of ``data`` filled in (not written by users)."""
 
     path: str | None
     dataset: str | None
@@ -153,7 +153,7 @@ class ResolvedSource(SourceOptions):
 class AdapterSection(Section):
     """The adapter: the keys that every kind of adapter reads.
 
-    formats: of ``output.formats``, those in which such an adapter can be written.
+    formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
@@ -180,7 +180,7 @@ class AdapterSection(Section):
 
     @property
     def title(self) -> str:
-        """What people call such an adapter."""
+        """The usual name of the adapter."""
         return self.type
 
     @property
@@ -226,8 +226,8 @@ class OptimSection(Section):
     """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
 
     Attributes:
-        usual_rates: lowest and highest learning rate that is not questioned.
-        rate_advice: half a sentence on the rate that it usually takes.
+        usual_rates: (lowest, highest) learning rate without a notice.
+        rate_advice: half a sentence about its usual learning rate.
     """
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
@@ -287,7 +287,7 @@ class ProdigySection(OptimSection):
 
 
 class TrainSection(Section):
-    """How long, how large, how precise."""
+    """Length of training, batch size and precision."""
 
     max_train_steps: int | None = on_resume(None, "Optimizer updates. Give this or epochs.", gt=0, le=MAX_STEPS)
     epochs: int | None = on_resume(None, "Passes over the data. Give this or max_train_steps.", gt=0, le=MAX_EPOCHS)
@@ -315,7 +315,7 @@ class TrainSection(Section):
 
 
 class SampleSection(Section):
-    """Preview images. All may change on resume."""
+    """Preview images. All keys may change on resume."""
 
     every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0, le=MAX_STEPS)
     prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.", max_length=MAX_ITEMS)
@@ -331,7 +331,7 @@ class SampleSection(Section):
 
 
 class RuntimeSection(Section):
-    """The machine. All may change on resume, but the bytes promise holds for one thread count only."""
+    """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
 
     device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Where to train.")
     workers: int = on_resume(
@@ -388,14 +388,14 @@ class RuntimeSection(Section):
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
 
     def workers_on(self, system: str) -> int:
-        """The workers that count on a system (named as in ``sys.platform``): on Windows none unless asked for twice."""
+        """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""
         return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
 class TimeoutsSection(Section):
-    """How long the worker may be silent before it is ended and started again, in seconds, by what it does.
+    """Seconds of silence per phase before the worker is killed and restarted.
 
-    Unset: a generous first limit, then a multiple of what the run itself has shown to be usual.
+    Unset: a generous first limit, then a multiple of the usual time measured in the run.
     """
 
     start: float | None = on_resume(
@@ -416,13 +416,13 @@ class TimeoutsSection(Section):
 
 
 class CacheSection(Section):
-    """Where encoded images and captions are kept between runs."""
+    """The cache of encoded images and captions, kept between runs."""
 
     dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
 
 
 class OutputSection(Section):
-    """What is written, and where."""
+    """Output files and folders."""
 
     name: str = on_resume("lora", "Title in the file's metadata.")
     dir: OutputFolder = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
@@ -440,7 +440,7 @@ class OutputSection(Section):
 
 
 class Recipe(Section):
-    """A whole recipe. Its instances are of the classes that ``recipe_class`` makes; ``spec`` is that of the family."""
+    """A whole recipe. Instances have a class made by ``recipe_class``, whose ``spec`` is that of the family."""
 
     spec: ClassVar[FamilySpec]
 
@@ -458,26 +458,23 @@ class Recipe(Section):
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as asked, else the resolution, cut to what the family takes."""
+        """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
         step = self.spec.shapes.multiple_px
         side = max(self.data.resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
-"""The section of each ``lora.type``; the first is that of a recipe that names none."""
+"""The section of each ``lora.type``; the first is the default."""
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
-"""The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
+"""The section of each ``optim.optimizer``; the first is the default."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
-"""Places of keys that are still read, and where each of them is now."""
+"""Old place -> new place of keys that have moved; the old places are still read."""
 
 
 @cache
 def recipe_class(family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
-    """The class of recipes of these kinds: ``Recipe`` with their sections in the place of the general ones.
-
-    The same kinds give the same class.
-    """
+    """The recipe class of these kinds: ``Recipe`` with their sections. The same kinds give the same class."""
     made = create_model(
         "Recipe",
         __base__=Recipe,
