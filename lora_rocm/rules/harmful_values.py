@@ -1,4 +1,4 @@
-"""Values that users set and that harm on AMD: they stay, and the user is told. The cure is always to unset them."""
+"""Harmful values that users set on AMD. They stay, and the user is warned; the remedy is to unset them."""
 
 from __future__ import annotations
 
