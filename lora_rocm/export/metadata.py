@@ -1,4 +1,4 @@
-"""What an exported file says about itself: kohya's ``ss_`` fields and Stability's modelspec.
+"""Metadata of an exported file: kohya's ``ss_`` fields and Stability's modelspec.
 
 Sources: kohya-ss/sd-scripts ``library/train_util.py`` (names), Stability-AI/ModelSpec 1.0.1. All values are strings.
 """
@@ -21,13 +21,17 @@ SPEC_VERSION = "1.0.1"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the caller knows about a run, besides its recipe.
+    """Facts about a run that its recipe does not contain.
 
-    steps: updates made; epochs: passes over the data, rounded down.
-    num_images: pictures of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> pictures; dataset_dirs: folder -> {n_repeats, img_count}.
-    base_name: of the base model; vae_name: of a separate VAE.
-    finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
+    steps: updates made.
+    epochs: passes over the data, rounded down.
+    num_images: images per epoch, repeats included.
+    tag_frequency: folder -> tag -> count.
+    buckets: "WxH" -> images.
+    dataset_dirs: folder -> {n_repeats, img_count}.
+    base_name: name of the base model.
+    vae_name: name of a separate VAE.
+    finished_at_s: Unix time, only if SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
     """
 
     steps: int
@@ -46,10 +50,10 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     """The ``ss_`` metadata.
 
     Args:
-        recipe: what was asked for.
+        recipe: of the run.
         family: knows the base model.
-        facts: what happened.
-        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
+        facts: about the run.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     text_rate = optim.text_encoder_learning_rate or optim.learning_rate
@@ -100,7 +104,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
-    """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
+    """The ``modelspec.`` metadata; empty fields are left out."""
     side, prediction = recipe.data.resolution, family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
