@@ -1,4 +1,4 @@
-"""HTML building blocks of the report. Everything that comes from outside is escaped here."""
+"""HTML building blocks of the report. All external text is escaped here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ circle.raw { fill: var(--raw); }
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole document without anything to load from elsewhere."""
+    """A whole, self-contained HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -68,29 +68,29 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A titled box; empty text where all parts are empty."""
+    """A titled box; an empty string if all parts are empty."""
     content = "".join(parts)
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
 def header(title: str, *parts: str) -> str:
-    """The top of the page."""
+    """The head of the page."""
     return f"<header><h1>{escape(title)}</h1>{''.join(parts)}</header>"
 
 
 def paragraph(text: object, kind: str = "") -> str:
-    """``kind``: soft, good, bad or big."""
+    """A paragraph. ``kind``: soft, good, bad or big."""
     attribute = f' class="{kind}"' if kind else ""
     return f"<p{attribute}>{escape(str(text))}</p>"
 
 
 def preformatted(text: str) -> str:
-    """Text as it is, line by line."""
+    """Preformatted text."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are text; empty text where there are no rows."""
+    """A table of text cells; an empty string without rows."""
     if not rows:
         return ""
     first = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
@@ -99,10 +99,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
-    """An ``<img>`` with the picture inside, reduced to ``max_side_px``; a dash where it cannot be read.
+    """An ``<img>`` with the image data inline, reduced to ``max_side_px``; a dash if it cannot be read.
 
-    Only PNG, which is what a run draws: a file in somebody's run directory is of the format that its content says, and
-    for some formats other programs would be started.
+    Only PNG is read, the format of previews. A file in somebody's run directory has the format that its content says,
+    and for some formats Pillow would start other programs.
     """
     from PIL import Image
 
@@ -124,7 +124,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
 
 
 def picture_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """rows: (label, ``picture`` texts)."""
+    """A table of images. ``rows``: (label, results of ``picture``)."""
     first = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
     body = "".join(
         f"<tr><td>{escape(label)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -1,4 +1,4 @@
-"""``report.html`` of a run: one file that needs nothing else. Every part renders without the others."""
+"""``report.html`` of a run: one self-contained file. Every section renders without the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the report is drawn from."""
+    """The data of the report."""
 
     run_dir: RunDir
     events: list[Event]
@@ -52,13 +52,13 @@ class Facts:
     result: dict[str, Any]
     environment: dict[str, Any]
     trouble: list[Event]
-    """Failures, changes and restarts, of the worker's events and of the supervisor's."""
+    """Failures, mitigations and restarts, from the events of worker and supervisor."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
 
     def since_start(self) -> list[Event]:
-        """The events since the last start of the worker."""
+        """The events since the worker's last start."""
         starts = [number for number, event in enumerate(self.events) if event["type"] == "start"]
         return self.events[starts[-1] :] if starts else self.events
 
@@ -67,7 +67,7 @@ class Facts:
 
 
 def write_report(run_dir: RunDir) -> Path:
-    """Write the report from what the run has so far.
+    """Write the report from the run's present files; return its path.
 
     Raises:
         StorageError: it cannot be written.
@@ -105,7 +105,7 @@ def write_report(run_dir: RunDir) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where the file is missing or torn, or nothing that this program has written."""
+    """A JSON object; empty if the file is missing, truncated or no object."""
     try:
         value = json.loads(read_plain(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -255,7 +255,7 @@ def _guard(facts: Facts) -> str:
 
 
 def _canaries(facts: Facts) -> str:
-    """How often known answers were asked for again, and what was wrong where they were."""
+    """The number of reference checks, and their failures."""
     found = facts.all("canary")
     wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
     if not found:
@@ -282,7 +282,7 @@ def _repaired(facts: Facts) -> str:
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:
-    """Checks and failures over all sessions: the counters start anew with each."""
+    """(checks, failures) over all sessions, because the counters restart with each session."""
     highest: dict[int, Event] = {event["session"]: event for event in events if event["type"] == "step"}
     return (
         sum(step["transfer_checks"] for step in highest.values()),
