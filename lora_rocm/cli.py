@@ -1,4 +1,4 @@
-"""The commands. Imports inside the handlers, so that ``--help`` is instant; no logic."""
+"""The command line. Handlers import their modules, so that ``--help`` is fast. There is no logic here."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ app.add_typer(bench_app, name="bench")
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] where it can be left out."""
+    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class Format(StrEnum):
-    """Forms of a LoRA file."""
+    """Formats of a LoRA file."""
 
     kohya = "kohya"
     diffusers = "diffusers"
@@ -47,7 +47,7 @@ class Format(StrEnum):
 
 
 class NumberFormat(StrEnum):
-    """Number formats of exported weights."""
+    """Dtypes of exported weights."""
 
     fp16 = "fp16"
     bf16 = "bf16"
@@ -55,14 +55,14 @@ class NumberFormat(StrEnum):
 
 
 class Against(StrEnum):
-    """What to measure beside our own steps."""
+    """Baselines to measure beside our own steps."""
 
     bare = "bare"
     bare_compiled = "bare-compiled"
 
 
 class Shell(StrEnum):
-    """Shells that variables can be written for."""
+    """Shells for which variables can be printed."""
 
     bash = "bash"
     cmd = "cmd"
@@ -87,7 +87,7 @@ LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run dir
 
 
 def explained(command: Callable[..., int | None], *, outlives_output: bool = False) -> Callable[..., None]:
-    """Run a handler: its return value is the exit code, errors are sentences, never tracebacks."""
+    """Run a handler. Its return value is the exit code; errors become messages, never tracebacks."""
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
@@ -99,14 +99,14 @@ def explained(command: Callable[..., int | None], *, outlives_output: bool = Fal
 
 
 explained_for_files = functools.partial(explained, outlives_output=True)
-"""Of a command whose results are files: it goes on when its terminal is closed, or the disk of its log is full."""
+"""For a command whose results are files: it continues if its terminal is closed or the disk of its log is full."""
 
 
 @app.callback(invoke_without_command=True)
 def top(
     version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
 ) -> None:
-    """Options of the program itself; the help text is that of ``app``."""
+    """Options of the program itself. The help text is that of ``app``."""
     if version:
         typer.echo(f"lora-rocm {__version__}")
         raise typer.Exit
@@ -413,15 +413,15 @@ def cache_prune(
 
 
 def main() -> None:
-    """Entry point of ``lora-rocm``. Odd letters in names never stop a message from being shown."""
+    """Entry point of ``lora-rocm``. Unprintable characters never prevent a message."""
     from lora_rocm.foundation.output_stream import outlive
     from lora_rocm.foundation.safe_path import forbid_programs_here
 
     forbid_programs_here()
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this process
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="replace")
-    sys.stderr = outlive(sys.stderr)  # an exit code is not lost because nobody reads the words
+    sys.stderr = outlive(sys.stderr)  # a closed stderr must not change the exit code
     app(prog_name="lora-rocm")
