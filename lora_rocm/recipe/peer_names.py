@@ -368,7 +368,7 @@ def _optimizer_advice(plain: str) -> str:
 
 def _warmup_advice(value: object, steps: object) -> str:
     try:
-        share = float(value)  # type: ignore[arg-type]  # what is no number raises
+        share = float(value)  # type: ignore[arg-type]  # raises for anything but a number
     except (TypeError, ValueError):
         return ""
     if not 0 < share < 1:
