@@ -211,6 +211,7 @@ def count(
     family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
 ) -> Footprint:
     """Count one pass of one sample on the meta device."""
+    # Tensors that exist before the pass do not count as activations.
     batch, draws = _inputs(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
     buffers = [b for component in model.components.values() for b in component.buffers()]
@@ -222,6 +223,7 @@ def count(
         with fused_attention(not plain_attention), ledger:
             with torch.no_grad():  # as recomputed blocks run
                 losses(family, model, batch, draws)
+            # The counted pass, with all activations kept.
             watch.begin()
             with saved_tensors_hooks(watch.save, lambda tensor: tensor):
                 loss = losses(family, model, batch, draws).sum()
@@ -230,12 +232,14 @@ def count(
             watch.note()
             work = ledger.tally.now()
             watch.close()
+            # A second pass that recomputes all blocks in segments.
             again = Recomputing(model, together=TOGETHER, again=lambda: fused_attention(not plain_attention))
             recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
     finally:
         watch.close()
         for drop in drops:
             drop.remove()
+    # Memory of weights and adapter follows from their sizes.
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}

@@ -89,6 +89,7 @@ class Offload:
         copy: Callable[[Tensor, Tensor], None] = copy_into,
     ) -> None:
         self._transfer, self._copy = transfer, copy
+        # Move the weights to main memory; they are no longer frozen tensors on the device.
         layouts = [_layout(block) for block in blocks]
         places = _main_memory([layout.num_bytes for layout in layouts], pin)
         self._waiting = [_pack(layout, host, transfer) for layout, host in zip(layouts, places, strict=True)]
@@ -97,15 +98,18 @@ class Offload:
             if id(tensor) in taken:
                 del transfer.frozen[name]
         self.host_bytes, self.fetched_bytes = sum(waiting.host.numel() for waiting in self._waiting), 0
+        # Slots on the device, each large enough for any block.
         device = transfer.device
         largest = max((waiting.host.numel() for waiting in self._waiting), default=0)
         self._places = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._holds: list[int | None] = [None] * SLOTS  # block per slot; its copy may be in flight
+        # Expected and found fingerprints, on the device.
         wanted = torch.tensor([waiting.wanted for waiting in self._waiting], dtype=torch.int64)
         self._wanted_K = transfer.send_checked(wanted, "fingerprints of offloaded weights")
         self._found_K = torch.zeros_like(self._wanted_K)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event | None] = [None] * SLOTS
+        # State of the current pass.
         self._now: int | None = None  # the block that was entered last
         self._back = False  # whether the backward pass entered it
         self._trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
@@ -113,6 +117,7 @@ class Offload:
         for place in self._places[:1]:
             whole_fingerprint(place)  # makes the table, whose address captured graphs keep
         self._table = position_table(device)
+        # Hooks that fetch and check the weights.
         self._handles = [
             block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
             for index, block in enumerate(blocks)
