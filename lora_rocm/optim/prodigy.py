@@ -58,11 +58,13 @@ class Prodigy(UpdateRule):
             beta1, beta2 = section.betas
             beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
             rate = self.d * (section.learning_rate * factor) * self._correction()
+            # Progress: the inner product of the gradient and the way from the start.
             gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
             spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
             relative = self.d / section.d0  # relative to d0, because the square of d would be very small
             progress = spare_N.mul_(gradients_N).sum() * (relative * rate)
 
+            # Running sums: of gradients, and the two moments.
             torch.mul(gradients_N, relative * (self.d if section.safeguard_warmup else rate), out=spare_N)
             self._renew(GRADIENT_SUM, spare_N, beta3, hold)
             torch.mul(gradients_N, self.d * (1 - beta1), out=spare_N)
@@ -70,11 +72,13 @@ class Prodigy(UpdateRule):
             torch.mul(gradients_N, self.d * math.sqrt(1 - beta2), out=spare_N).square_()
             self._renew("exp_avg_sq", spare_N, beta2, hold)
 
+            # The new estimate d.
             numerator = self._numerator * beta3 + progress
             denominator = self._denominator()
             grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
             grown = torch.where(denominator > 0, grown, self.d)  # no gradient so far
 
+            # The update of the weights.
             # spare_N holds the second moment, which is zero in the padding: avoid 0 / 0 there
             spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
             torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
