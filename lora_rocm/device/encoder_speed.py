@@ -78,11 +78,11 @@ class WatchedEncoder:
         Raises:
             MachineError: the results with and without MIOpen differ, so one of them is wrong.
         """
-        assert isinstance(pixels_CHW, Tensor), "pictures are encoded here"
+        assert isinstance(pixels_CHW, Tensor), "images are encoded here"
         size = tuple(pixels_CHW.shape[1:])
         if size in self._with_library:
             return self._timed(pixels_CHW, self._with_library[size])[0]
-        with first_time(self._device, f"The first picture of {size[1]}x{size[0]}", self._say):
+        with first_time(self._device, f"The first image of {size[1]}x{size[0]}", self._say):
             tensors, seconds = self._timed(pixels_CHW, True)
         self._with_library[size] = True
         if _is_slow(seconds, pixels_CHW):
@@ -94,7 +94,7 @@ class WatchedEncoder:
     def _try_without(self, pixels_CHW: Tensor, size: tuple[int, ...], tensors: Tensors, seconds: float) -> Tensors:
         """Measure the other way; return the tensors of the chosen one."""
         library = "MIOpen" if torch.version.hip else "cuDNN"
-        seen = f"Pictures of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
+        seen = f"Images of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
         if torch.are_deterministic_algorithms_enabled():
             self._say(f"{seen}. runtime.deterministic is on, so nothing else is tried.")
             return tensors
@@ -133,8 +133,8 @@ def _require_agreement(ours: Tensors, others: Tensors, library: str, size: tuple
         if not difference <= allowed:  # also true for NaN
             raise MachineError(
                 "encoder-disagrees",
-                f"With and without {library} this GPU encodes a picture to different numbers (by {difference:.3g}, "
+                f"With and without {library} this GPU encodes an image to different numbers (by {difference:.3g}, "
                 f"where {allowed:.3g} is allowed): one of them is wrong. Nothing of it was kept.",
-                where=f"{name} of a picture of {size[1]}x{size[0]}",
+                where=f"{name} of an image of {size[1]}x{size[0]}",
                 fix="Run lora-rocm doctor, which tests the convolutions and says what cures them.",
             )

@@ -229,7 +229,7 @@ class World:
                 "ranks-differ",
                 f"The {self.size} processes do not train the same: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
-                fix="Give every process the same recipe, pictures, base model, run directory and versions; then start "
+                fix="Give every process the same recipe, images, base model, run directory and versions; then start "
                 "all of them again.",
             )
 

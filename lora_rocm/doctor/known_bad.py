@@ -239,7 +239,7 @@ BAD: tuple[Bad, ...] = (
         When(systems=("windows",)),
         "harms",
         "Convolutions of this ROCm are known to be wrong on Windows",
-        "pictures are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
+        "images are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
         install_torch,
         "rocm-libraries#3339; TheRock#2458",
     ),

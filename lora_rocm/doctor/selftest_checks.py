@@ -42,7 +42,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "conv",
         "Convolutions are wrong or crash",
-        "pictures would be encoded wrong, and a U-Net trained on wrong numbers",
+        "images would be encoded wrong, and a U-Net trained on wrong numbers",
         ("verdict-miopen", "verdict-conv-without-gemm"),
     ),
     Group(

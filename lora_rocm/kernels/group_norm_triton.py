@@ -1,7 +1,7 @@
 """GroupNorm with SiLU in channels_last: three kernels forward, three backward. See ``norms``.
 
-Each pass cuts an image into chunks of pixels and blocks of channels. In the forward pass every block computes the mean
-and the sum of squared deviations of each channel, a small kernel combines them per group (Chan et al. 1979: no
+Each pass cuts a feature map into chunks of pixels and blocks of channels. In the forward pass every block computes the
+mean and the sum of squared deviations of each channel, a small kernel combines them per group (Chan et al. 1979: no
 difference of large sums), and a second pass normalises. The backward pass does the same with the two sums that the
 gradient needs. Only ``x`` and each group's mean and reciprocal standard deviation are kept.
 """
@@ -201,7 +201,7 @@ def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
 
 
 class _Shape:
-    """Launch sizes for an image batch: chunks of pixels, blocks of channels, grids and buffers."""
+    """Launch sizes for a batch of feature maps: chunks of pixels, blocks of channels, grids and buffers."""
 
     def __init__(self, x_BCHW: Tensor, groups: int) -> None:
         batch, channels, height, width = x_BCHW.shape

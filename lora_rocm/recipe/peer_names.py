@@ -160,7 +160,7 @@ DRAWING = "sample.every_n_steps counts optimizer updates"
 KEEPING = "LoRA files are all kept; output.keep_last is how many checkpoints are kept for resuming."
 V_PREDICTION = "Write model.prediction_type: v_prediction where this is true; auto reads the checkpoint's own mark."
 TRIGGER = (
-    "data.trigger_word is put in front of each caption that lacks it; with data.caption_fallback: trigger a picture "
+    "data.trigger_word is put in front of each caption that lacks it; with data.caption_fallback: trigger an image "
     "without a caption has it alone."
 )
 EMA = "Write train.ema_decay: 0.999 to keep an average of the LoRA; 0 switches it off."
@@ -208,10 +208,10 @@ ADVICE: dict[str, str] = {
         "optim.text_encoder_learning_rate is for both text encoders.",
     ),
     "bucket_no_upscale": "data.upscale says the opposite: leave it out, for false is its default.",
-    "caption_strategy": "Captions are files beside the pictures; data.caption_fallback is for pictures without one.",
-    "default_caption": "data.caption_fallback says what a picture without a caption file gets.",
+    "caption_strategy": "Captions are files beside the images; data.caption_fallback is for images without one.",
+    "default_caption": "data.caption_fallback says what an image without a caption file gets.",
     "caption_prefix": "data.trigger_word is put in front of each caption that lacks it.",
-    "balancing": "data.repeats is how often each picture is seen in an epoch, a whole number.",
+    "balancing": "data.repeats is how often each image is seen in an epoch, a whole number.",
     "full_bf16": "lora.weight_dtype: bf16 keeps the trained weights in that format.",
     "full_fp16": "Trained weights are kept in float32, or with lora.weight_dtype: bf16 in that format; leave it out.",
     "network_train_unet_only": "This is the default; lora.train_text_encoder: true is the other way.",
@@ -227,7 +227,7 @@ ADVICE: dict[str, str] = {
     "validation": "train.validation_every_n_steps and data.validation_split give a held-out loss; sample draws.",
     **dict.fromkeys(
         ("is_reg", "reg_data_dir", "prior_loss_weight"),
-        "Regularisation pictures are an entry of their own in data.sources; a weight of their loss is not supported.",
+        "Regularisation images are an entry of their own in data.sources; a weight of their loss is not supported.",
     ),
     "output_model_destination": "output.dir is the folder of the run directories, output.name the title in the file.",
     # decided here
@@ -245,7 +245,7 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(
         ("save_model_as", "save_format"), "Files are always .safetensors; output.formats names their forms."
     ),
-    "vae_batch_size": "The program decides how many pictures are encoded at once; leave it out.",
+    "vae_batch_size": "The program decides how many images are encoded at once; leave it out.",
     "noise_scheduler": "The noise schedule is that of the base model; leave it out.",
     "walk_seed": "Each preview has the next seed; leave it out.",
     **dict.fromkeys(
@@ -303,8 +303,8 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("unmasked_probability", "control_path", "num_frames", "fps", "train_embedding"), FREE),
     **dict.fromkeys(("additional_embeddings", "diff_output_preservation", "do_differential_guidance"), FREE),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hf_repo_id", "save_every_n_minutes"), FREE),
-    "metadata_file": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
-    "in_json": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
+    "metadata_file": "Captions are text files beside the images, or a column of a dataset; this file is not read.",
+    "in_json": "Captions are text files beside the images, or a column of a dataset; this file is not read.",
 }
 """Name -> a sentence: what to write instead if the value has to change, or why there is no such key."""
 

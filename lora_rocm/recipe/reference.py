@@ -18,11 +18,11 @@ from lora_rocm.recipe.yaml_tree import dotted
 
 HEAD = """# The recipe
 
-Every key of a recipe. This page is made from `lora_rocm/recipe/schema.py`; do not edit it
+Every key of a recipe. This page is generated from `lora_rocm/recipe/schema.py`; do not edit it
 (`python -m lora_rocm.recipe.reference > docs/recipe.md`).
 
 A recipe is YAML: sections with keys. Only `model.name_or_path`, one of `data.path` and `data.sources`, and one of
-`train.max_train_steps` and `train.epochs` have to be given. Relative paths start where the command runs; the path of
+`train.max_train_steps` and `train.epochs` are required. Relative paths start where the command runs; the path of
 a `base` starts at the file that names it. `--set section.key=value` on the command line overrides a key.
 Keys marked *resume* may change when a run is resumed.
 
@@ -32,18 +32,18 @@ Keys marked *resume* may change when a run is resumed.
 """
 NAMES_HEAD = """## Names in other trainers
 
-What kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples, diffusion-pipe and
-musubi-tuner call these keys. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
-meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Where they leave a key out, their own default holds:
-kohya, OneTrainer and ai-toolkit take alpha 1, and kohya trains the text encoders too.
+Names of these keys in kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples,
+diffusion-pipe and musubi-tuner. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
+meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Their defaults differ: kohya, OneTrainer and ai-toolkit
+use alpha 1, and kohya trains the text encoders too.
 
 | here | elsewhere |
 |---|---|"""
 GENERAL = {
-    "model": "The base model. Which keys there are is decided by its family.",
-    "lora": "The adapter. Which keys there are is decided by its type.",
-    "optim": "Optimizer and schedule. Steps are optimizer updates. Which keys there are is decided by the optimizer.",
-    "objective": "What the model is trained towards. Which keys there are is decided by the family of the model.",
+    "model": "The base model. Its keys depend on the family.",
+    "lora": "The adapter. Its keys depend on the type.",
+    "optim": "Optimizer and schedule. Steps are optimizer updates. The keys depend on the optimizer.",
+    "objective": "The training objective. Its keys depend on the model's family.",
 }
 """Descriptions of sections that have several kinds."""
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}

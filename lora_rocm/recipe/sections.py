@@ -119,8 +119,8 @@ class DdpmSection(ObjectiveSection):
     )
     zero_terminal_snr: bool = Field(
         False,
-        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
-        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
+        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
+        "rescaled schedule, as in diffusers; kohya uses the original one, which changes gradients by 2 to 10 %.",
     )
 
     def metadata(self) -> Mapping[str, object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_rocm.foundation.bounded_read import check_plain
 
 MAX_SIDE_PX = 512
-MAX_PICTURE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
+MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 
 STYLE = """
@@ -98,7 +98,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return f"<table>{first}{body}</table>"
 
 
-def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
+def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     """An ``<img>`` with the image data inline, reduced to ``max_side_px``; a dash if it cannot be read.
 
     Only PNG is read, the format of previews. A file in somebody's run directory has the format that its content says,
@@ -107,7 +107,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     from PIL import Image
 
     try:
-        check_plain(path, MAX_PICTURE_BYTES)
+        check_plain(path, MAX_IMAGE_BYTES)
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
                 raise OSError("no preview is so large")
@@ -123,8 +123,8 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
 
 
-def picture_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table of images. ``rows``: (label, results of ``picture``)."""
+def image_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table of images. ``rows``: (label, results of ``image_tag``)."""
     first = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
     body = "".join(
         f"<tr><td>{escape(label)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -84,7 +84,7 @@ def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
         return section(title, paragraph("None: no step's loss or gradient is far above those before it.", "good"))
     note = (
         f"Usual: the median of the last {WINDOW_STEPS} steps. One such step now and then does no harm; many speak of "
-        "bad pictures or captions, or of too high a learning rate."
+        "bad images or captions, or of too high a learning rate."
     )
     rows = [
         (

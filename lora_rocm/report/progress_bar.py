@@ -21,15 +21,15 @@ from lora_rocm.report.vram_spill import Spilling
 LINE_EVERY_S = 10.0
 PHASES = {
     "load": "Loading the base model",
-    "cache": "Reading pictures and captions, filling the caches",
-    "compile": "Compiling the model for each size of pictures (minutes)",
+    "cache": "Reading images and captions, filling the caches",
+    "compile": "Compiling the model for each size of images (minutes)",
     "preview": "Drawing previews",
     "export": "Writing and checking the LoRA",
 }
 
 CACHE_WORK = {
-    "sizes": "Looking for pictures",
-    "hashes": "Reading pictures",
+    "sizes": "Looking for images",
+    "hashes": "Reading images",
     "images": "Caching images",
     "texts": "Looking at captions",
     "captions": "Caching captions",
@@ -87,7 +87,7 @@ class ProgressDisplay:
     def _on_data(self, event: Event) -> None:
         aside = len(event["set_aside"])
         self.say(
-            f"{event['samples']} pictures in {len(event['buckets'])} buckets, "
+            f"{event['samples']} images in {len(event['buckets'])} buckets, "
             f"{event['steps_per_epoch']} steps an epoch, {event['max_train_steps']} steps in all"
             + (f"; {aside} set aside" if aside else "")
         )

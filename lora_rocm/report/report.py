@@ -14,7 +14,7 @@ from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.report.html import header, page, paragraph, picture, picture_table, preformatted, section, table
+from lora_rocm.report.html import header, image_table, image_tag, page, paragraph, preformatted, section, table
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
@@ -131,7 +131,7 @@ def _headline(facts: Facts, title: str) -> str:
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
         about = f"{lora.title} of rank {lora.rank}, alpha {lora.effective_alpha:g}, for {model.name_or_path}"
-        about += f", from {data['samples']} pictures" if data else ""
+        about += f", from {data['samples']} images" if data else ""
     return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
 
 
@@ -166,8 +166,8 @@ def _concept(facts: Facts) -> str:
         return ""
     control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
     meaning = (
-        "The chance that a picture drawn after training is nearer to the training pictures than one drawn before: "
-        "0.50 says that nothing changed, 1.00 that every picture is nearer. The control is the same for prompts "
+        "The chance that an image drawn after training is nearer to the training images than one drawn before: "
+        "0.50 says that nothing changed, 1.00 that every image is nearer. The control is the same for prompts "
         "without the concept; the score is worth what it is above the control."
     )
     details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
@@ -177,13 +177,13 @@ def _concept(facts: Facts) -> str:
         paragraph(f"{found['score']:.2f}", "big"),
         paragraph(control, "soft"),
         paragraph(meaning),
-        table(("mean distance to the nearest training picture", ""), rows),
+        table(("mean distance to the nearest training image", ""), rows),
     )
 
 
 def _before_after(facts: Facts) -> str:
     path = facts.run_dir.before_after
-    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
+    return section("Before and after", image_tag(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
 
 
 def _curves(facts: Facts) -> str:
@@ -220,15 +220,15 @@ def _previews(facts: Facts) -> str:
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
     prompts = [*facts.recipe.sample.prompts, *facts.recipe.sample.control_prompts] if facts.recipe else []
     columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
-    head = [prompts[number] if number < len(prompts) else f"picture {number + 1}" for number in range(columns)]
+    head = [prompts[number] if number < len(prompts) else f"image {number + 1}" for number in range(columns)]
     rows = [
         (
             f"step {updates}" if updates else "before",
-            [picture(file, file.name, PREVIEW_SIDE_PX) for file in files[:columns]],
+            [image_tag(file, file.name, PREVIEW_SIDE_PX) for file in files[:columns]],
         )
         for updates, files in rounds
     ]
-    return section("Previews over time", picture_table(head, rows))
+    return section("Previews over time", image_table(head, rows))
 
 
 def _guard(facts: Facts) -> str:
@@ -319,10 +319,10 @@ def _data(facts: Facts) -> str:
     more = paragraph(f"... and {len(aside) - MAX_ROWS} more") if len(aside) > MAX_ROWS else ""
     return section(
         "Data",
-        paragraph(f"{data['samples']} pictures, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
+        paragraph(f"{data['samples']} images, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
         *(paragraph(notice) for notice in data["notices"]),
-        "<h3>Set aside</h3>" + table(("picture", "why", "what to do"), aside[:MAX_ROWS]) + more if aside else "",
-        "<h3>Buckets</h3>" + table(("width x height", "pictures"), buckets),
+        "<h3>Set aside</h3>" + table(("image", "why", "what to do"), aside[:MAX_ROWS]) + more if aside else "",
+        "<h3>Buckets</h3>" + table(("width x height", "images"), buckets),
     )
 
 

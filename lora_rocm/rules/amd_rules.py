@@ -236,7 +236,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
             "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
             "1",
             f"AOTriton {low} has fused attention for this GPU but calls it experimental; without it attention needs "
-            "memory with the square of the picture's size. The self-test compares it before it is used",
+            "memory with the square of the image's size. The self-test compares it before it is used",
             "AOTriton releases; ComfyUI main.py",
             When(gfx=gfx, aotriton_from=low, aotriton_below=below),
         )

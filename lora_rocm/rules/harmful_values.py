@@ -320,7 +320,7 @@ HARMS: tuple[Harm, ...] = (
         ("PYTORCH_TUNABLEOP_ENABLED",),
         is_on,
         "1",
-        "Each shape of a product is tuned when it is first met; with pictures in buckets that goes on for long.",
+        "Each shape of a product is tuned when it is first met; with images in buckets that goes on for long.",
         "torch/cuda/tunable.py",
         level="slows",
     ),

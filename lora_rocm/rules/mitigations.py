@@ -273,7 +273,7 @@ CHANGES: tuple[Change, ...] = (
         ("out-of-memory",),
         "rounding",
         (Sets("setting:vae_tiling", "true"),),
-        "training pictures are encoded in tiles",
+        "training images are encoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
         phases=("cache",),
         size="training",

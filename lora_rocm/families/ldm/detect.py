@@ -21,7 +21,7 @@ MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
 MAX_NAMED = 3
 FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
-REFINER = "an SDXL refiner, which makes no pictures of its own"
+REFINER = "an SDXL refiner, which makes no images of its own"
 SD1, SD2, SD, SDXL = (
     "a Stable Diffusion 1.x model",
     "a Stable Diffusion 2.x model",

@@ -28,7 +28,7 @@ from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensor
 from lora_rocm.families.ldm import detect, fused_unet, keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
-from lora_rocm.families.ldm.preview import draw_pictures
+from lora_rocm.families.ldm.preview import sample_images
 from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
 from lora_rocm.families.recompute import TOGETHER, Recomputing
@@ -212,7 +212,7 @@ class LdmFamily(ABC):
             tensors = {name: tensor[None].to(model.device) for name, tensor in text(prompt).items()}
             return self.prompt_arguments(model, tensors)
 
-        return draw_pictures(
+        return sample_images(
             self.source,
             self.scheduler_config,
             model,

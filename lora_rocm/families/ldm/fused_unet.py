@@ -153,7 +153,7 @@ def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedTransformer(Transformer2DModel):
-    """A transformer whose tokens are a view of a channels_last image; the residual gradient joins the norm's."""
+    """A transformer whose tokens are a view of a channels_last feature map; the residual gradient joins the norm's."""
 
     how: Fusion
 

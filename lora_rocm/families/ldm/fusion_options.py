@@ -16,7 +16,7 @@ class Fusion:
     projections: one product for query, key and value of one input.
     join: see ``lora_projections``.
     geglu, norms: the form of each; None leaves it unfused.
-    channels_last: memory layout of the convolutions' weights, and thereby of all images inside the UNet.
+    channels_last: memory layout of the convolutions' weights, and thereby of all feature maps of the UNet.
     """
 
     projections: bool = True

@@ -27,7 +27,7 @@ MakePipeline = Callable[[nn.Module, Any], Any]
 
 
 @torch.no_grad()
-def draw_pictures(
+def sample_images(
     source: Source,
     scheduler_config: Mapping[str, Any],
     model: LoadedModel,
@@ -145,13 +145,13 @@ def _decode(
     processor = VaeImageProcessor(vae_scale_factor=1)
     shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
     ratio = pixels_per_latent(source)
-    pictures: list[Image.Image] = []
+    images: list[Image.Image] = []
     for latents_CHW in latents:
         vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
         with vae_attention(device):
             pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
-        pictures += processor.postprocess(pixels_BCHW, output_type="pil")
-    return pictures
+        images += processor.postprocess(pixels_BCHW, output_type="pil")
+    return images
 
 
 def pixels_per_latent(source: Source) -> int:
