@@ -1,4 +1,4 @@
-"""The commands. Imports inside the handlers, so that ``--help`` is instant; no logic."""
+"""The command line. Handlers import their modules, so that ``--help`` is fast. There is no logic here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cache_app = typer.Typer(
-    help="Look after the caches of encoded pictures and captions.", no_args_is_help=True, rich_markup_mode=None
+    help="Examine and clean the caches of encoded images and captions.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -32,14 +32,14 @@ app.add_typer(bench_app, name="bench")
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] where it can be left out."""
+    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class Format(StrEnum):
-    """Forms of a LoRA file."""
+    """Formats of a LoRA file."""
 
     kohya = "kohya"
     diffusers = "diffusers"
@@ -47,7 +47,7 @@ class Format(StrEnum):
 
 
 class NumberFormat(StrEnum):
-    """Number formats of exported weights."""
+    """Dtypes of exported weights."""
 
     fp16 = "fp16"
     bf16 = "bf16"
@@ -55,7 +55,7 @@ class NumberFormat(StrEnum):
 
 
 class Shell(StrEnum):
-    """Shells that variables can be written for."""
+    """Shells for which variables can be printed."""
 
     bash = "bash"
     cmd = "cmd"
@@ -68,11 +68,11 @@ Overrides = Annotated[
 ]
 FactsPath = Annotated[
     Path | None,
-    typer.Option("--facts", metavar="FILE", help="Of another machine (what its env --json printed), not of this one."),
+    typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
 CachePath = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -80,7 +80,7 @@ LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run dir
 
 
 def explained(command: Callable[..., int | None], *, outlives_output: bool = False) -> Callable[..., None]:
-    """Run a handler: its return value is the exit code, errors are sentences, never tracebacks."""
+    """Run a handler. Its return value is the exit code; errors become messages, never tracebacks."""
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
@@ -92,14 +92,14 @@ def explained(command: Callable[..., int | None], *, outlives_output: bool = Fal
 
 
 explained_for_files = functools.partial(explained, outlives_output=True)
-"""Of a command whose results are files: it goes on when its terminal is closed, or the disk of its log is full."""
+"""For a command whose results are files: it continues if its terminal is closed or the disk of its log is full."""
 
 
 @app.callback(invoke_without_command=True)
 def top(
     version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
 ) -> None:
-    """Options of the program itself; the help text is that of ``app``."""
+    """Options of the program itself. The help text is that of ``app``."""
     if version:
         typer.echo(f"lora-rocm {__version__}")
         raise typer.Exit
@@ -112,16 +112,16 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/<recipe>-<time>.")] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="latest|DIR", help="Go on with a run: the newest, a run or a checkpoint.")
+        str | None, typer.Option(metavar="latest|DIR", help="Continue a run: the newest, a run or a checkpoint.")
     ] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume although recipe or pictures changed.")
+        bool, typer.Option("--accept-changes", help="Resume even if recipe or images changed.")
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=64, metavar="N", help="Train on so many GPUs together.")
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Train on this many GPUs together.")
     ] = None,
     no_supervisor: Annotated[
-        bool, typer.Option("--no-supervisor", help="Do not watch the training process, and never start it again.")
+        bool, typer.Option("--no-supervisor", help="Do not watch or restart the training process.")
     ] = False,
 ) -> int:
     """Train a LoRA from a recipe."""
@@ -143,9 +143,9 @@ def train(
 def check(
     recipe: RecipePath,
     overrides: Overrides = None,
-    schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the pictures.")] = False,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the images.")] = False,
 ) -> None:
-    """Check a recipe and its pictures, and say what training would do."""
+    """Check a recipe and its images, and show what training would do."""
     from lora_rocm.commands.check import check as check_recipe
 
     check_recipe(recipe, overrides or (), schema_only=schema_only)
@@ -156,10 +156,12 @@ def check(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    card: Annotated[str | None, typer.Option(metavar="24GB", help="Of a card, not of this machine's GPU.")] = None,
+    card: Annotated[
+        str | None, typer.Option(metavar="24GB", help="Plan for a GPU of this size, not for this machine's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what memory and time a step takes, before anything is loaded, and what training would keep in memory."""
+    """Estimate memory and time of a step without loading the model, and show the memory plan."""
     from lora_rocm.commands.plan import plan as show_plan
 
     return show_plan(recipe, overrides or (), card=card, as_json=as_json)
@@ -168,7 +170,7 @@ def plan(
 @app.command(cls=Command)
 @explained_for_files
 def demo() -> int:
-    """Teach the tiny model that ships with the program a new creature: minutes on a CPU."""
+    """Teach a new creature to the tiny model that ships with the program (minutes on a CPU)."""
     from lora_rocm.commands import train as launch
 
     return launch.demo()
@@ -178,16 +180,18 @@ def demo() -> int:
 @explained_for_files
 def sample(
     source: LoraPath,
-    prompt: Annotated[str, typer.Option(help="What to draw.")],
-    negative_prompt: Annotated[str, typer.Option(help="What to stay away from.")] = "",
+    prompt: Annotated[str, typer.Option(help="Prompt.")],
+    negative_prompt: Annotated[str, typer.Option(help="Negative prompt.")] = "",
     width: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     height: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture.")] = 1234,
-    strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Of the LoRA; 0 draws without it.")] = 1.0,
-    num: Annotated[int, typer.Option(min=1, max=1000, help="How many pictures; the seed counts up.")] = 1,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the pictures.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first image.")] = 1234,
+    strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 disables it.")] = 1.0,
+    num: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of images; the seed increases by one per image.")
+    ] = 1,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
@@ -196,7 +200,7 @@ def sample(
         str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")
     ] = None,
 ) -> int:
-    """Draw pictures with a LoRA."""
+    """Sample images with a LoRA."""
     from lora_rocm.commands import sample_export
 
     return sample_export.sample(
@@ -221,11 +225,11 @@ def sample(
 @explained_for_files
 def export(
     run: RunPath,
-    form: Annotated[Format, typer.Option("--format", help="Which form to write.")],
-    output: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to; default: into the run.")] = None,
-    dtype: Annotated[NumberFormat | None, typer.Option(help="Number format; default: as in the recipe.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="Format to write.")],
+    output: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder; default: in the run.")] = None,
+    dtype: Annotated[NumberFormat | None, typer.Option(help="Dtype; default: as in the recipe.")] = None,
 ) -> int:
-    """Write the LoRA of a run in another form, load it back and compare."""
+    """Write the LoRA of a run in another format, load it back and compare."""
     from lora_rocm.commands import sample_export
 
     return sample_export.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
@@ -234,7 +238,7 @@ def export(
 @app.command(cls=Command)
 @explained
 def status(run: RunPath, as_json: AsJson = False) -> None:
-    """Say where a run stands."""
+    """Show the state of a run."""
     import json
 
     from lora_rocm.commands import status as run_status
@@ -248,7 +252,7 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 @app.command(cls=Command)
 @explained
 def report(run: RunPath) -> None:
-    """Write report.html of a run (also of one that still goes on)."""
+    """Write report.html of a run, also of a running one."""
     from lora_rocm.report.report import write_report
     from lora_rocm.supervisor.resume import open_run
 
@@ -261,12 +265,12 @@ def doctor(
     as_json: AsJson = False,
     report_file: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a file for a bug report; nothing private is in it."),
+        typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
     ] = None,
     facts: FactsPath = None,
     quick: Annotated[bool, typer.Option("--quick", help="Without the self-test of the GPU.")] = False,
 ) -> int:
-    """Say what is wrong with this machine, the most harmful first, and what cures it."""
+    """Show problems of this machine, the most harmful first, with remedies."""
     from lora_rocm.doctor import command
 
     return command.doctor(facts, as_json=as_json, report_file=report_file, quick=quick)
@@ -279,7 +283,7 @@ def env(
     overrides: Overrides = None,
     facts: FactsPath = None,
     shell: Annotated[Shell | None, typer.Option(help="Print commands for this shell.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Also say why, and who says so.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also show reasons and sources.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the environment that training gets on this machine."""
@@ -295,7 +299,7 @@ def env(
 @app.command(cls=Command)
 @explained
 def forget() -> None:
-    """Forget what failures of past runs have changed on this machine: the next run begins without."""
+    """Forget the mitigations that past failures added on this machine."""
     from lora_rocm.rules.this_machine import forget_here
 
     typer.echo(forget_here())
@@ -304,7 +308,7 @@ def forget() -> None:
 @bench_app.command("transfer", cls=Command)
 @explained
 def bench_transfer(json_file: JsonPath = None) -> int:
-    """Measure copies between host and GPU, beside what the bus allows."""
+    """Measure copies between host and GPU, and compare with the bus limit."""
     from lora_rocm.commands import bench
 
     return bench.transfer(json_file)
@@ -322,7 +326,7 @@ def bench_compute(json_file: JsonPath = None) -> int:
 @bench_app.command("loader", cls=Command)
 @explained
 def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
-    """Measure how fast batches come from cache and pictures, without and with loader workers."""
+    """Measure the rate of batches from cache and images, without and with loader workers."""
     from lora_rocm.commands import bench
 
     return bench.loader(recipe, overrides or (), json_file)
@@ -334,7 +338,7 @@ def bench_step(
     recipe: RecipePath,
     overrides: Overrides = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Random numbers for base model and pictures: nothing is read.")
+        bool, typer.Option("--random-weights", help="Use random weights and images; nothing is read.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, max=100_000, metavar="N", help="Steps to time, after a warm-up.")] = 30,
     json_file: JsonPath = None,
@@ -359,7 +363,7 @@ def schema() -> None:
 @cache_app.command("stats", cls=Command)
 @explained
 def cache_stats(folder: CachePath = Path("cache")) -> None:
-    """Say what the caches hold."""
+    """Show the contents of the caches."""
     from lora_rocm.cache_files import maintenance
 
     typer.echo(maintenance.stats(folder))
@@ -368,7 +372,7 @@ def cache_stats(folder: CachePath = Path("cache")) -> None:
 @cache_app.command("verify", cls=Command)
 @explained
 def cache_verify(folder: CachePath = Path("cache")) -> int:
-    """Read every entry and name the damaged ones; exit code 3 where there are any."""
+    """Read every entry and list damaged ones; exit code 3 if there are any."""
     from lora_rocm.cache_files import maintenance
 
     return maintenance.verify(folder, typer.echo)
@@ -380,26 +384,28 @@ def cache_prune(
     folder: CachePath = Path("cache"),
     older_than: Annotated[
         float | None,
-        typer.Option(min=1, max=100_000, metavar="DAYS", help="Also entries that no run wanted for so long."),
+        typer.Option(
+            min=1, max=100_000, metavar="DAYS", help="Also delete entries that no run has used for this long."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> None:
-    """Delete damaged entries, second copies, those of older versions, and what killed runs left behind."""
+    """Delete damaged entries, duplicates, entries of older versions, and remains of killed runs."""
     from lora_rocm.cache_files import maintenance
 
     maintenance.prune(folder, typer.echo, older_than_days=older_than, dry_run=dry_run)
 
 
 def main() -> None:
-    """Entry point of ``lora-rocm``. Odd letters in names never stop a message from being shown."""
+    """Entry point of ``lora-rocm``. Unprintable characters never prevent a message."""
     from lora_rocm.foundation.output_stream import outlive
     from lora_rocm.foundation.safe_path import forbid_programs_here
 
     forbid_programs_here()
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this process
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="replace")
-    sys.stderr = outlive(sys.stderr)  # an exit code is not lost because nobody reads the words
+    sys.stderr = outlive(sys.stderr)  # a closed stderr must not change the exit code
     app(prog_name="lora-rocm")

@@ -1,4 +1,4 @@
-"""Every error a user can meet, as one tree.
+"""Every error that a user can meet, as one tree.
 
     LoraRocmError                 code, what, where, fix; ``exit_code`` per branch
     +-- UserError                 exit 2: something the user wrote or pointed at
@@ -20,8 +20,8 @@
     +-- GaveUpError               exit 4: the budget of restarts is spent, everything is kept
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
 
-``what`` says what happened, ``where`` the file, line and key with the offending value,
-``fix`` what to do. A traceback shown to a user is a bug.
+``what`` says what happened. ``where`` is the file, line and key with the offending value. ``fix`` says what to do. A
+traceback shown to a user is a bug.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoraRocmError(Exception):
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of an ``error`` event, so that the parent can show what the worker met."""
+        """The fields of an ``error`` event, so that the parent can show the worker's error."""
         return {
             "code": self.code,
             "what": self.what,
@@ -84,7 +84,7 @@ class LoraRocmError(Exception):
 
 
 class UserError(LoraRocmError):
-    """The user's input (exit 2)."""
+    """The user's input is wrong (exit 2)."""
 
     exit_code = 2
 
@@ -102,7 +102,7 @@ class Problem:
 
 
 class RecipeError(UserError):
-    """Everything wrong with a recipe at once, in ``problems``."""
+    """All problems of a recipe, in ``problems``."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
@@ -118,12 +118,12 @@ class RecipeError(UserError):
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The problems travel in ``what``: an event has no other place for them."""
+        """The fields of the event; ``what`` holds all problems, because an event has no other field for them."""
         return {**super().to_event(), "what": str(self)}
 
 
 class DataError(UserError):
-    """Folders, images, captions, datasets."""
+    """Folders, images, captions or datasets cannot be used."""
 
 
 class ModelError(UserError):
@@ -135,7 +135,7 @@ class AdapterError(UserError):
 
 
 class ResumeError(UserError):
-    """A run directory or checkpoint that does not fit."""
+    """A run directory or checkpoint does not fit the recipe or this program."""
 
 
 class MachineError(LoraRocmError):
@@ -145,7 +145,7 @@ class MachineError(LoraRocmError):
 
 
 class StorageError(MachineError):
-    """Disk full, permission, or a file that changed under us."""
+    """The disk is full, permission is missing, or a file changed during the run."""
 
 
 class RestartError(MachineError):
@@ -172,7 +172,7 @@ class CanaryError(RestartError):
 
 
 class ExportError(MachineError):
-    """A written file did not load back with the same effect."""
+    """An exported file did not load back with the same effect."""
 
 
 class WorkerDiedError(RestartError):
@@ -184,23 +184,23 @@ class WorkerHungError(RestartError):
 
 
 class GaveUpError(LoraRocmError):
-    """The budget of restarts is spent; everything is kept (exit 4)."""
+    """The budget of restarts is spent (exit 4). Everything is kept."""
 
     exit_code = 4
 
 
 class StoppedError(LoraRocmError):
-    """Stopped on request, checkpoint saved (exit 130)."""
+    """Training stopped on request, and the checkpoint is saved (exit 130)."""
 
     exit_code = 130
 
 
 MIN_FREE_BYTES = 1 << 20
-"""With less than this a disk counts as full, whether it could hold an empty file or not."""
+"""A disk with less free space counts as full, even if it could hold an empty file."""
 
 
 def storage_error(error: OSError, path: object) -> StorageError:
-    """Translate an operating-system error on ``path`` into a sentence with a remedy."""
+    """Translate an operating-system error on ``path`` into a message with a remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if (free_bytes := _useless_bytes(str(path))) is not None:
             return StorageError(
@@ -243,7 +243,10 @@ def storage_error(error: OSError, path: object) -> StorageError:
 
 
 def _useless_bytes(path: str) -> int | None:
-    """Bytes that are free on a disk that takes not even an empty file; None where it takes one, or has no bytes."""
+    """Free bytes of a disk that cannot hold even an empty file (no inodes left).
+
+    None if it can hold one, or has less than ``MIN_FREE_BYTES``.
+    """
     import shutil
     import tempfile
 

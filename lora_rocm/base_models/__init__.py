@@ -1,1 +1,1 @@
-"""Base models as files: formats, names of tensors, the hub, loading."""
+"""Base models as files: formats, tensor names, the hub, loading."""

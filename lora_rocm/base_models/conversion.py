@@ -1,7 +1,7 @@
-"""From the names in a file to a component's own, and what a file lacks or has too much of.
+"""Converts tensor names of a file to a component's own, and reports missing and unknown tensors.
 
-Loading and checking use the same functions: checking hands them tensors of PyTorch's meta device, which have shapes and
-no bytes, made from a header.
+Loading and checking use the same functions. Checking passes tensors on the meta device, built from a header, which have
+shapes but no data.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from lora_rocm.foundation.terminal_text import printable
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
-"""(tensors by their names in a one-file checkpoint, the component without weights) -> tensors by the component's names.
-
-A name that it needs and that is not there is a KeyError.
+"""(tensors by their names in a one-file checkpoint, component without weights) -> tensors by the component's names. It
+raises KeyError if a required name is missing.
 """
 
-TEXT_WRAPPER = "text_model."  # transformers before 5.6 and its saved files have it where later models do not
+TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
-"""Of a VAE that diffusers 0.18 or older has saved."""
-OF_ORIGINAL_VAE = ".mid.block_1."  # in names of the original release; diffusers has mid_block
+"""Names in a VAE saved by diffusers 0.18 or older -> names of today."""
+OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers has mid_block
 
-# Ends of names, and parts of names, that come along with a component and that no computation reads.
+# Endings and parts of tensor names that files contain although no computation reads them.
 HARMLESS_ENDS = (
     ".position_ids",
     ".logit_scale",
@@ -47,10 +46,10 @@ HARMLESS_PARTS = (
     "model_ema.",
     "first_stage_model.loss.",
     "first_stage_model.discriminator.",
-    "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x reads the layer before the last
+    "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x does not use the last layer
 )
-HARMLESS_STARTS = ("loss.", "discriminator.")  # of a VAE in a file of its own
-# Beside the components of a checkpoint: what training left there, and what says how the model predicts.
+HARMLESS_STARTS = ("loss.", "discriminator.")  # in a VAE's own file
+# Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.
 KNOWN_BESIDE = (
     "model_ema.", "model_ema", "v_pred", "ztsnr", "denoiser.", "alphas_cumprod", "betas", "sqrt_", "log_one_minus",
     "posterior_", "global_step", "logvar", "embedding_manager", "lvlb_weights", "scale_factor",
@@ -58,33 +57,33 @@ KNOWN_BESIDE = (
 
 
 class UnfitError(ValueError):
-    """The tensors of a file do not make the component that its config describes; the text is a sentence."""
+    """The tensors of a file do not fit the component that its config describes. The message is half a sentence."""
 
 
 def unet_of_ldm(state: State, module: nn.Module) -> State:
-    """The UNet in the layout of the original release."""
+    """Convert a UNet from the layout of the original release."""
     return dict(convert_ldm_unet_checkpoint(state, _config(module)))
 
 
 def vae_of_ldm(state: State, module: nn.Module) -> State:
-    """The VAE in the layout of the original release, or with diffusers' own names behind a prefix or none."""
+    """Convert a VAE from the layout of the original release, or from diffusers' own names with or without a prefix."""
     if not any(OF_ORIGINAL_VAE in name for name in state):
         return own_names(state, module)
     return dict(convert_ldm_vae_checkpoint(state, _config(module)))
 
 
 def clip_of_ldm(state: State, module: nn.Module) -> State:
-    """The first text encoder in the layout of the original release."""
+    """Convert the first text encoder from the layout of the original release."""
     return own_names(convert_ldm_clip_checkpoint(state), module)
 
 
 def open_clip_of_ldm(prefix: str) -> Converter:
-    """The second text encoder in the layout of the original release, which fuses three matrices of each attention."""
+    """A converter of the second text encoder from the original layout, which fuses three matrices per attention."""
     return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
 
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
-    """Tensors of a folder, with names that older libraries wrote changed to those of today."""
+    """Rename tensors of a folder from the names of older libraries to those of today."""
     expected = set(module.state_dict())
     renamed = {}
     for name, tensor in state.items():
@@ -105,7 +104,7 @@ def _config(module: nn.Module) -> dict[str, Any]:
 
 
 def fitted(state: State, module: nn.Module) -> State:
-    """The tensors that a component takes.
+    """The tensors that a component needs.
 
     Raises:
         UnfitError: some are missing, or have another shape.
@@ -127,10 +126,10 @@ def _count(names: Sequence[str], what: str) -> str:
 
 
 def converted(state: State, module: nn.Module, converter: Converter) -> State:
-    """``converter``'s tensors.
+    """The tensors converted by ``converter``.
 
     Raises:
-        UnfitError: a tensor is missing without which it cannot begin.
+        UnfitError: a required tensor is missing.
     """
     try:
         return converter(state, module)
@@ -142,7 +141,7 @@ def converted(state: State, module: nn.Module, converter: Converter) -> State:
 class Found:
     """How the tensors of a component's files become the component.
 
-    unread: names in the files that nothing in the component comes from.
+    unread: names in the files that nothing in the component is computed from.
     made_of: name in the component -> names in the files.
     """
 
@@ -151,7 +150,7 @@ class Found:
 
 
 def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> Found:
-    """What loading these tensors would give, from their header alone.
+    """The result of loading these tensors, predicted from their header alone.
 
     Raises:
         UnfitError: as ``converted`` and ``fitted``.
@@ -170,7 +169,7 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
 
 
 class _Traced(Tensor):
-    """A tensor that knows from which tensors it was computed."""
+    """A tensor that records the names of the tensors it was computed from."""
 
     sources: frozenset[str]
 
@@ -186,11 +185,11 @@ class _Traced(Tensor):
 
 
 def harmless(name: str) -> bool:
-    """Whether a tensor that no component reads is known, and means nothing."""
+    """Whether a tensor that no component reads is known to be irrelevant."""
     inside = any(part in name for part in HARMLESS_PARTS)
     return inside or name.endswith(HARMLESS_ENDS) or name.startswith(HARMLESS_STARTS)
 
 
 def beside(header: Header, prefixes: Sequence[str]) -> list[str]:
-    """Names of tensors that belong to no component and are not known."""
+    """Names of unknown tensors outside all components."""
     return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

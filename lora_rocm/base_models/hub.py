@@ -1,4 +1,4 @@
-"""Models from the hub: the local cache first, then the network; offline is a sentence, not a traceback."""
+"""Models from the hub: the local cache first, then the network. Being offline gives a message, not a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from lora_rocm.errors import ModelError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-ANSWER_TIMEOUT_S = 15.0  # snapshot_download itself waits for a silent hub without end (huggingface_hub 2.4)
+ANSWER_TIMEOUT_S = 15.0  # snapshot_download waits for a silent hub without limit (huggingface_hub 2.4)
 FILE_SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".yaml", ".json")
 
 
@@ -29,7 +29,7 @@ def looks_like_id(name: str) -> bool:
 
 
 def download_model(repo: str, revision: str | None, parts: Sequence[str], tokenizers: Sequence[str]) -> Path:
-    """The snapshot folder of a diffusers model: configs, tokenizers and safetensors weights, half precision preferred.
+    """The snapshot folder of a diffusers model: configs, tokenizers and safetensors weights, preferably half precision.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated, hub-incomplete.
@@ -51,9 +51,12 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
 
 
 def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path | None:
-    """The snapshot folder with the files of ``patterns``: from the cache if that is ``complete``, else by network.
+    """The snapshot folder with the files of ``patterns``: from the cache if it is ``complete``, else from the network.
 
-    None when it is not complete even then (the repository lacks files, or the network went away).
+    None if it is incomplete even then, because the repository lacks files or the network failed.
+
+    Raises:
+        ModelError: hub-unreachable, hub-unknown, hub-gated.
     """
     cached: Path | None = None
     try:

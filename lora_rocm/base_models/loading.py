@@ -1,12 +1,12 @@
-"""Where base weights come from, and how they are read: a folder, a one-file checkpoint, the hub, or the package.
+"""Finds and reads base weights: a folder, a one-file checkpoint, the hub, or the package.
 
-Only safetensors weights are ever read. Configs and headers come first: a model of another family, or one that lacks
-tensors, is refused before its gigabytes are touched. Files are read with plain reads, never mapped: a mapped file
-cannot be replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
+Only safetensors weights are read. Configs and headers come first, so a model of another family, or one that lacks
+tensors, is refused before its gigabytes are read. Files are read normally, never mapped: a mapped file cannot be
+replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
 
-A component's identity covers every byte of its weights. It is made from what is read: of a component that is loaded,
-while it is loaded; of an encoder, whose entries in the cache may be all that is needed, by reading it for that alone,
-which is remembered by the versions of its files.
+A component's identity covers every byte of its weights. For a component that is loaded, it is computed while loading.
+For an encoder whose cached entries may be all that is needed, its files are read for the identity alone; the digest is
+cached by the versions of the files.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
 MAX_CONFIG_BYTES = 1 << 24
-MAX_CONFIG_NUMBER = 1 << 24  # the largest of any model here is a vocabulary of 262,208
-MAX_LAYERS = 2000  # that a config may describe; SDXL's UNet has 180 by the same count
+MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a model here is a vocabulary of 262,208
+MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
 WEIGHTS_MEMORY = "weights.jsonl"
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
-# What the model libraries raise on a config or weights that are damaged or of another kind.
+# Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -60,7 +60,7 @@ UNFIT_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-NAMES_CODE = "_implementation"  # in keys of a config that choose how to compute; they may name code on the hub
+NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
     "_diffusers_version",
@@ -72,7 +72,7 @@ VOLATILE_CONFIG_KEYS = (
 
 
 class ModelChoice(Protocol):
-    """The part of a recipe's ``model`` section that says where the weights are."""
+    """The keys of a recipe's ``model`` section that locate the weights."""
 
     @property
     def name_or_path(self) -> str: ...
@@ -86,9 +86,9 @@ class ModelChoice(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One component: its class, and the prefix and layout of its tensors in a one-file checkpoint.
+    """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
 
-    other_prefixes: it may have in a file of its own.
+    other_prefixes: further prefixes in a file of its own.
     """
 
     cls: type[Any]
@@ -99,10 +99,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a family's models consist of.
+    """The components of a family's models.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers_repo: hub id that holds the family's tokenizers.
+    tokenizers_repo: hub id with the family's tokenizers.
     """
 
     parts: Mapping[str, Part]
@@ -113,9 +113,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A base model that was found, with nothing loaded yet.
+    """A base model that was found but not loaded.
 
-    folder: configs (and, when ``single_file`` is None, weights) in one sub-folder a component.
+    folder: configs (and weights if ``single_file`` is None) in one sub-folder per component.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Source:
         return None if self.single_file is None else read_header(self.single_file)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The config of a component ("scheduler" too) as a dict.
+        """The config of a component ("scheduler" too).
 
         Raises:
             ModelError: config-missing, config-unreadable.
@@ -140,14 +140,14 @@ class Source:
         return read_config(self.config_path(name))
 
     def config_path(self, name: str) -> Path:
-        """The file of a component's config."""
+        """The config file of a component."""
         folder = self.folder / name
         if name == "vae" and self.vae is not None and self.vae.is_dir():
             folder = self.vae
         return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
     def weights(self, name: str) -> tuple[list[Header], str]:
-        """(headers of the files that hold a component, prefix of its tensors in them).
+        """(headers of a component's files, prefix of its tensors in them).
 
         Raises:
             ModelError: weights-missing, weights-damaged, pickle-refused and others.
@@ -166,18 +166,18 @@ class Source:
         return _headers(self.folder / name), ""
 
     def _converter(self, name: str) -> Converter:
-        """How the names in a component's files become its own."""
+        """The converter from the names in a component's files to its own."""
         own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
         in_one_file = own_file is not None and own_file.is_file()
         return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
 
     def settings(self, name: str) -> str:
-        """What a component's config says of it, as text."""
+        """A component's config as text, without keys that do not affect computation."""
         found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
-        """Identity of a component: its settings, and every byte of its weights."""
+        """Identity of a component: its settings and every byte of its weights."""
         return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
 
     def _digest(self, name: str) -> str:
@@ -192,23 +192,23 @@ class Source:
         return self._digests[name]
 
     def _recalled(self, version: WeightsVersion) -> str | None:
-        with contextlib.suppress(StorageError):  # then it is read
+        with contextlib.suppress(StorageError):  # then the file is read
             return self.memory.recall(version) if self.memory is not None else None
         return None
 
     def _remember(self, version: WeightsVersion, sha256: str) -> None:
         if self.memory is not None:
-            with contextlib.suppress(StorageError):  # it is read again next time
+            with contextlib.suppress(StorageError):  # then the file is read again next time
                 self.memory.remember(version, sha256)
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
-        """Load one component: frozen, in eval mode, in memory of its own.
+        """Load one component into its own memory, frozen and in eval mode.
 
         Args:
             name: of the component.
-            dtype: of the numbers that stay dense.
-            device: where it lies afterwards.
-            weights: in which the layers are stored.
+            dtype: of the tensors that stay dense.
+            device: the component's device.
+            weights: storage format of the layers.
 
         Raises:
             ModelError: weights-damaged, weights-unfit, pickle-refused.
@@ -230,10 +230,10 @@ class Source:
         return module.to(device).eval()
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
-        """Note the digest of what was loaded; what was thought to be in the files before has to be that.
+        """Record the digest of the loaded weights; it has to equal an earlier digest of the files.
 
         Raises:
-            StorageError: weights-changed. The new digest is remembered, so that another start uses it.
+            StorageError: weights-changed. The new digest is cached, so that another start uses it.
         """
         before = self._digests.setdefault(name, sha256)
         if before != sha256:
@@ -247,7 +247,7 @@ class Source:
             )
 
     def look(self, name: str) -> Found:
-        """What loading a component would give, from its config and the headers of its files.
+        """The result of loading a component, predicted from its config and the headers of its files.
 
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
@@ -258,7 +258,7 @@ class Source:
             return conversion.look(entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
-        """All files that the base consists of, as far as they are on this machine."""
+        """All files of the base that are on this machine."""
         found = [
             self.folder / "model_index.json",
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
@@ -270,7 +270,7 @@ class Source:
         return sorted({path for path in found if path.is_file()})
 
     def _hollow(self, name: str) -> nn.Module:
-        """A component's structure from its config; its weights are on the meta device.
+        """A component built from its config, with weights on the meta device.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -296,7 +296,7 @@ class Source:
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """What the model libraries raise, as an error with a remedy."""
+        """Translate exceptions of the model libraries into a ``ModelError``."""
         try:
             yield
         except UNFIT_ERRORS as error:
@@ -305,9 +305,9 @@ class Source:
             raise _unfit(self.name, name, error) from error
 
     def skeleton(self, name: str) -> nn.Module:
-        """A component's structure from its config: its weights have their shapes, are zero, and take no memory.
+        """A component built from its config, with zero weights of the right shapes that take no memory.
 
-        They are one zero, expanded, and not on the meta device: PEFT moves new layers to where the base is.
+        The weights are one expanded zero, not on the meta device, because PEFT creates new layers on the base's device.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -320,7 +320,7 @@ class Source:
         return module
 
     def tokenizer_path(self, name: str) -> Path:
-        """Folder of a tokenizer; for a one-file checkpoint without ``model.config`` the hub (or its cache) is asked.
+        """The folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
 
         Raises:
             ModelError: tokenizer-missing.
@@ -345,7 +345,7 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """By what the digest of a component's weights is remembered."""
+    """The key under which the digest of a component's weights is cached."""
 
     prefix: str
     files: tuple[FileVersion, ...]
@@ -356,24 +356,24 @@ class WeightsVersion:
 
     @property
     def changed_ns(self) -> int:
-        """When a file changed last."""
+        """Time of the last change of any file, in ns."""
         return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
 
 
 def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None) -> Source:
-    """Find a base model by what the recipe says; looks at the network only for a hub id that is not cached.
+    """Find the recipe's base model. The network is used only for a hub id that is not cached.
 
     Args:
         choice: the recipe's ``model`` section.
         layout: the family's.
-        memory: where digests of weights are remembered.
+        memory: cache of weight digests.
 
     Raises:
-        ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others, each with a remedy.
+        ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others.
     """
     name = choice.name_or_path
     vae = None if choice.vae is None else _vae_path(choice.vae)
-    path = Path(os.path.expanduser(name))  # pathlib raises at unknown users and at names too long for the file system
+    path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
     whole = name.startswith(BUILTIN_PREFIX) or os.path.isdir(path) or hub.looks_like_id(name)
     if choice.config is not None and whole and not os.path.isfile(path):
         raise ModelError(
@@ -404,7 +404,11 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
 
 
 def builtin_folder(name: str) -> Path:
-    """The folder of a model that ships with the package: ``builtin:tiny-sdxl`` lies in ``builtin/tiny_sdxl``."""
+    """The folder of a packaged model: ``builtin:tiny-sdxl`` is in ``builtin/tiny_sdxl``.
+
+    Raises:
+        ModelError: model-missing.
+    """
     folder = Path(str(resources.files("lora_rocm.builtin"))) / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
     if not (folder / "model_index.json").is_file():
         raise ModelError(
@@ -417,7 +421,7 @@ def builtin_folder(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A JSON config as a dict.
+    """Read a JSON config.
 
     Raises:
         ModelError: config-missing, config-unreadable.
@@ -442,7 +446,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def require_bounded(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config that describes what no model is, before minutes and memory go into building it.
+    """Refuse a config with absurd sizes before building it takes minutes and memory.
 
     Raises:
         ModelError: config-absurd.
@@ -459,7 +463,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """The numbers in a value of a config, at any depth."""
+    """All numbers in a config value, at any depth."""
     parts = [value]
     while parts:
         part = parts.pop()
@@ -503,7 +507,7 @@ def _existing_folder(name: str, key: str) -> Path:
 
 
 def _refuse_other_files(path: Path, key: str) -> None:
-    """Refuse a file that is given as weights and is no safetensors file."""
+    """Refuse a weights file that is not a safetensors file."""
     _refuse_pickle(path)
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
@@ -521,7 +525,7 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _headers(folder: Path) -> list[Header]:
-    """Headers of a component's weight files in a diffusers folder; float32 files come first."""
+    """Headers of a component's weight files in a diffusers folder, float32 files preferred."""
     for stem in WEIGHT_STEMS:
         for variant in VARIANTS:
             tail = "" if variant is None else f".{variant}"
@@ -544,7 +548,7 @@ def _unfit(model: str, name: str, error: object) -> ModelError:
     reason = str(error)
     if not isinstance(error, UnfitError):
         first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
-        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # what follows is advice to programmers
+        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is advice to programmers
     return ModelError(
         "weights-unfit",
         f"The weights of {name} do not fit its config: {reason}.",

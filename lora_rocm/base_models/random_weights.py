@@ -1,4 +1,4 @@
-"""Base models of random numbers: the structure of a real one, and nothing to download. For benchmarks."""
+"""Base models with random weights and the structure of a real model, without a download. For benchmarks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lora_rocm.base_models.loading import BUILTIN_PREFIX, Layout, Source, builti
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 PREFIX = "random:"
-POOL = (1 << 24) + 43  # random numbers, of which all weights are made: drawing each would take a CPU minutes
+POOL = (1 << 24) + 43  # random numbers reused for all weights: drawing each would take minutes on a CPU
 TINY = f"{BUILTIN_PREFIX}tiny-sdxl"
 
 
 class RandomSource(Source):
-    """A base whose weights are normal numbers, small as a fresh layer's, the same at each load; norms are one."""
+    """A base with normally distributed weights of a fresh layer's scale, equal at each load; norm weights are one."""
 
     def fingerprint(self, name: str) -> str:
         """Identity of a component: its settings."""
         return f"random-{json.dumps(self.config(name), sort_keys=True)}"
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
-        """One component: frozen, in eval mode."""
+        """Make one component, frozen and in eval mode."""
         pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
         module, at = self.skeleton(name), 0
         for owner in module.modules():
@@ -42,15 +42,15 @@ class RandomSource(Source):
         return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]
 
     def tokenizer_path(self, name: str) -> Path:
-        """The tiny model's, which ships with the package: weights that mean nothing need no other words."""
+        """The tokenizer of the packaged tiny model, which is good enough for random weights."""
         return builtin_folder(TINY) / name
 
 
 def random_source(name: str, layout: Layout) -> RandomSource:
-    """The structure of a model that ships with the package or lies in a folder here; else the family's published one.
+    """A random base with the structure of a packaged model or a local folder, else of the family's published configs.
 
     Args:
-        name: the prefix, and what the recipe has as ``model.name_or_path``.
+        name: PREFIX followed by a name as in ``model.name_or_path``.
         layout: the family's.
     """
     model = name.removeprefix(PREFIX)
@@ -63,7 +63,7 @@ def random_source(name: str, layout: Layout) -> RandomSource:
 
 
 def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
-    """A new tensor: pieces of the pool from a place on, with the spread of a fresh layer."""
+    """A new tensor filled from the pool, starting at ``at``, with the spread of a fresh layer."""
     if len(shape) < 2:
         return torch.full(shape, float(key == "weight"), dtype=pool_N.dtype)
     spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=pool_N.dtype)

@@ -1,7 +1,7 @@
-"""How a base's numbers are stored: forms that nothing here reads are refused by name, and rounding is told.
+"""Storage formats of a base's weights: unsupported ones are refused by name, and rounded ones give a notice.
 
-A quantised or scaled weight is a number only together with its scale. Read alone it is noise of the right shape, on
-which training runs to the end.
+A quantised or scaled weight has a meaning only together with its scale. Read alone it is noise of the right shape, and
+training on it would run to the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
 
-# (part of a tensor's name, what stores weights so); the first that is found names the form.
+# (part of a tensor's name, name of the format); the first match decides.
 SCALED = (
     (".quant_state.", "bitsandbytes in 4 bits"),
     (".absmax", "bitsandbytes in 4 bits"),
@@ -37,7 +37,7 @@ USE_ANOTHER = "Use the edition of the model in float16, bfloat16 or float32."
 
 
 def refuse_scaled(path: Path, names: Iterable[str]) -> None:
-    """Refuse weights that come with scales.
+    """Refuse weights that are stored with scales.
 
     Raises:
         ModelError: weights-quantised.
@@ -50,7 +50,7 @@ def refuse_scaled(path: Path, names: Iterable[str]) -> None:
 
 
 def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a component whose config says that its weights are quantised.
+    """Refuse a component whose config declares quantised weights.
 
     Raises:
         ModelError: weights-quantised.
@@ -63,7 +63,7 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: Iterable[str]) -> None:
-    """Refuse weights that are whole numbers where the component has fractions.
+    """Refuse integer weights.
 
     Raises:
         ModelError: weights-quantised.
@@ -75,7 +75,7 @@ def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: 
 
 
 def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
-    """A sentence where weights have fewer bits than any training precision has; else nothing (empty)."""
+    """A notice if weights have fewer bits than any training precision, else an empty string."""
     found = sorted({entry.dtype for entry in entries} & ROUNDED.keys())
     if not found:
         return ""

@@ -1,1 +1,1 @@
-"""Data that ships with the package: the tiny base model and the demo pictures."""
+"""Data that ships with the package: the tiny base model and the demo images."""

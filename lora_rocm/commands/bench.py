@@ -123,7 +123,7 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
         loaded = _short_run(recipe_path, overrides, steps, Path(folder) / "cache" if random_weights else None)
         chosen = resume.choose(loaded, Path(folder) / "run", None)
         run = chosen.run_dir.create()
-        resume.settle(chosen, loaded.recipe, accept_changes=False)
+        resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress() as progress:
             code = process.run_worker(run, env, progress.on_event, process.worker_command(run), progress.say)

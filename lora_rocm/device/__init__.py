@@ -1,1 +1,1 @@
-"""The one door between host and device, and what guards it."""
+"""Data transfer between host and device, its checks, and the device's settings."""

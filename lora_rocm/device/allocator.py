@@ -1,4 +1,4 @@
-"""The memory of the device in hand: what tensors may take, a limit that makes a full one raise, and what is taken."""
+"""The allocator of the device: its budget, its limit, and its usage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from lora_rocm.hardware.memory_budget import GIB, host_reserve
 from lora_rocm.rules.rule import release
 
 FRACTION_OF_PROPERTIES_FROM = (2, 10)
-"""From this torch on a memory fraction is a part of the properties' total, before of the total of mem_get_info."""
+"""From this torch on a memory fraction refers to the properties' total, before to the total of mem_get_info."""
 
 FRAGMENTED_SHARE = 0.2
-"""Of what torch holds; our estimate. Where more than this lies unused when memory runs out, it lies in pieces: whole
-segments that nobody uses were given back before the error (c10/cuda/CUDACachingAllocator.cpp)."""
+"""Share of the memory held by torch; an estimate. If more than this is unused when memory runs out, the pool is
+fragmented: whole unused segments were returned before the error (c10/cuda/CUDACachingAllocator.cpp).
+"""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What torch's allocator holds on a GPU: for tensors, and in all."""
+    """Bytes that torch's allocator holds on a GPU: for tensors, and in total."""
 
     allocated_bytes: int
     reserved_bytes: int
 
     @property
     def fragmented(self) -> bool:
-        """Asked when memory ran out: whether it is there, but in pieces."""
+        """After an out-of-memory error: whether enough memory is held, but in pieces."""
         return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
 
     def __str__(self) -> str:
@@ -39,16 +40,16 @@ class Usage:
 
 
 def usage(device: torch.device) -> Usage | None:
-    """What is taken of a device now; None for the CPU, whose memory torch does not keep."""
+    """The current usage of a device; None for the CPU, whose memory torch does not pool."""
     if device.type != "cuda":
         return None
     return Usage(int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device)))
 
 
 def empty_pools() -> None:
-    """Give memory that torch keeps for later back to the device; pieces become whole again where nothing lies between.
+    """Return torch's unused memory to the device, which also joins free neighbouring pieces.
 
-    To be called between phases, whose tensors are of different sizes.
+    Call it between phases, whose tensors differ in size.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -56,10 +57,10 @@ def empty_pools() -> None:
 
 
 def device_budget(device: torch.device) -> int:
-    """Bytes that tensors may take on a GPU, as torch and the system see it now.
+    """Bytes that tensors may take on a GPU, by what torch and the system report now.
 
-    The two totals of a ROCm APU may differ (carve-out or GTT), and what is said to be free may be more than there is:
-    so the smaller total, and on Linux no more than what an APU can take from the system.
+    The two totals of a ROCm APU may differ (carve-out or GTT), and reported free memory may be too high. So it is the
+    smaller total, and for an APU on Linux at most what it can take from the system.
     """
     properties = torch.cuda.get_device_properties(device)
     limits = [int(properties.total_memory), torch.cuda.mem_get_info(device)[1]]
@@ -70,11 +71,11 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit(device: torch.device, limit_bytes: int | None) -> int | None:
-    """Let torch's allocator raise ``torch.OutOfMemoryError`` where this process would hold more than ``limit_bytes``.
+    """Make torch's allocator raise ``torch.OutOfMemoryError`` beyond ``limit_bytes`` in this process.
 
     Returns:
-        The limit in bytes; None where there is none: on the CPU, none asked for, or not below what torch counts as the
-        whole (a share of less than the limit must never be set: an APU may report only its carve-out).
+        The limit in bytes, or None if none was set: on the CPU, none asked for, or not below the total that torch
+            counts (a fraction of less than the limit must never be set, because an APU may report only its carve-out).
     """
     if device.type != "cuda" or limit_bytes is None:
         return None
@@ -84,16 +85,16 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
         whole = torch.cuda.mem_get_info(device)[1]
     if limit_bytes >= whole:
         return None
-    number = torch.cuda.current_device() if device.index is None else device.index  # it takes no plain "cuda"
+    number = torch.cuda.current_device() if device.index is None else device.index  # needs an explicit index
     torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, number)
     return limit_bytes
 
 
 @contextmanager
 def afterwards(act: Callable[[], None]) -> Iterator[None]:
-    """Do something on a device at the end of a ``with`` block, however it ends.
+    """Run ``act`` at the end of a ``with`` block, however the block ends.
 
-    Where the block failed, that error is the one to be told: with the GPU lost, whatever is asked of it fails too.
+    If the block failed, errors of ``act`` are suppressed: on a lost GPU every call fails, and the first error counts.
     """
     failed = True
     try:

@@ -1,4 +1,4 @@
-"""The planned settings, put into torch: once, at the start of a heavy process."""
+"""Applies the planned settings to torch, once at the start of a heavy process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lora_rocm.hardware.settings import Settings
 
 
 def apply(settings: Settings, device: torch.device) -> None:
-    """Switch libraries on or off as planned; the same for every heavy process, so that a test tests what trains."""
+    """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     cudnn.enabled = settings.miopen
     cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
-    cudnn.benchmark = False  # exhaustive search takes minutes and crashes on some cards (unsloth#11636)
+    cudnn.benchmark = False  # exhaustive search takes minutes and crashes some GPUs (unsloth#11636)
     fused = settings.attention == "auto"
     cuda.enable_flash_sdp(fused)
     cuda.enable_mem_efficient_sdp(fused)
@@ -27,8 +27,8 @@ def apply(settings: Settings, device: torch.device) -> None:
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
     """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which no check of the self-test looks at.
 
-    Fused attention is known to crash there on large pictures (ComfyUI comfy/model_management.py), and to give black
-    ones (pytorch#132004). The price is memory: 2 GiB for a picture of 1024x1024.
+    Fused attention is known to crash there on large images (ComfyUI comfy/model_management.py) and to give black ones
+    (pytorch#132004). Plain attention takes more memory: 2 GiB for an image of 1024x1024.
     """
     if device.type != "cuda" or torch.version.hip is None:
         return nullcontext()

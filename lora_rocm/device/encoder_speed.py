@@ -1,15 +1,14 @@
-"""A picture encoder that is slow by its kernels is noticed, and encodes such pictures another way.
+"""Detects an image encoder with slow kernels and switches it to others.
 
-With MIOpen, latents of 1280x1280 took 21.9 s a picture and of 1536x1536 60 s, where torch's own convolutions took
-0.65 s and 1.15 s; at 1024x1024 it was only 1.5 times (musubi-tuner PR#592). So it depends on card and shape, and is
-measured.
+With MIOpen, latents of 1280x1280 took 21.9 s per image and of 1536x1536 60 s; torch's own convolutions took 0.65 s and
+1.15 s. At 1024x1024 the factor was only 1.5 (musubi-tuner PR#592). It depends on GPU and shape, so it is measured.
 
-MIOPEN_FIND_MODE cannot help one stage only: it is a variable of the process, and one process encodes, trains and draws.
-It is 2 (fast) for all of them (``rules/amd_rules.py``), because the default mode times out the driver on large pictures
-(ROCm#4729). What a stage can choose is whether its convolutions go through MIOpen at all; here the caching does.
+MIOPEN_FIND_MODE cannot help one phase only: it holds for a whole process, which encodes, trains and samples. It is 2
+(fast) for all phases (``rules/amd_rules.py``), because the default mode times out the driver on large images
+(ROCm#4729). A phase can choose only whether its convolutions use MIOpen; caching does so here.
 
 Both ways compute in float32 and agree to rounding, and the cache key is the same, as for any other choice of kernels.
-With ``runtime.deterministic`` nothing is chosen by a clock.
+With ``runtime.deterministic`` nothing is chosen by timing.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from torch import Tensor
 from lora_rocm.errors import MachineError
 
 SLOW_S, SLOW_S_PER_MEGAPIXEL = 2.0, 4.0
-"""Above both it is looked into: the slow case took 13 s a megapixel and more, the other way 0.4 s (same source)."""
-GAIN = 2.0  # the other way has to be so many times as fast
-TOLERANCE = 1e-2  # of the largest value; rounding makes 1e-5, a broken kernel about 1
+"""Encoding is examined if it exceeds both: the slow case took at least 13 s per megapixel, the other 0.4 s (same
+source).
+"""
+GAIN = 2.0  # required speed-up of the other way
+TOLERANCE = 1e-2  # relative to the largest value; rounding gives 1e-5, a broken kernel about 1
 QUIET_S = 5.0
-"""Silence that is explained."""
+"""Longer silence is explained to the user."""
 
 Tensors = dict[str, Tensor]
 Encode = Callable[[Tensor | str], Tensors]
@@ -38,10 +39,10 @@ Say = Callable[[str], None]
 
 @contextmanager
 def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET_S) -> Iterator[Callable[[], None]]:
-    """Explain a silence while kernels are built: ``say`` is called, in another thread, if it lasts.
+    """Explain a long silence while kernels are built: ``say`` is called in another thread.
 
     Yields:
-        A function that ends the silence before the block does.
+        A function that ends the wait before the block does.
     """
     maker = "MIOpen builds" if torch.version.hip else "the GPU's libraries prepare"
     text = f"{what} takes a while: most likely {maker} kernels for shapes that are new, which happens only once."
@@ -56,14 +57,14 @@ def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET
 
 
 def watched(encode: Encode, device: torch.device, say: Say) -> Encode:
-    """``encode`` itself on a CPU and where convolutions do not go through MIOpen or cuDNN; else watched."""
+    """``encode`` with timing on a GPU; unchanged on the CPU, or if convolutions use neither MIOpen nor cuDNN."""
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return encode
     return WatchedEncoder(encode, device, say)
 
 
 class WatchedEncoder:
-    """Times the first picture of each size; where that is slow, tries it without MIOpen and stays with the faster."""
+    """Times the first image of each size. If it is slow, it is tried without MIOpen, and the faster way is kept."""
 
     def __init__(
         self, encode: Encode, device: torch.device, say: Say, clock: Callable[[], float] = time.perf_counter
@@ -72,28 +73,28 @@ class WatchedEncoder:
         self._with_library: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, pixels_CHW: Tensor | str) -> Tensors:
-        """Encode one picture.
+        """Encode one image.
 
         Raises:
-            MachineError: with and without MIOpen the result is not the same, so one of them is wrong.
+            MachineError: the results with and without MIOpen differ, so one of them is wrong.
         """
-        assert isinstance(pixels_CHW, Tensor), "pictures are encoded here"
+        assert isinstance(pixels_CHW, Tensor), "images are encoded here"
         size = tuple(pixels_CHW.shape[1:])
         if size in self._with_library:
             return self._timed(pixels_CHW, self._with_library[size])[0]
-        with first_time(self._device, f"The first picture of {size[1]}x{size[0]}", self._say):
+        with first_time(self._device, f"The first image of {size[1]}x{size[0]}", self._say):
             tensors, seconds = self._timed(pixels_CHW, True)
         self._with_library[size] = True
         if _is_slow(seconds, pixels_CHW):
-            tensors, seconds = self._timed(pixels_CHW, True)  # now without the building of kernels
+            tensors, seconds = self._timed(pixels_CHW, True)  # again, now that the kernels are built
         if _is_slow(seconds, pixels_CHW):
             return self._try_without(pixels_CHW, size, tensors, seconds)
         return tensors
 
     def _try_without(self, pixels_CHW: Tensor, size: tuple[int, ...], tensors: Tensors, seconds: float) -> Tensors:
-        """Measure the other way; the tensors of the way that was chosen."""
+        """Measure the other way; return the tensors of the chosen one."""
         library = "MIOpen" if torch.version.hip else "cuDNN"
-        seen = f"Pictures of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
+        seen = f"Images of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
         if torch.are_deterministic_algorithms_enabled():
             self._say(f"{seen}. runtime.deterministic is on, so nothing else is tried.")
             return tensors
@@ -110,7 +111,7 @@ class WatchedEncoder:
         return others if faster else tensors
 
     def _timed(self, pixels_CHW: Tensor, with_library: bool) -> tuple[Tensors, float]:
-        """The tensors, which are on the CPU and so done, and the seconds they took."""
+        """(tensors on the CPU, seconds). The encoding is complete, because the tensors have been received."""
         before = torch.backends.cudnn.enabled
         torch.backends.cudnn.enabled = with_library
         try:
@@ -129,11 +130,11 @@ def _require_agreement(ours: Tensors, others: Tensors, library: str, size: tuple
     for name, tensor in ours.items():
         allowed = TOLERANCE * float(tensor.abs().max())
         difference = float((tensor - others[name]).abs().max())
-        if not difference <= allowed:  # also where it is not a number
+        if not difference <= allowed:  # also true for NaN
             raise MachineError(
                 "encoder-disagrees",
-                f"With and without {library} this GPU encodes a picture to different numbers (by {difference:.3g}, "
+                f"With and without {library} this GPU encodes an image to different numbers (by {difference:.3g}, "
                 f"where {allowed:.3g} is allowed): one of them is wrong. Nothing of it was kept.",
-                where=f"{name} of a picture of {size[1]}x{size[0]}",
+                where=f"{name} of an image of {size[1]}x{size[0]}",
                 fix="Run lora-rocm doctor, which tests the convolutions and says what cures them.",
             )

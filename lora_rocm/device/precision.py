@@ -1,4 +1,4 @@
-"""Which device, and which number format it computes in."""
+"""Chooses the device and its compute dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(wanted: str, settings: Settings | None = None, index: int = 0) -> torch.device:
-    """``auto`` takes a GPU where torch sees one: that of this number, which becomes the current one.
+    """The training device. ``auto`` takes GPU number ``index`` if torch sees one, and makes it the current one.
 
     Raises:
         RestartError: a GPU was asked for, or is expected by the plan, and torch sees none, or not so many.
@@ -47,7 +47,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, for events and the report."""
+    """The device's name, for events and the report."""
     if device.type != "cuda":
         return "CPU"
     properties = torch.cuda.get_device_properties(device)
@@ -55,10 +55,10 @@ def describe(device: torch.device) -> str:
 
 
 def compute_dtype(mixed_precision: str, device: torch.device, settings: Settings) -> torch.dtype:
-    """The dtype of the frozen base, and of what computes beside it (autocast, or the LoRA layers' own copies).
+    """The dtype of the frozen base and of computation with it (autocast, or the LoRA layers' own copies).
 
-    ``auto`` is what the plan says. Where it says nothing, a GPU gets bf16 if it is known to compute it natively
-    (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py), else fp16, which every GPU computes.
+    ``auto`` follows the plan. Without a planned precision, a GPU gets bf16 if it is known to compute it natively, else
+    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.)
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]

@@ -1,8 +1,8 @@
-"""The processes that train together, each on a device of its own: what they add up, and what they agree on.
+"""The process group of distributed training: one process per device, which sum gradients and decide together.
 
-Only gradients travel: one sum over all ranks for each update (RCCL or NCCL between GPUs, gloo elsewhere), and behind it
-a few numbers by which all ranks decide the same. Words go through the store that ``torchrun``, or rank 0, opens: they
-need no GPU.
+Only gradients are exchanged: one sum over all ranks per update (RCCL or NCCL between GPUs, gloo elsewhere), followed by
+a few numbers from which all ranks decide the same. Texts go through the store that ``torchrun`` or rank 0 opens, which
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 TIMEOUT_S = 1800.0
-"""After so long without a sign the others are given up. A supervisor notices much earlier."""
+"""Other ranks are given up after this much silence. A supervisor notices much earlier."""
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
-"""Of the sum of magnitudes: how far the sum over ranks may be from the sum of what each has put in (float32)."""
-NAMED = 5  # how many differences an error names
+"""Allowed deviation of the sum over ranks from the sum of the ranks' own sums, relative to the sum of magnitudes
+(float32).
+"""
+NAMED = 5  # differences that an error names
 NUM_CHECKS = 5
 
 Beat = Callable[[str], None]
@@ -40,10 +42,10 @@ Made = TypeVar("Made")
 
 @dataclass
 class Summed:
-    """What became of one sum: 0-d and 1-d tensors on the device, the same on all ranks.
+    """The result of one sum: tensors on the device, equal on all ranks.
 
-    wrong: float32, 1 where what arrived somewhere is not the sum of what was sent, or ranks are not at the same place.
-    votes_K: float64, the sum of what each rank has said.
+    wrong: float32 0-d, 1 if the received values are not the sum of the sent ones, or ranks are at different iterations.
+    votes_K: float64, the sum of the ranks' votes.
     """
 
     wrong: Tensor
@@ -52,14 +54,14 @@ class Summed:
 
 @dataclass
 class Agreed:
-    """What all ranks do with an update: 0-d tensors on the device, the same on all of them.
+    """The common decision about an update: 0-d tensors on the device, equal on all ranks.
 
     Attributes:
-        blocked: float32, 0 or 1: what some rank has, or all have got, may not be used.
-        wrong: float32, 0 or 1: it is the sum that is wrong.
+        blocked: float32, 0 or 1: the gradients of some rank, or their sum, must not be used.
+        wrong: float32, 0 or 1: the sum is wrong.
         loss: summed over ranks.
-        guilty: how many samples of all ranks have a loss that is not finite.
-        stop: how many ranks were asked to stop.
+        guilty: number of samples over all ranks with a non-finite loss.
+        stop: number of ranks that were asked to stop.
     """
 
     blocked: Tensor
@@ -71,12 +73,13 @@ class Agreed:
 
 @dataclass
 class World:
-    """All ranks, seen from one of them. One that is alone adds nothing up and never waits.
+    """The process group, seen from one rank. A single process sums nothing and never waits.
 
     Attributes:
-        backend: "nccl" (RCCL on AMD), "gloo", or "" for one that is alone.
-        beat: called while it waits for another's word.
-        staged: the sum goes through main memory, where the backend cannot add up on the device.
+        me: this rank.
+        backend: "nccl" (RCCL on AMD), "gloo", or "" for a single process.
+        beat: called while waiting for other ranks.
+        staged: the sum goes through main memory, because the backend cannot sum on the device.
     """
 
     me: Rank = field(default_factory=Rank)
@@ -98,15 +101,15 @@ class World:
 
     @torch.no_grad()
     def sum_(self, flat_N: Tensor, votes_K: Tensor, stamp: int) -> Summed:
-        """Add up over all ranks, in place; waits for nothing on a GPU.
+        """Sum over all ranks in place. Does not synchronise on a GPU.
 
-        Copies from card to card are known to arrive as zeros on some boards, so the sum is weighed: before it and after
-        it each rank adds up what it has, and those numbers have to fit. A wrong gradient is no update.
+        Direct copies between GPUs are known to arrive as zeros on some boards. So each rank adds up its values before
+        and after the sum, and these numbers have to agree. A wrong sum blocks the update.
 
         Args:
-            flat_N: float32, contiguous: gradients. Afterwards the sum over ranks, the same bits on all of them.
-            votes_K: what this rank says, on the same device.
-            stamp: where this rank is (an iteration); all have to be there.
+            flat_N: float32, contiguous: gradients. Afterwards the sum over ranks, bit-identical on all ranks.
+            votes_K: this rank's votes, on the same device.
+            stamp: this rank's iteration; it has to be equal on all ranks.
 
         Raises:
             RestartError: "rank-lost", another rank is gone.
@@ -117,28 +120,28 @@ class World:
         before = torch.stack([flat_N.sum(dtype=torch.float64), flat_N.abs().sum(dtype=torch.float64)])
         self._reduce(flat_N)
         after = flat_N.sum(dtype=torch.float64)
-        here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # no wait, as an assignment is
+        here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # an assignment would synchronise
         numbers = torch.cat([before, after.reshape(1), here, place, votes_K])
         self._reduce(numbers)
         sent, magnitude, arrived, present, places = numbers[:NUM_CHECKS].unbind()
         far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude
         lost = arrived.isfinite() != sent.isfinite()
         elsewhere = (present != self.size) | (places != self.size * float(stamp))
-        # an overflow, which the finite check finds, is no fault of the sum
+        # an overflow is no fault of the sum; the finite check finds it
         return Summed((far | lost | elsewhere).to(torch.float32), numbers[NUM_CHECKS:])
 
     @torch.no_grad()
     def agree(
         self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, stamp: int
     ) -> Agreed:
-        """Add up gradients, and decide together what becomes of the update; waits for nothing on a GPU.
+        """Sum the gradients and decide together about the update. Does not synchronise on a GPU.
 
         Args:
             flat_N: see ``sum_``.
-            blocked: float32 0-d, 0 or 1: this rank's gradients may not be used.
-            loss: its weighted loss.
-            losses_B: of its samples, as many as it has.
-            stop: it was asked to stop.
+            blocked: float32 0-d, 0 or 1: this rank's gradients must not be used.
+            loss: this rank's weighted loss.
+            losses_B: losses of this rank's samples.
+            stop: this rank was asked to stop.
             stamp: see ``sum_``.
 
         Raises:
@@ -154,17 +157,17 @@ class World:
         return Agreed(torch.maximum(anybody, summed.wrong), summed.wrong, *summed.votes_K[1:].unbind())
 
     def _nothing(self, like: Tensor) -> Tensor:
-        if self._zero is None:  # made once: a step of one that is alone costs nothing here
+        if self._zero is None:  # made once, so that a single process pays nothing per step
             self._zero = torch.zeros((), device=like.device)
         return self._zero
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
-        """What every rank says, in their order; nobody goes on before all have spoken.
+        """Exchange texts: return those of all ranks in rank order, after every rank has sent its own.
 
         Args:
-            what: what it is about; all ranks have to ask the same in the same order.
-            text: what this rank says.
-            limit_s: how long the others are waited for; None: as long as they live.
+            what: the subject; all ranks have to exchange the same subjects in the same order.
+            text: this rank's text.
+            limit_s: how long to wait for the others; None: as long as they live.
 
         Raises:
             RestartError: "rank-lost".
@@ -184,7 +187,7 @@ class World:
             return [self._store.get(key).decode("utf-8") for key in keys]
 
     def first(self, what: str, action: Callable[[], None]) -> None:
-        """Have rank 0 do something; the others wait until it has done it.
+        """Run ``action`` on rank 0; the others wait for it.
 
         Raises:
             RestartError: "rank-lost".
@@ -194,7 +197,7 @@ class World:
         self.exchange(what, limit_s=None)
 
     def in_turn(self, what: str, action: Callable[[], Made]) -> Made:
-        """Have rank 0 do something first, and then the others, who find what it has left; what each of them has made.
+        """Run ``action`` on rank 0, then on the other ranks, which find its results; return this rank's result.
 
         Raises:
             RestartError: "rank-lost".
@@ -204,11 +207,11 @@ class World:
         return made[0] if made else action()
 
     def require_same(self, what: str, facts: Mapping[str, str]) -> None:
-        """Refuse to train where ranks are not about the same thing.
+        """Refuse to train if ranks differ.
 
         Args:
             what: "recipe", "data", ... for the error.
-            facts: name -> value; both are shown where they differ.
+            facts: name -> value; differing values are shown.
 
         Raises:
             UserError: "ranks-differ", on every rank.
@@ -226,16 +229,16 @@ class World:
                 "ranks-differ",
                 f"The {self.size} processes do not train the same: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
-                fix="Give every process the same recipe, pictures, base model, run directory and versions; then start "
+                fix="Give every process the same recipe, images, base model, run directory and versions; then start "
                 "all of them again.",
             )
 
     def require_in_step(self, weights: str, updates: int) -> None:
-        """Before anything is written: every rank's guard has passed, and all hold the same weights.
+        """Check before writing that every rank's guard has passed and all ranks hold the same weights.
 
         Args:
-            weights: a digest of this rank's.
-            updates: that it has made.
+            weights: a digest of this rank's weights.
+            updates: number of updates of this rank.
 
         Raises:
             TransferError: "ranks-parted".
@@ -253,7 +256,7 @@ class World:
             )
 
     def close(self) -> None:
-        """Leave, all together: who goes first takes the store with it."""
+        """Leave the group together; rank 0 leaves last, because the store ends with it."""
         if self._store is not None:
             from torch import distributed
 
@@ -280,17 +283,17 @@ class World:
 
 
 def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, timeout_s: float = TIMEOUT_S) -> World:
-    """Meet the other ranks; nothing of ``torch.distributed`` is touched by one that is alone.
+    """Join the process group. A single process does not touch ``torch.distributed``.
 
     Args:
-        me: which rank this is.
-        device: what it trains on; already the current one.
+        me: this rank.
+        device: the training device; already the current one.
         beat: see ``World``.
-        timeout_s: how long the others are waited for, also in a sum.
+        timeout_s: how long to wait for the others, also in a sum.
 
     Raises:
-        MachineError: this PyTorch cannot, or the others do not come.
-        UserError: some train on a GPU and some on the CPU.
+        MachineError: this PyTorch lacks torch.distributed, or the others do not come.
+        UserError: some ranks train on a GPU and some on the CPU.
     """
     if me.size == 1:
         return World()
@@ -304,7 +307,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             fix="Leave --gpus out. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
-    library: Any = distributed  # some of its public names are not in its __all__
+    library: Any = distributed  # some public names are missing in its __all__
     backend = "nccl" if nccl else "gloo"
     waiting = timedelta(seconds=timeout_s)
     with _others("their start"):
@@ -313,7 +316,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     ours = library.PrefixStore(f"lora_rocm/{me.start}", store)
     staged = device.type == "cuda" and not nccl
     world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
-    # those that differ would wait for each other
+    # ranks with different backends would wait for each other
     world.require_same("the device", {"runtime.device": device.type, "backend": backend})
     with _others("their start"):
         distributed.init_process_group(
@@ -329,7 +332,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
 
 @contextmanager
 def _others(what: str) -> Iterator[None]:
-    """Errors of torch.distributed are RuntimeErrors, and say that somebody else is gone."""
+    """Translate torch.distributed's RuntimeErrors, which mean that another rank is gone."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Errors of torch as errors that a user can read, and how a process leaves after one."""
+"""Translates torch's errors into errors for users, and lets a process exit safely after one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ NO_DEVICE_MEMORY = (
     "miopenStatusAllocFailed",
     "rocblas_status_memory_error",
 )
-"""What a GPU that is full says where it is no torch.OutOfMemoryError: pinned memory, and libraries that take their
-workspace themselves (their status codes; TheRock#1708 for how torch words them)."""
+"""Messages of a full GPU that are no torch.OutOfMemoryError: from pinned memory, and from libraries that allocate their
+workspace themselves (their status codes; TheRock#1708 has torch's wording).
+"""
 
 NO_HOST_MEMORY = (
     "DefaultCPUAllocator",
@@ -35,11 +36,12 @@ NO_HOST_MEMORY = (
     "std::bad_alloc",
     "could not create a memory object",
 )
-"""What torch's RuntimeError says when main memory cannot be had (c10/core/impl/alloc_cpu.cpp; "Invalid buffer size" on
-Macs; the last is oneDNN's)."""
+"""Messages of torch's RuntimeError if main memory runs out (c10/core/impl/alloc_cpu.cpp; "Invalid buffer size" on Macs;
+the last is oneDNN's).
+"""
 
 ONEDNN_FULL = "could not create a primitive"
-"""The whole of what oneDNN says where there is no room for a kernel; seen under a limit on the process's memory."""
+"""oneDNN's whole message if there is no memory for a kernel; observed under a process memory limit."""
 
 DEVICE_FAULTS = (
     "HIP error",
@@ -54,28 +56,28 @@ DEVICE_FAULTS = (
     "miopenStatusInternalError",
     "miopenStatusUnknownError",
 )
-"""What says that the GPU, its driver or a kernel failed. The first two begin every error of the runtime."""
+"""Messages of a failed GPU, driver or kernel. The first two begin every runtime error."""
 
 NO_FAULTS = (
-    "captur",  # all that CUDA and HIP say of what a graph cannot hold; nothing has run
+    "captur",  # operations that a graph cannot capture; nothing has run
     "no kernel image is available",
     "invalid device function",
     "capable device is detected",
     "driver version is insufficient",
     "invalid device ordinal",
 )
-"""Errors of the runtime that come again at every start: this torch and this GPU do not belong together."""
+"""Runtime errors that recur at every start, because this torch does not fit this GPU."""
 
 SETTLE_S = 30.0
 
 
 def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmError:
-    """Any error as one that a user can read.
+    """Translate any error into one for users.
 
     Args:
-        error: what was met.
-        place: the file or folder to name where an operating-system error names none.
-        otherwise: what to say of an error that is not known.
+        error: the caught error.
+        place: the file or folder to name if an operating-system error names none.
+        otherwise: the error to use if ``error`` is unknown.
     """
     if isinstance(error, LoraRocmError):
         return error
@@ -109,7 +111,7 @@ def out_of_memory(error: BaseException) -> RestartError | None:
 def device_fault(error: BaseException) -> RestartError | None:
     """The error to show where the GPU reported a fault, or is lost; None where it was something else.
 
-    After it nothing on the device can be used by this process any more: only a new start helps.
+    Afterwards this process cannot use the device any more; only a new start helps.
     """
     if out_of_memory(error) is not None or not _says(error, DEVICE_FAULTS) or _says(error, NO_FAULTS):
         return None
@@ -123,9 +125,9 @@ def device_fault(error: BaseException) -> RestartError | None:
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait for what the GPU still does: on Windows a process that leaves before hangs for ever (pytorch#160759).
+    """Wait for the GPU's pending work: on Windows a process that exits before hangs for ever (pytorch#160759).
 
-    In a thread and not for ever: a GPU that hangs, or is lost, may never answer.
+    It waits in a thread and for a limited time, because a hung or lost GPU may never answer.
     """
     if torch.cuda.is_initialized():
         waiter = threading.Thread(target=_synchronize, daemon=True, name="settle")
@@ -134,12 +136,12 @@ def settle(limit_s: float = SETTLE_S) -> None:
 
 
 def _synchronize() -> None:
-    with contextlib.suppress(RuntimeError):  # the error that this process leaves for; it has been told
+    with contextlib.suppress(RuntimeError):  # the error has already been reported
         torch.cuda.synchronize()
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    """Whether an error of torch (all of them are RuntimeErrors) has any of the words in it."""
+    """Whether an error of torch (a RuntimeError) contains any of the texts."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

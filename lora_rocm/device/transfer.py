@@ -1,11 +1,11 @@
-"""The only door between host and device, and the check of what went through it.
+"""The only path between host and device, and the check of all data on it.
 
-A fingerprint is one int64 a sample: the wrap-around sum of the sample's bytes, read as integer words, each times an odd
-weight that depends on its position. An odd weight times a changed power of two is never 0 mod 2**64, so one flipped bit
-is always seen; weights that are hashed, not linear, in the position make moved tiles and shifted rows visible too. It
-compares bytes: NaN, -0 and an all-zero tensor need no special case.
+A fingerprint is one int64 per sample: the wrap-around sum of the sample's integer words, each times an odd weight that
+depends on its position. An odd weight times a changed power of two is never 0 mod 2**64, so one flipped bit is always
+detected. The weights are hashes of the position, not linear, so moved tiles and shifted rows are detected too. Bytes
+are compared: NaN, -0 and an all-zero tensor need no special case.
 
-Silent zeros, stale and garbled copies are real on ROCm: TheRock#8379, legacy-rocm-build#6123, ROCm#6603.
+Silent zeros, stale and garbled copies occur on ROCm: TheRock#8379, legacy-rocm-build#6123, ROCm#6603.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
-CHUNKS_AT_ONCE = 4  # of a weight that is compared: 32 MiB of products
+CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
-"""The ladder: a failed batch is sent again by the next method. On a host without pinning it starts at "unpinned"."""
+"""The methods in order: a failed batch is sent again with the next one. A host without pinning starts at "unpinned"."""
 
 _weights: dict[torch.device, Tensor] = {}
 
 
 def fingerprint(tensor_B: Tensor) -> Tensor:
-    """Fingerprint of each sample, on the device where the tensor lies.
+    """The fingerprint of each sample, computed on the tensor's device.
 
     Args:
         tensor_B: any dtype, first dimension B.
 
     Returns:
-        int64 of shape [B]; the same on every device, for the same bytes.
+        int64 [B]; equal bytes give equal fingerprints on every device.
     """
     words_BN = _words(tensor_B)
-    return (words_BN * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)  # in int64, as the weights
+    return (words_BN * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)  # int64, as the weights
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
-    """Fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
+    """The fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
     words_N = _words(tensor.reshape(1, -1))[0]
     chunk = CHUNK_BYTES // words_N.element_size()
     if words_N.numel() <= chunk:
         return fingerprint(words_N[None])[0]
     full = words_N.numel() // chunk * chunk
-    at_once = CHUNKS_AT_ONCE if words_N.is_cuda else 1  # launches cost time there, and memory's pages here
+    at_once = CHUNKS_AT_ONCE if words_N.is_cuda else 1  # launches are slow on the GPU, page faults on the CPU
     parts = [fingerprint(rows_RN) for rows_RN in words_N[:full].view(-1, chunk).split(at_once)]
     parts.append(fingerprint(words_N[full:][None]))
     return fingerprint(torch.cat(parts)[None])[0]
 
 
 def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
-    """``whole_fingerprint`` of each tensor, xor-ed with the salt: int64 [K]. The salt is as for ``salted``."""
+    """``whole_fingerprint`` of each tensor, xor-ed with the salt (see ``salted``): int64 [K]."""
     return torch.stack([whole_fingerprint(tensor) for tensor in tensors]) ^ salt
 
 
 def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
-    """Fingerprints, each xor-ed with a number that depends on the salt and on its place.
+    """Fingerprints, each xor-ed with a number that depends on the salt and its position.
 
     Args:
         fingerprints_KB: int64.
@@ -73,7 +73,7 @@ def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
 
 
 def _words(tensor_B: Tensor) -> Tensor:
-    """The bytes of each sample as integer words, the widest that divide a sample's size (at most 4 bytes)."""
+    """The bytes of each sample as integer words of at most 4 bytes, the widest that divide the sample's size."""
     flat_BN = tensor_B.detach().contiguous().reshape(tensor_B.shape[0], -1)
     sample_bytes = flat_BN.shape[1] * flat_BN.element_size()
     word_bytes = next(size for size in WORD_DTYPES if sample_bytes % size == 0)
@@ -81,7 +81,7 @@ def _words(tensor_B: Tensor) -> Tensor:
 
 
 def _position_weights(count: int, device: torch.device) -> Tensor:
-    """Odd int64 weights [count]: a hash of the position (xor-shift and multiply, as in splitmix64); kept per device."""
+    """Odd int64 weights [count] that hash the position (xor-shift and multiply, as in splitmix64); cached."""
     known = _weights.get(device)
     if known is None or known.numel() < count:
         mixed_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
@@ -92,15 +92,15 @@ def _position_weights(count: int, device: torch.device) -> Tensor:
 
 
 def position_table(device: torch.device) -> Tensor:
-    """What a device's fingerprints are made with now: who captures one in a graph has to keep it alive."""
+    """The device's current weight table. A captured graph reads it, so its owner has to keep it alive."""
     return _position_weights(1, device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
-    """One copy from host to device by one rung of the ladder. ``tensor`` is on the CPU."""
+    """Copy a CPU tensor to the device with one method."""
     if method == "pinned":
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(device, non_blocking=True)  # the host allocator keeps the buffer until the copy's event
+        return pinned.to(device, non_blocking=True)  # the host allocator keeps the buffer until the copy is done
     if method == "unpinned":
         return (tensor.clone() if tensor.is_pinned() else tensor).to(device)
     private = tensor.contiguous().clone()
@@ -118,13 +118,13 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own, also of a tensor that is on the CPU already."""
+    """A copy in its own memory, also of a tensor that is already on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a tensor was on the host when it was sent."""
+    """Dtype and fingerprint that a tensor had on the host when it was sent."""
 
     dtype: torch.dtype
     fingerprint: int
@@ -132,12 +132,12 @@ class Sent:
 
 @dataclass
 class Clock:
-    """Two intervals of one ``send``: the copies and the check. Read later, when the device is past them."""
+    """The durations of one ``send``: copies and check. Read it later, when the device has finished them."""
 
     marks: list[torch.cuda.Event | float]
 
     def seconds(self) -> tuple[float, float]:
-        """(copy_s, check_s); on a GPU device time between events, gaps between launches included."""
+        """(copy_s, check_s). On a GPU it is device time between events, including gaps between launches."""
         a, b, c = self.marks
         if isinstance(a, float):
             return b - a, c - b  # type: ignore[operator]
@@ -145,16 +145,16 @@ class Clock:
 
 
 class DeviceTransfer:
-    """Sends batches, keeps the verdict on the device, climbs the ladder.
+    """Sends batches, keeps the verdict on the device, and changes the method after failures.
 
-    ``first`` is where the ladder begins; auto: at pinned copies, or at unpinned ones where ``pin`` is false.
+    ``first`` is the first method; auto: "pinned", or "unpinned" if ``pin`` is false.
 
     Attributes:
-        bad: float32 0-d on the device; becomes 1 when anything sent since ``clear`` arrived changed. Always the same
-            tensor, so that a captured graph may read it.
-        frozen: name -> (tensor on the device, fingerprint of what was sent) of all that must never change again.
-        base: name -> what it was on the host, of all frozen parameters, also of those that stay there.
-        checks, failures: samples' tensors checked, and updates refused, since the start.
+        bad: float32 0-d on the device; 1 once anything sent since ``clear`` arrived changed. Always the same tensor, so
+            that a captured graph may read it.
+        frozen: name -> (tensor on the device, fingerprint sent) of all tensors that must never change.
+        base: name -> ``Sent`` of all frozen parameters, including those that stay on the host.
+        checks, failures: tensors checked and updates refused since the start.
     """
 
     def __init__(
@@ -183,21 +183,21 @@ class DeviceTransfer:
 
     @property
     def resending(self) -> bool:
-        """A batch failed and has not yet arrived well."""
+        """Whether a batch failed and has not yet arrived intact."""
         return self._rung != self._base_rung
 
     def send(
         self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Clock]:
-        """Copy a micro-batch to the device and compare there what arrived with what was meant.
+        """Copy a micro-batch to the device and compare it there with its fingerprints.
 
-        The expected values travel the same road, so each is xor-ed with a number that changes with every send and from
-        place to place, and reaches the device as a kernel argument: data and fingerprints that are both stale, both
-        zeroed, or both exchanged with their neighbours do not agree.
+        The expected fingerprints are copied the same way. So each is xor-ed with a number that changes with every send
+        and with its position, and that reaches the device as a kernel argument: data and fingerprints that are both
+        stale, both zeroed, or both exchanged with their neighbours do not match.
 
         Args:
             tensors: CPU tensors, first dimension B.
-            fingerprints: for each of them int64 [B], made when the sample was cached (not from the tensor at hand).
+            fingerprints: for each of them int64 [B], computed when the sample was cached (not from this tensor).
         """
         salt = self.next_salt()
         names = list(tensors)
@@ -211,20 +211,20 @@ class DeviceTransfer:
         return arrived, Clock([start, copied, self._mark()])
 
     def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
-        """Set ``bad`` where what arrived is not what was meant. Waits for nothing, so it may be captured in a graph.
+        """Set ``bad`` if the tensors do not match. It does not synchronise, so a graph can capture it.
 
         Args:
             arrived: K tensors on the device, first dimension B.
             expected_KB: ``salted`` fingerprints, on the device.
-            salt: that of this send; for a graph a tensor, filled anew (``fill_``) before each replay.
+            salt: the salt of this send; for a graph a tensor, refilled (``fill_``) before each replay.
         """
         found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
     def send_parameters(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
-        """Move a whole module, parameter by parameter, each compared with its bytes on the host before it is used.
+        """Move a module parameter by parameter; each is compared with its bytes on the host before use.
 
-        Tensors whose ``id`` is in ``staying`` are left where they are.
+        Tensors whose ``id`` is in ``staying`` are not moved.
 
         Raises:
             TransferError: a parameter did not arrive by any method.
@@ -241,10 +241,10 @@ class DeviceTransfer:
                 self.base[name] = Sent(tensor.dtype, expected)
 
     def changed(self, fingerprints: Callable[[Sequence[Tensor], int], Tensor] = whole_fingerprints) -> list[str]:
-        """Names of the frozen tensors whose bytes on the device are not those that were sent; one wait for all."""
+        """Names of the frozen tensors whose bytes on the device have changed; synchronises once."""
         if not self.frozen:
             return []
-        salt = self.next_salt()  # so that an answer of the time before is no answer
+        salt = self.next_salt()  # so that an old result cannot pass
         found_K = fingerprints([tensor for tensor, _ in self.frozen.values()], salt)
         wanted_K = [expected ^ salt for _, expected in self.frozen.values()]
         self.checks += len(wanted_K)
@@ -252,10 +252,10 @@ class DeviceTransfer:
         return [name for name, found, wanted in pairs if found != wanted]
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
-        """Copy one tensor, wait for its verdict, and climb the ladder here and now (weights, restored state).
+        """Copy one tensor and wait for its verdict, trying all methods at once (weights, restored state).
 
-        With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it:
-        of one tensor at a time, so that a model never lies in memory twice.
+        With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it.
+        Only one tensor at a time is copied, so a model is never in memory twice.
         """
         return self._sent(tensor, name)[0]
 
@@ -272,7 +272,7 @@ class DeviceTransfer:
         raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
 
     def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host of tensors on the device, each compared with what lies there; a bad one is read again.
+        """Copies on the host of tensors on the device, each compared with its original; a bad copy is repeated.
 
         Raises:
             TransferError: a tensor did not come back unchanged.
@@ -298,17 +298,19 @@ class DeviceTransfer:
         return received
 
     def clear(self) -> None:
-        """Forget the verdict; the next update starts clean."""
+        """Reset the verdict; the next update starts clean."""
         self.bad.zero_()
 
     def succeeded(self) -> None:
         self._rung = self._base_rung
 
     def failed(self, what: str) -> None:
-        """A batch arrived changed: clear the verdict and take the next rung; stay lower after three failures.
+        """Handle a batch that arrived changed: clear the verdict and take the next method.
+
+        After three failures of the first method the next one becomes the first.
 
         Raises:
-            TransferError: there is no rung left.
+            TransferError: no method is left.
         """
         self.failures += 1
         self.clear()
@@ -330,7 +332,7 @@ class DeviceTransfer:
         )
 
     def next_salt(self) -> int:
-        """An odd number below 2**63 that was not used before."""
+        """An unused odd number below 2**63."""
         self._sends += 1
         return ((2 * self._sends + 1) * 0x9E3779B97F4A7C15) % 2**63
 

@@ -1,1 +1,1 @@
-"""What is wrong with this machine, in order of harm, and what cures it."""
+"""Finds problems of this machine, ordered by harm, and their remedies."""

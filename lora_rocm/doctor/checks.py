@@ -1,4 +1,4 @@
-"""The table of checks, and what they say about a machine, the most harmful first."""
+"""The table of checks, and their findings about a machine, ordered by harm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_rocm.hardware.gpu_select import Selection, select
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
-# Inside a level findings come in this order: what the rest stands on first.
+# The order of findings within a level: foundations first.
 CHECKS: dict[str, Check] = {
     **LINUX_CHECKS,
     **SOFTWARE_CHECKS,
@@ -36,17 +36,17 @@ CHECKS: dict[str, Check] = {
 
 
 def findings(situation: Situation, plan: EnvPlan) -> tuple[Finding, ...]:
-    """What the checks say, in order of harm."""
+    """The findings of all checks, ordered by harm."""
     seen = as_intended(situation)
     found = [finding for check in CHECKS.values() if (finding := check(seen, plan)) is not None]
     return tuple(finding for level in LEVELS for finding in found if finding.level == level)
 
 
 def as_intended(situation: Situation) -> Situation:
-    """With the GPU selected that this machine's training should use, whatever torch is there now.
+    """The situation with the GPU that training on this machine should use, whatever torch is installed.
 
-    A CUDA torch hides the AMD GPU that it cannot use from ``select``; and where another vendor's card or the CPU does
-    the work, what holds for an AMD GPU beside it does not matter.
+    A CUDA torch hides an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU is used, findings about
+    an AMD GPU beside it do not matter.
     """
     facts, environ = situation.facts, situation.environ
     try:

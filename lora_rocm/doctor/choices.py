@@ -1,4 +1,4 @@
-"""What was chosen: the GPU among several, the user's variables, what the owner's rules replace, and what they are."""
+"""Findings about choices: the GPU among several, the user's variables, and values replaced by the owner's rules."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Several GPUs worth training on together, where nothing can connect them."""
+    """Several equal GPUs, but no RCCL to train on them together."""
     gpu, facts = situation.gpu, situation.facts
     cards = [card for card in facts.amd_gpus if gpu is not None and card.gfx == gpu.gfx]
     if gpu is None or len(cards) < 2 or (facts.system != "windows" and gpu.gfx not in NO_RCCL):
@@ -131,7 +131,7 @@ def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
     row = next((row for row in plan.rows if row.rule.startswith("owner-gfx1151")), None)
-    if row is None or row.replaced is not None:  # that finding says the same
+    if row is None or row.replaced is not None:  # reported by another finding
         return None
     windows = situation.facts.system == "windows"
     known = "Windows does not read it" if windows else "on Linux it is the card's own version and changes nothing"

@@ -1,6 +1,6 @@
-"""``lora-rocm doctor``: what is wrong with a machine, the most harmful first, and what cures it.
+"""``lora-rocm doctor``: problems of a machine, ordered by harm, and their remedies.
 
-A machine about which there are only notes is healthy: one line on standard output. Progress goes to standard error.
+A machine with notes only is healthy and gets one line on standard output. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ JSON_FORMAT = 1
 
 
 def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, quick: bool) -> int:
-    """Examine this machine, or a recorded one, and print what was found.
+    """Examine this machine, or a recorded one, and print the findings.
 
-    The GPU is tested too, unless ``quick``, on a recorded machine, or where something else breaks first.
+    The GPU is tested too, unless ``quick`` is set, the machine is a recorded one, or another finding breaks training.
 
     Returns:
-        0, or 3 where something of level "breaks" was found.
+        0, or 3 if there is a finding of level "breaks".
 
     Raises:
-        UserError: the file of facts is none.
-        StorageError: the report cannot be written there.
+        UserError: the facts file is invalid.
+        StorageError: the report cannot be written.
     """
     live = facts_path is None
     situation = situation_here(deep=True) if facts_path is None else situation_here(facts=load_facts(facts_path))
@@ -64,7 +64,7 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
 
 
 def as_data(situation: Situation, env_plan: EnvPlan, found: tuple[Finding, ...]) -> dict[str, Any]:
-    """What ``--json`` prints; the keys are frozen by a test, new ones raise ``format``."""
+    """The output of ``--json``. A test freezes the keys; new ones raise ``format``."""
     return {
         "format": JSON_FORMAT,
         "lora_rocm": __version__,
@@ -83,7 +83,7 @@ def _breaks(found: tuple[Finding, ...]) -> bool:
 
 
 def _tested(situation: Situation) -> tuple[Situation, tuple[Finding, ...]]:
-    """The situation with a new verdict; or as it was, and why the test could not be made."""
+    """The situation with a new verdict; or unchanged, with a finding that says why the test could not run."""
     try:
         return replace(situation, verdict=self_test(situation, _say)), ()
     except LoraRocmError as error:
@@ -100,7 +100,7 @@ def _tested(situation: Situation) -> tuple[Situation, tuple[Finding, ...]]:
 
 
 def _tested_on(situation: Situation) -> str:
-    """The day of the stored verdict ("2026-11-21"); empty where there is none."""
+    """The day of the stored verdict ("2026-11-21"); empty without one."""
     if situation.verdict is None:
         return ""
     try:
@@ -111,7 +111,7 @@ def _tested_on(situation: Situation) -> str:
 
 
 def _with_own_python(line: str) -> str:
-    """Commands for pip, with the Python that runs this program where it can be written without quotes."""
+    """A pip command with the Python of this program, if its path needs no quotes."""
     start = "python -m pip "
     if not line.startswith(start) or " " in sys.executable:
         return line
@@ -119,6 +119,6 @@ def _with_own_python(line: str) -> str:
 
 
 def _say(text: str) -> None:
-    """Progress, on standard error: standard output is the result."""
+    """Report progress on standard error, because standard output is the result."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

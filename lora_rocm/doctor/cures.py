@@ -1,7 +1,7 @@
-"""Cures as lines that can be typed as they stand: by distribution, operating system and shell. Data, and who reads it.
+"""Remedies as lines to type, by distribution, operating system and shell.
 
-Lines that are sentences end with a full stop; commands do not. Kernel parameters are written at the end of the line
-that holds them, because of two values the kernel takes the last.
+Sentences end with a full stop; commands do not. Kernel parameters are appended to the command line, because the kernel
+takes the last of two values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_rocm.rules.rule import Situation
 
 REPORT = "lora-rocm doctor --report machine.md"
 KNOWN = "Known: "
-"""Begins a sentence about what is known to be wrong with a cure."""
+"""Starts a sentence about a known fault of a remedy."""
 RESTART = "Restart the machine."
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "suse": ("opensuse", "opensuse-leap", "opensuse-tumbleweed", "opensuse-slowroll", "sles", "sled"),
     "ostree": ("bazzite", "silverblue", "kinoite", "aurora", "bluefin"),
 }
-"""IDs of os-release by the tools that these distributions share."""
+"""IDs of os-release, grouped by the tools of the distributions."""
 
 GRUB_DEFAULTS = r"""sudo sed -i 's/^\(GRUB_CMDLINE_LINUX_DEFAULT="[^"]*\)"/\1 {parameter}"/' /etc/default/grub"""
 KERNEL_PARAMETER: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ DEBIAN_CODENAMES = {"12": "bookworm", "13": "trixie", "14": "forky"}
 
 
 def family(facts: HostFacts) -> str:
-    """Which tools the distribution has; empty where it is none of those known here."""
+    """The key of ``FAMILIES`` for the distribution; empty if it is unknown."""
     name = facts.linux.distribution if facts.linux is not None else ""
     return next((family for family, names in FAMILIES.items() if name in names), "")
 
@@ -88,7 +88,7 @@ def kernel_parameter(facts: HostFacts, parameter: str) -> tuple[str, ...]:
 
 
 def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
-    """Lines that bring the distribution's newest kernel; ``wanted`` says which is good."""
+    """Lines that install the distribution's newest kernel; ``wanted`` names a good version."""
     lines = KERNEL.get(family(facts), ("Install a newer kernel with the tools of your distribution.",))
     version = facts.linux.distribution_version if facts.linux is not None else ""
     lasting = re.fullmatch(r"[0-9][02468]\.04", version) is not None
@@ -108,7 +108,7 @@ def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
 
 
 def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
-    """Lines that remove variables from this shell and from where they come back from."""
+    """Lines that remove variables from this shell and find the files that set them."""
     if situation.facts.system == "windows":
         lines = [f'reg delete "HKCU\\Environment" /v {name} /f' for name in names]
         return (*lines, "Then open a new window. (Not found there: it is a system variable; remove it in sysdm.cpl.)")
@@ -126,7 +126,7 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def install_torch(situation: Situation) -> tuple[str, ...]:
-    """Lines that put the right torch into this environment; empty where there is none for this machine."""
+    """Lines that install the right torch into this environment; empty if this machine has none."""
     try:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:
@@ -134,9 +134,9 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
     index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
     install = installer(windows)
-    if situation.facts.torch is not None:  # the installer replaces one that is there only when it is told to
+    if situation.facts.torch is not None:  # the installer replaces a present torch only if told to
         install += " --repair" if windows else " ARGS=--repair"
-    # Not --force-reinstall: an index of torch need not host what torch depends on.
+    # Not --force-reinstall: torch's index may lack torch's dependencies.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
     commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
     known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
@@ -144,7 +144,7 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
-    """Lines that put a torch for the CPU into this environment."""
+    """Lines that install a torch for the CPU into this environment."""
     if facts.system == "windows":
         return (f'cmd /c "set {wheels.INDEX_VARIABLE}=cpu&& scripts\\windows\\install.bat --repair"',)
     return (f"{wheels.INDEX_VARIABLE}=cpu make install ARGS=--repair",)
@@ -156,5 +156,5 @@ def uninstall(package: str) -> tuple[str, ...]:
 
 
 def upgrade(requirement: str) -> tuple[str, ...]:
-    """Lines that bring a Python package to a version, and leave torch alone."""
+    """Lines that bring a Python package to a version without changing torch."""
     return (f'python -m pip install --upgrade --no-deps "{requirement}"',)

@@ -1,4 +1,4 @@
-"""One finding: what was read, what it does to training, and the exact cure."""
+"""A finding: the evidence, its effect on training, and the exact remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = ("breaks", "harms", "slows", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """``cure``: lines that can be typed or done as they stand, for this OS, shell and distribution."""
+    """One finding. ``cure``: lines to type or do as they are, for this system, shell and distribution."""
 
     id: str
     level: Level

@@ -1,4 +1,4 @@
-"""What the kernel log of this boot says about the GPU, as findings."""
+"""Findings from this boot's kernel log about the GPU."""
 
 from __future__ import annotations
 

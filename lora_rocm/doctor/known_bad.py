@@ -1,6 +1,6 @@
-"""Drivers, kernels and firmware that are known to be bad: rows with ranges, and the one function that reads them.
+"""Known bad drivers, kernels and firmware: a table of version ranges, and the function that reads it.
 
-Sources are the reports named in each row; nothing of it was seen by us.
+The source of each row is the report it names; nothing was reproduced by this project.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cure = Callable[[Situation], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Bad:
-    """One range: ``low`` <= version < ``below``. Of rows about one ``subject`` only the first that holds is told."""
+    """One range: ``low`` <= version < ``below``. Of the rows about one ``subject`` only the first match is reported."""
 
     id: str
     subject: str
@@ -37,11 +37,11 @@ class Bad:
     source: str
     distributions: tuple[str, ...] = ()
     eased_by: str = ""
-    """A variable of the plan that makes it bearable."""
+    """A planned variable that mitigates it."""
 
 
 def kernel(situation: Situation) -> str | None:
-    """As ``uname -r`` says."""
+    """The kernel version (``uname -r``); None on other systems."""
     return situation.facts.linux.kernel if situation.facts.linux else None
 
 
@@ -56,7 +56,7 @@ def _firmware_date(situation: Situation) -> str | None:
 
 
 def _mes(situation: Situation) -> str | None:
-    """The firmware's number in decimal; "0x83" is how people write it."""
+    """The firmware's version in decimal; people write it as "0x83"."""
     text = situation.gpu.mes_firmware if situation.gpu else None
     return str(int(text, 16)) if text and re.fullmatch(r"(0x)?[0-9a-fA-F]+", text) else None
 
@@ -66,14 +66,14 @@ def _adrenalin(situation: Situation) -> str | None:
 
 
 def _kernel_of_unread_drm(situation: Situation) -> str | None:
-    """The kernel, where it tells the version of amdgpu's interface: the log does not, and no other module is there."""
+    """The kernel version if it decides amdgpu's interface: the log lacks the latter, and no other module is loaded."""
     linux = situation.facts.linux
     own = linux is not None and linux.drm_version is None and linux.amdgpu_version is None
     return kernel(situation) if own else None
 
 
 def _rocm(situation: Situation) -> str | None:
-    """ROCm's own number, which is in the version of a wheel; HIP's third one is a build ("10.0.26301")."""
+    """ROCm's version, from the wheel's version. HIP's third number is a build ("10.0.26301")."""
     torch = situation.facts.torch
     if torch is None or torch.hip is None:
         return None
@@ -239,7 +239,7 @@ BAD: tuple[Bad, ...] = (
         When(systems=("windows",)),
         "harms",
         "Convolutions of this ROCm are known to be wrong on Windows",
-        "pictures are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
+        "images are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
         install_torch,
         "rocm-libraries#3339; TheRock#2458",
     ),

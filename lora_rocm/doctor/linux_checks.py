@@ -1,4 +1,4 @@
-"""Whether this user's programs reach the GPU under Linux and WSL: driver, device files, groups, container, bus."""
+"""Checks whether this user's programs reach the GPU on Linux and WSL: driver, device files, groups, container, bus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_GPU = "no program reaches the GPU: torch sees none, and training cannot start
 
 
 def _native(situation: Situation) -> Linux | None:
-    """Linux with an AMD GPU that this run uses, and not WSL, which has none of these files."""
+    """Linux facts if this run uses an AMD GPU outside WSL, which has none of these files; else None."""
     linux = situation.facts.linux
     return linux if linux is not None and situation.gpu is not None and not linux.wsl else None
 
@@ -116,7 +116,7 @@ def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The driver runs and computes, and yet KFD does not list the run's GPU."""
+    """The driver is loaded and computes, but KFD does not list the run's GPU."""
     linux, gpu = _native(situation), situation.gpu
     if linux is None or gpu is None or gpu.node is not None or gpu.gfx_source == "kfd":
         return None
@@ -188,7 +188,7 @@ def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _unread_words(facts: HostFacts) -> str:
-    """Names of what could not be read, where a missing value says nothing."""
+    """Names of unread facts, whose missing values mean nothing."""
     return "iommu" if any("cmdline" in item.what for item in facts.unread) else ""
 
 

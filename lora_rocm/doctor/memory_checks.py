@@ -1,7 +1,7 @@
-"""Memory of APUs, main memory, swap, shared memory and disk: whether a training run fits.
+"""Checks whether a training run fits: memory of APUs, main memory, swap, shared memory and disk.
 
 Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960
-(amdgpu.gttsize alone does not raise the limit). The thresholds are ours.
+(amdgpu.gttsize alone does not raise the limit). The thresholds are our own.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 COMFORTABLE_BYTES = 16 * GIB
-"""What a LoRA of SDXL takes on the GPU with everything in memory, roughly."""
+"""Rough GPU memory of SDXL LoRA training with everything kept."""
 WORTH_RAISING = 0.75
-"""A limit below this share of what the machine could map is worth a line."""
+"""A limit below this share of the possible one is reported."""
 SMALL_CARVE_OUT_BYTES = 4 * GIB
 LEAST_MEMORY_BYTES = 20 * GIB
-"""Main memory and swap together: a base model is read into it, in float32 at worst."""
+"""Main memory plus swap: a base model is read into it, at worst in float32."""
 FREE_MEMORY_BYTES = 8 * GIB
-"""A base model such as SDXL's is a file of 7 GB that is read into main memory."""
+"""A base model such as SDXL is a file of 7 GB that is read into main memory."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
 OURS = "the limit is our estimate"
 TTM_SOURCE = f"TheRock docs/faq.md; unsloth#7960; {OURS}"
 
 
 def _apu(situation: Situation, system: str) -> Gpu | None:
-    """The run's GPU where it is part of the processor, on this operating system."""
+    """The run's GPU if it is an APU on this operating system, else None."""
     gpu, facts = situation.gpu, situation.facts
     return gpu if gpu is not None and gpu.integrated and facts.system == system and not facts.is_wsl else None
 
 
 def _mappable(situation: Situation, gpu: Gpu) -> int | None:
-    """Bytes of main memory that the APU may map: GTT, or the limit for all GPUs where that is less."""
+    """Bytes of main memory that the APU may map: GTT, or the limit for all GPUs if that is lower."""
     linux = situation.facts.linux
     pages = linux.ttm_pages_limit if linux is not None else None
     known = [size for size in (gpu.gtt_bytes, pages * PAGE_BYTES if pages else None) if size]
@@ -92,7 +92,7 @@ def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Windows: how Variable Graphics Memory divides the memory of an APU."""
+    """Windows: the division of an APU's memory by Variable Graphics Memory."""
     gpu, memory = _apu(situation, "windows"), situation.facts.memory_bytes
     if gpu is None or gpu.vram_bytes is None or memory is None:
         return None
@@ -139,7 +139,7 @@ def _main_memory(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Memory that the machine has and other programs hold."""
+    """Most memory is in use by other programs."""
     facts = situation.facts
     total, free = facts.memory_bytes, facts.memory_available_bytes
     if total is None or free is None or total < 2 * FREE_MEMORY_BYTES or free >= FREE_MEMORY_BYTES:
@@ -169,7 +169,7 @@ def _swap_cure(situation: Situation) -> tuple[str, ...]:
             "In %UserProfile%\\.wslconfig on Windows, below [wsl2]: memory=24GB and swap=32GB.",
             "wsl.exe --shutdown",
         )
-    if family(situation.facts) in ("fedora", "ostree"):  # btrfs, where a plain file cannot be swapped to
+    if family(situation.facts) in ("fedora", "ostree"):  # btrfs, which cannot swap to a plain file
         return ("sudo btrfs filesystem mkswapfile --size 32g /swapfile", "sudo swapon /swapfile")
     make = "sudo fallocate -l 32G /swapfile && sudo chmod 600 /swapfile && sudo mkswap /swapfile"
     return (make, "sudo swapon /swapfile")

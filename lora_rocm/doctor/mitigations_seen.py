@@ -1,4 +1,4 @@
-"""What runs on this machine have learnt and every further one does: a note, for it costs speed or equal bytes."""
+"""A finding about the stored mitigations of this machine: a note, because they cost speed or bit-exactness."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-r"""Removes what is private from texts and facts: paths of a user, names of user and host, tokens, addresses, serials.
+r"""Removes private data from texts and facts: user paths, names of user and host, tokens, addresses, serials.
 
-A report is made from facts that went through here, so nothing later has to be careful. Names are learnt from this
-machine (environment) and from every path that shows one (/home/NAME, C:\Users\NAME), then removed wherever they are a
-word of their own. Rather too much is removed than too little.
+A report is made from redacted facts, so nothing later has to be careful. Names are learnt from this machine's
+environment and from every path that contains one (/home/NAME, C:\Users\NAME), and then removed wherever they occur as
+words. When in doubt, text is removed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ USER_PATHS = (
     rf"{SEPARATOR}(?:run{SEPARATOR})?media{SEPARATOR}({POSIX_NAME})",
     rf"(?<![\w~])~({POSIX_NAME})(?={SEPARATOR})",
 )
-"""Paths that show a user's name; a name has spaces on Windows only."""
+"""Paths that contain a user's name. Names contain spaces on Windows only."""
 SHARE = r"(\\\\(?:[?.]\\UNC\\)?)(?![?.]\\)[^\\/\s;<]+\\"
 OTHER_PATHS = (
     r"(?<![\w/\\])[a-z]:[\\/]+(?!windows\b|program files|program ?data|amd\b)[^;,:\"'<>|()\r\n]+"
     r"|(?<![\w/\\.:<>~%$*-])/(?!(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp|run|boot|var)\b)"
     r"[^\s/:;,\"'<>|()]+/[^\s:;,\"'<>|()]+"
 )
-"""In sentences: paths outside the system's own folders, such as those of recipes and pictures."""
+"""In sentences: paths outside the system's own folders, such as those of recipes and images."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = set(
     "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
     "linux windows ubuntu debian fedora arch archlinux amd nvidia radeon ryzen gpu rocm torch".split()
 )
-"""Names that tell nothing; taken out of paths, left in other texts."""
+"""Names that reveal nothing; removed from paths, kept in other texts."""
 USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")
 HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
@@ -76,7 +76,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\b((?:docker|containerd|libpod|podman|container|pod)[\w]*[-_/: ]+)[0-9a-f]{12,}\b", r"\1<id>"),
     (r"(?-i:\b(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=[\w+-]*\d)[A-Za-z0-9+_-]{40,}={0,2})", SECRET),
 )
-"""What it looks like, and what stands for it. Addresses that begin with a small number may be versions, and stay."""
+"""(pattern, replacement). Addresses that begin with a small number are kept, because they may be versions."""
 PUBLIC_ROOTS = re.compile(
     r"(?:/(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp)(?:/|$)|/var/(?!home)|[a-z]:[\\/]+(?:windows|program files)|"
     r"%\w+%|~|<home>|\.|<)",
@@ -87,14 +87,14 @@ PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
 
 @dataclasses.dataclass(frozen=True)
 class Private:
-    """What to remove: names of users and hosts, and homes as whole paths."""
+    """The data to remove: names of users and hosts, and home folders as whole paths."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
     homes: tuple[str, ...] = ()
 
     def text(self, text: str) -> str:
-        """``text`` without anything private."""
+        """The text without private data."""
         cleaned = _plain(text)
         for home in sorted(self.homes, key=len, reverse=True):
             cleaned = re.sub(_loose_path(home), HOME, cleaned, flags=re.IGNORECASE)
@@ -108,7 +108,7 @@ class Private:
         return _without_names(cleaned, self.hosts, HOST)
 
     def path_list(self, text: str) -> str:
-        """A value that may be a list of paths: those outside the system's own folders go altogether."""
+        """A value that may be a list of paths; paths outside the system's own folders are removed."""
         cleaned = self.text(text)
         if "://" in cleaned:
             return cleaned
@@ -120,7 +120,7 @@ class Private:
         )
 
     def value(self, value: T, name: str = "") -> T:
-        """A dataclass, dict, tuple or text with every text in it cleaned; keys and literals stay."""
+        """A dataclass, dict, tuple or text with every text redacted; keys and literals stay."""
         return self._value(value, name)  # type: ignore[no-any-return]
 
     def _value(self, value: Any, name: str) -> Any:
@@ -138,11 +138,11 @@ class Private:
 
 
 LITERALS = ("system", "vendor", "gfx", "gfx_source", "arch_source", "arch_list", "status", "smart_app_control")
-"""Fields that hold words of ours."""
+"""Fields that hold our own words."""
 
 
 def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> Private:
-    """What is private on a machine: from its variables, its host name, and the paths in ``texts``."""
+    """The private data of a machine, from its variables, its host name, and the paths in ``texts``."""
     users = {environ.get(name, "") for name in USER_VARIABLES}
     hosts = {environ.get(name, "").strip("\\") for name in HOST_VARIABLES} | {node, node.partition(".")[0]}
     homes = {environ[name] for name in HOME_VARIABLES if len(environ.get(name, "")) > 3}
@@ -157,7 +157,7 @@ def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> P
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in nested dataclasses, dicts and lists."""
+    """All texts in nested dataclasses, dicts and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -174,11 +174,11 @@ def texts_in(value: Any) -> Iterator[str]:
 def _telling(names: Iterable[str]) -> Iterator[str]:
     for name in map(_plain, names):
         if len(name) >= 2 and name.lower() not in COMMON_NAMES and not name.startswith(("<", "wsl")):
-            yield from {name, name.upper(), name.lower(), name.casefold()}  # one letter may be two in capitals
+            yield from {name, name.upper(), name.lower(), name.casefold()}  # upper case may turn one letter into two
 
 
 def _plain(text: str) -> str:
-    """Composed letters, and percent-encoding undone where it is UTF-8."""
+    """The text in NFC, with percent-encoding decoded if it is UTF-8."""
     for _ in range(3):
         if not re.search(r"%[0-9a-fA-F]{2}", text):
             break
@@ -203,12 +203,12 @@ def _to_home(found: re.Match[str]) -> str:
 
 
 def _loose_path(path: str) -> str:
-    """The path with either separator, single or doubled."""
+    """A pattern for the path with either separator, single or doubled."""
     return SEPARATOR.join(re.escape(part) for part in re.split(SEPARATOR, path.rstrip("\\/"))) + r"(?![^\W_])"
 
 
 def _without_names(text: str, names: Iterable[str], instead: str) -> str:
-    """Names that are words of their own; an underscore ends a word, too."""
+    """Replace names that are words of their own. An underscore ends a word too."""
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text, flags=re.IGNORECASE)
     return text

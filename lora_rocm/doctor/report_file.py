@@ -1,4 +1,4 @@
-"""The file that a user attaches to a bug report: one Markdown text, with nothing private in it."""
+"""The Markdown file that a user attaches to a bug report, without private data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Paths of the user, names of user and host, tokens and addresses were taken out. 
 
 
 def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str = "") -> None:
-    """Write the report about a machine; whole or not at all.
+    """Write the report about a machine, whole or not at all.
 
     Raises:
         StorageError: it cannot be written there, or another file is there, which would be lost.
@@ -55,7 +55,7 @@ def _require_own(path: Path) -> None:
 
 
 def without_private(situation: Situation) -> Situation:
-    """The situation made from clean facts: what is made from it has nothing private."""
+    """The situation with redacted facts; everything made from it is free of private data."""
     names = {**os.environ, **situation.environ}
     texts = [
         text
@@ -63,7 +63,7 @@ def without_private(situation: Situation) -> Situation:
         for text in texts_in(part)
     ]
     private = private_of(names, platform.node(), texts)
-    # What is not in the facts (live: the rest of the environment) is read by no rule, and stays out.
+    # No rule reads variables outside the facts (the rest of a live environment), so they are left out.
     kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
     gpus = situation.facts.gpus
     facts = private.value(situation.facts)
@@ -83,7 +83,7 @@ def without_private(situation: Situation) -> Situation:
 
 
 def report(situation: Situation, *, live: bool, tested_on: str = "") -> str:
-    """The report about a situation that is already clean."""
+    """The report about a redacted situation."""
     env_plan = plan(situation)
     found = findings(situation, env_plan)
     sections = [

@@ -1,4 +1,4 @@
-"""What the self-test found on this stack: a group of checks that failed, what it means, what the plan did about it."""
+"""Findings from the self-test on this stack: the failed group, its meaning, and the plan's answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHERS = "other"
 
 @dataclass(frozen=True)
 class Group:
-    """A group of the self-test. ``rules``: rows of the plan that answer a failure."""
+    """A group of the self-test. ``rules``: rules of the plan that answer a failure."""
 
     name: str
     title: str
@@ -42,7 +42,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "conv",
         "Convolutions are wrong or crash",
-        "pictures would be encoded wrong, and a U-Net trained on wrong numbers",
+        "images would be encoded wrong, and a U-Net trained on wrong numbers",
         ("verdict-miopen", "verdict-conv-without-gemm"),
     ),
     Group(

@@ -1,4 +1,4 @@
-"""Python, torch and the libraries beside it: whether they fit each other and this machine."""
+"""Checks whether Python, torch and related libraries fit each other and this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLDEST_HIP: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("gfx1151", (7, 2), "wheels before ROCm 7.2 fail on Strix Halo (hipfire#81)"),
     ("", (7, 1), "faults of the older ROCm are not worked around here"),
 )
-"""Architecture (empty: any other), oldest HIP, why. 7.1 is the older of the two that torch 2.13 is made for."""
+"""(architecture, oldest HIP, reason); empty: any other. 7.1 is the older one of the two that torch 2.13 supports."""
 TORCHVISION: dict[tuple[int, ...], tuple[int, int]] = {
     (2, 14): (0, 29),
     (2, 13): (0, 28),
@@ -33,7 +33,7 @@ KERNELS = "the first operation on the GPU ends in invalid device function, or in
 
 
 def _problem(situation: Situation) -> LoraRocmError | None:
-    """Why no torch exists for this machine; None where one does."""
+    """The error that says why no torch exists for this machine; None if there is one."""
     try:
         wheels.choose(situation.facts, situation.environ)
     except LoraRocmError as error:
@@ -128,7 +128,7 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _overridden(torch: Torch, plan: EnvPlan) -> bool:
-    """The plan makes the GPU take the kernels of a sibling, which this torch has."""
+    """Whether the plan makes the GPU use the kernels of a related architecture that this torch has."""
     for row in plan.variables:
         if row.variable.startswith("HSA_OVERRIDE_GFX_VERSION") and not row.from_user:
             parts = release(row.value)
@@ -198,7 +198,7 @@ def _wsl_wheel(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if not torch.is_pytorch_org_rocm:
         return None
-    if situation.verdict is not None:  # it has started here, and what it computes was tested
+    if situation.verdict is not None:  # the library has started here, and the self-test covered it
         return None
     return Finding(
         "wsl-wheel",
@@ -252,7 +252,7 @@ def _triton(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 @dataclass(frozen=True)
 class Beside:
-    """A library that harms beside ROCm. ``below`` None: in every version."""
+    """A library that is harmful with ROCm. ``below`` None: in every version."""
 
     package: str
     below: tuple[int, ...] | None
@@ -262,7 +262,7 @@ class Beside:
     cure: Callable[[], tuple[str, ...]]
     source: str
     id: str = ""
-    """Where it is not the package."""
+    """The finding's id if it differs from the package."""
 
 
 CONSUMER = When(generations=RDNA)

@@ -21,7 +21,7 @@ LEVEL_WORDS = {
     "note": "NOTES",
 }
 QUIET: Level = "note"
-"""A machine about which there are only notes is healthy: it gets one line, and the notes are in --json and --report."""
+"""A machine with notes only is healthy: it gets one line. --json and --report contain the notes."""
 
 
 def machine_text(situation: Situation) -> str:
@@ -35,12 +35,12 @@ def machine_text(situation: Situation) -> str:
 
 
 def healthy(found: tuple[Finding, ...]) -> bool:
-    """Whether there are only notes."""
+    """Whether there are notes only."""
     return all(finding.level == QUIET for finding in found)
 
 
 def tested_text(situation: Situation, tested_on: str) -> str:
-    """What the self-test says; ``tested_on`` is its date, or empty."""
+    """The state of the self-test; ``tested_on`` is its date, or empty."""
     when = f" on {tested_on}" if tested_on else ""
     if situation.verdict is not None:
         return f"self-test passed{when}"
@@ -50,7 +50,7 @@ def tested_text(situation: Situation, tested_on: str) -> str:
 
 
 def second_class_text(situation: Situation) -> str:
-    """What it means that no AMD GPU is used; empty where one is."""
+    """The consequence of not using an AMD GPU; empty if one is used."""
     if as_intended(situation).gpu is not None:
         return ""
     facts = situation.facts
@@ -61,7 +61,7 @@ def second_class_text(situation: Situation) -> str:
 
 
 def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str = "") -> str:
-    """All that is printed: one line for a healthy machine."""
+    """The whole output; one line for a healthy machine."""
     machine, second = machine_text(situation), second_class_text(situation)
     if healthy(found):
         ends = [f"{machine}, {tested_text(situation, tested_on)}", *([second] if second else [])]
@@ -85,7 +85,7 @@ def _number(count: int, thing: str) -> str:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """One finding: title, what was read, what it does, what cures it, who says so."""
+    """One finding: title, evidence, effect, remedy, source."""
     lines = [f"  {finding.title}"]
     for name, text in (("read", finding.evidence), ("effect", finding.effect)):
         lines += _wrapped(name, text)

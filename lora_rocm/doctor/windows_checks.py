@@ -1,6 +1,6 @@
-"""What Windows puts in the way: other copies of HIP, page file, driver resets, Smart App Control, missing runtime.
+"""Checks of Windows: other copies of HIP, page file, driver resets, Smart App Control, missing runtime.
 
-Secure Boot is no subject here: Windows loads AMD's signed driver with it.
+Secure Boot is not checked: Windows loads AMD's signed driver with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lora_rocm.rules.rule import Situation, release
 
 DRIVER_PAGE = "https://www.amd.com/en/support/download/drivers.html"
 OLDER_BY_MONTHS = 3
-"""A driver older than the wheel by so much is told of; our choice, for lack of a table of AMD's."""
+"""A driver older than the wheel by this much is reported; our own choice, because AMD has no table."""
 COMMIT_SPARE_BYTES = 20 * GIB
-"""Beside the GPU's memory: the base model while it is loaded, the program and Windows."""
+"""In addition to the GPU's memory: the base model while loading, the program and Windows."""
 GOOD_TDR_DELAY_S = 60
 RESTART = "Then restart Windows."
 
@@ -38,7 +38,7 @@ def _in_system32(library: Library) -> bool:
 
 
 def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The driver's own copy. Its number is not HIP's, so the age of the driver is compared with that of the wheel."""
+    """The driver's own copy of HIP. Its version is not HIP's, so the driver's age is compared with the wheel's."""
     windows, hip, gpu = _windows(situation), _hip(situation), situation.gpu
     if windows is None or gpu is None or not hip or situation.facts.torch is None:
         return None
@@ -66,7 +66,7 @@ def _file(library: Library) -> str:
 
 
 def _built(hip: tuple[int, ...]) -> tuple[int, int] | None:
-    """(year, month) from the last number of HIP's version, where that is a date: 26221 is day 221 of 2026."""
+    """(year, month) from the last number of HIP's version if that is a date: 26221 is day 221 of 2026."""
     year, day = divmod(hip[2], 1000) if len(hip) > 2 else (0, 0)
     return (year, 1 + min(day - 1, 364) * 12 // 365) if 25 <= year <= 40 and 1 <= day <= 366 else None
 

@@ -1,1 +1,1 @@
-"""Writes LoRA files in each format, and reads them back as their users do."""
+"""Writes LoRA files in each format, and verifies them with the readers of their users."""

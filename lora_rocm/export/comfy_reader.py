@@ -1,13 +1,13 @@
-"""ComfyUI's rules for a kohya-form LoRA file, as an independent reader: used to check what we write.
+"""ComfyUI's rules for a kohya-form LoRA file as an independent reader, used to verify exports.
 
-Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: scale is alpha / rank, or 1 without
-an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by ``dora_scale /
-norm``, the norm being taken per output row when the first sides of dora_scale and weight agree. Of a LoKr
-(``comfy/weight_adapter/lokr.py``) the update is the Kronecker product of the factors, each whole or itself a product;
-the scale is alpha / rank where one is a product, and 1 else.
+Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: the scale is alpha / rank, or 1
+without an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by
+``dora_scale / norm``, with the norm taken per output row if the first sides of dora_scale and weight agree. The update
+of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each whole or itself a product;
+its scale is alpha / rank if a factor is a product, else 1.
 
-Which weight's norm: DoRA (arXiv 2402.09353, eq. 5) and LyCORIS take the adapted weight's. ComfyUI and Forge take the
-base weight's on the output axis (ComfyUI pull request 15458 would change that), so their result is a little off.
+The norm of DoRA (arXiv 2402.09353, eq. 5) and LyCORIS is that of the adapted weight. ComfyUI and Forge take the base
+weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their result deviates a little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIXES = ("lora_up.weight", "lora_down.weight", *LOKR, "alpha", "dora_scale")
 def apply_comfy(
     tensors: Mapping[str, Tensor], base_weights: Mapping[str, Tensor], *, norm_of_base: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Patched weights, one after the other, in float32.
+    """Yield the patched weights one by one, in float32.
 
     Args:
         tensors: a kohya-form file.
@@ -35,7 +35,7 @@ def apply_comfy(
         (LoRA key, weight with the file applied at strength 1).
 
     Raises:
-        KeyError: a key of the file that no weight of the model has; ComfyUI would only log it.
+        KeyError: a key of the file belongs to no weight of the model. ComfyUI would only log it.
     """
     known = {f"{key}.{suffix}" for key in base_weights for suffix in SUFFIXES}
     strays = sorted(name for name in tensors if name not in known)

@@ -1,4 +1,4 @@
-"""What an exported file says about itself: kohya's ``ss_`` fields and Stability's modelspec.
+"""Metadata of an exported file: kohya's ``ss_`` fields and Stability's modelspec.
 
 Sources: kohya-ss/sd-scripts ``library/train_util.py`` (names), Stability-AI/ModelSpec 1.0.1. All values are strings.
 """
@@ -21,7 +21,7 @@ SPEC_VERSION = "1.0.1"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the caller knows about a run, besides its recipe.
+    """Facts about a run that its recipe does not contain.
 
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: pictures of an epoch, repeats included.
@@ -45,10 +45,10 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     """The ``ss_`` metadata.
 
     Args:
-        recipe: what was asked for.
+        recipe: of the run.
         family: knows the base model.
-        facts: what happened.
-        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of what is written.
+        facts: about the run.
+        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     trains_text = any(map(recipe.trains, recipe.spec.text_components))

@@ -1,7 +1,7 @@
-"""Safetensors files with the same bytes for the same content.
+"""Writes safetensors files whose bytes depend on the content alone.
 
-The library's own writer orders ``__metadata__`` at random, so the header is written here: sorted metadata, tensors
-sorted by alignment and name (as the library sorts them), no time of day.
+The library's own writer orders ``__metadata__`` randomly, so the header is written here: sorted metadata, tensors
+sorted by element size and name (as in the library), no time of day.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LEGACY_OFFSET, LEGACY_BYTES = 0x100000, 0x10000
 
 
 def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A whole safetensors file, as bytes that are a function of the content alone.
+    """A whole safetensors file as bytes.
 
     Raises:
-        ExportError: a value that is no number, or too large for the number format: no program could use the file.
+        ExportError: a value is not finite in its dtype, so no program could use the file.
     """
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
@@ -43,7 +43,7 @@ def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) 
     """The two hashes that kohya's tools and A1111 read from a file's metadata.
 
     Source: ``precalculate_safetensors_hashes`` in kohya's train_util: sha256 of all bytes after the header, and the
-    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both of a file with the ``ss_`` metadata alone.
+    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both for a file with the ``ss_`` metadata alone.
     """
     body = _body(tensors)
     whole = _header(tensors, ss_metadata) + body

@@ -1,8 +1,9 @@
-"""Every exported file is loaded back by somebody else's code and its effect compared with the live adapter's.
+"""Loads every exported file back with independent code and compares its effect with the live adapter's.
 
-What is compared is the change of each weight, number by number: no second copy of the base is needed. kohya and
-diffusers files are read by diffusers, PEFT folders by PEFT, and kohya files also by a small reader of ComfyUI's rules
-(diffusers drops DoRA's magnitudes and forgives a missing alpha). Runs on the CPU, which a faulty GPU cannot mislead.
+The change of each weight is compared element by element, so no second copy of the base is needed. kohya and diffusers
+files are read by diffusers, PEFT folders by PEFT, and kohya files also by a small reader with ComfyUI's rules
+(diffusers drops DoRA's magnitudes and tolerates a missing alpha). It runs on the CPU, so that a faulty GPU cannot
+mislead it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from lora_rocm.kernels.weight_format import dense_weight
 
 @dataclass(frozen=True)
 class Verification:
-    """What loading back found.
+    """The result of loading a file back.
 
-    max_difference: largest difference of any weight's change; relative_difference: of the whole change (norms).
-    cannot_read: programs that cannot read this file, or not exactly, in words.
+    max_difference: largest difference of any weight's change.
+    relative_difference: norm of all differences relative to the norm of all changes.
+    cannot_read: programs that cannot read this file, or not exactly, as text.
     """
 
     max_difference: float
@@ -50,11 +52,11 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
         form: kohya, diffusers or peft.
         path: the file, or the folder of PEFT folders.
         family: reads the file with diffusers.
-        model: the base weights are those that the adapter sits on.
-        adapter: what should have been written.
+        model: holds the base weights of the adapter.
+        adapter: the live adapter.
 
     Raises:
-        ExportError: the file cannot be read, lacks a module, has one too many, or has another effect.
+        ExportError: the file cannot be read, lacks a module, has an extra one, or has another effect.
     """
     live, readers = adapter.entries(), adapter.readers[form]
     comparison = _Comparison(path, _written_dtype(form, path, adapter.files))
@@ -64,7 +66,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
             loaded = _load_back(form, path, family, adapter)
         comparison.same_modules(live.keys(), loaded.keys())
         for name, entry in live.items():
-            if form == "kohya" or not of_weights:  # diffusers has no magnitudes in kohya's form
+            if form == "kohya" or not of_weights:  # diffusers drops magnitudes in kohya's form
                 comparison.updates(name, entry.additive(), loaded[name])
             else:
                 weight = _weight(adapter.modules[name][2])
@@ -78,7 +80,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
-    """Module name -> what the file's usual reader made of it."""
+    """Module name -> entry as the file's usual reader loads it."""
     if form == "peft":
         loaded: dict[str, nn.Module] = {}
         for component in adapter.components:
@@ -99,7 +101,7 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
 def _compare_in_comfy(
     comparison: _Comparison, family: ModelFamily, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
 ) -> float:
-    """Compare by ComfyUI's rules; returns how far its present rule for DoRA is off, as a share of the whole change."""
+    """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change."""
     table = KeyTable(family, adapter.components_in_model)
     expected = table.of_keys(live)
     weights = _Weights(table, adapter.modules, expected, real=of_weights)
@@ -125,7 +127,7 @@ def _weight(layer: BaseTunerLayer) -> Tensor:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """Base weights by kohya key, fetched one at a time; a zero in their shapes where only the change matters."""
+    """Base weights by kohya key, fetched one at a time; expanded zeros if only the change matters."""
 
     def __init__(
         self, table: KeyTable, modules: Mapping[str, tuple[str, str, Any]], keys: Iterable[str], *, real: bool
@@ -152,12 +154,12 @@ class _Weights(Mapping[str, Tensor]):
 
 @dataclass
 class _Comparison:
-    """Collects differences, and stops at the first that rounding does not explain."""
+    """Accumulates differences, and raises at the first that rounding does not explain."""
 
     path: Path
     dtype: torch.dtype
     largest: float = 0.0
-    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the differences, of the changes
+    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # squared norms of differences and of changes
 
     def same_modules(self, live: Iterable[str], loaded: Iterable[str]) -> None:
         wrong = sorted(set(live) ^ set(loaded))
@@ -165,7 +167,7 @@ class _Comparison:
             raise _failed(self.path, f"{len(wrong)} modules are missing or too many, for example {wrong[0]}.")
 
     def updates(self, name: str, live: Entry, loaded: Entry) -> None:
-        """Compare two updates by what they are made of."""
+        """Compare two updates by their factors."""
         try:
             difference = live.difference(loaded)
         except ValueError as error:
@@ -173,7 +175,7 @@ class _Comparison:
         self._add(name, difference, live.norm(), live.allowance(self.dtype))
 
     def weights(self, name: str, live: Entry, change: Tensor, weight: Tensor) -> None:
-        """Compare a reader's change of one weight, which is overwritten, with the live one."""
+        """Compare a reader's change of one weight (overwritten) with the live one."""
         expected = live.effect(weight)
         if change.shape != expected.shape:
             raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
@@ -181,7 +183,7 @@ class _Comparison:
 
     def _add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
         norm = norm_of(difference)
-        if not norm <= allowed:  # also when it is not a number
+        if not norm <= allowed:  # also true for NaN
             raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")
         self.largest = max(self.largest, float(torch.linalg.vector_norm(difference, ord=math.inf)))
         self.squares[0] += norm**2
@@ -193,7 +195,7 @@ class _Comparison:
 
 
 def _written_dtype(form: Form, path: Path, files: FileKind) -> torch.dtype:
-    """The number format of the factors in the file."""
+    """The dtype of the factors in the file."""
     file = next(iter(sorted(path.glob("*/*.safetensors"))), path) if form == "peft" else path
     with _reported(path):
         entries = read_header(file).tensors.items()
@@ -203,7 +205,7 @@ def _written_dtype(form: Form, path: Path, files: FileKind) -> torch.dtype:
 
 @contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """A foreign reader's complaint as an ExportError."""
+    """Translate exceptions of a foreign reader into an ExportError."""
     try:
         yield
     except (AttributeError, KeyError, OSError, RuntimeError, StopIteration, TypeError, ValueError, ModelError) as error:

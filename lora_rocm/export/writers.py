@@ -1,7 +1,7 @@
-"""Writes an adapter as others read it: a kohya file, a diffusers file, PEFT directories.
+"""Writes an adapter in the formats of other programs: a kohya file, a diffusers file, PEFT folders.
 
-Facts about the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Magnitudes and alphas stay in float32 whatever the weights are written in: they are few, and rounding a DoRA
+Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
+folders. Magnitudes and alphas stay float32 whatever the dtype of the weights: they are few, and rounding a DoRA
 magnitude to 8 bits would change the whole base weight.
 """
 
@@ -42,23 +42,23 @@ def write(
     facts: Facts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
-    """Write one format, whole or not at all; the same adapter gives the same bytes.
+    """Write one format, whole or not at all. The same adapter gives the same bytes.
 
     Args:
         form: kohya, diffusers or peft.
-        path: the file, or for peft the folder that gets a sub-folder for each component.
+        path: the file, or for peft the folder that gets a sub-folder per component.
         family: knows the kohya names.
-        adapter: its present weights are written (inside ``adapter.using`` the average).
-        recipe: gives the number format and most of the metadata.
-        facts: what happened in the run.
-        root: the run directory, where the files are for one (``host.files.make_folder``).
+        adapter: its current weights are written (inside ``adapter.using`` the average).
+        recipe: gives the dtype and most of the metadata.
+        facts: about the run.
+        root: the run directory if the files belong to one (``foundation.files.make_folder``).
 
     Returns:
-        What each file was meant to hold, by its path below ``root``.
+        The digest of each file's intended content, by its path below ``root``.
 
     Raises:
-        ExportError: "export-form", the adapter cannot be written so.
-        StorageError: disk full, no permission, what was written reads back otherwise.
+        ExportError: "export-form": the adapter cannot be written in this form.
+        StorageError: disk full, no permission, or the file reads back differently.
     """
     if form not in adapter.readers:
         raise ExportError(
@@ -83,7 +83,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> 
     """The tensors of a kohya file.
 
     Raises:
-        ValueError: modules that are one weight in such a file cannot be written as one.
+        ValueError: modules that are one weight in the file cannot be merged.
     """
     entries = KeyTable(family, adapter.components_in_model).of_keys(adapter.entries())
     return {
@@ -106,7 +106,7 @@ def _diffusers(
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
     for component in adapter.components:
-        level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops it where it is no more
+        level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
         part = _peft_tensors(adapter, component, "diffusers", DTYPES[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
@@ -130,7 +130,7 @@ def _peft(
 
 
 def _text_level(adapter: Adapter, component: str) -> str:
-    """The level that this version of transformers puts above a component's layers: PEFT wants names as they are."""
+    """The level that this version of transformers puts above a component's layers. PEFT needs actual names."""
     name, path = next((name, path) for name, (owner, path, _) in adapter.modules.items() if owner == component)
     return path.removesuffix(name.removeprefix(component + "."))
 
@@ -138,9 +138,9 @@ def _text_level(adapter: Adapter, component: str) -> str:
 def _peft_tensors(
     adapter: Adapter, component: str, form: Form, dtype: torch.dtype, endings: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of one component in PEFT's form, modules by their version-independent names.
+    """The tensors of one component in PEFT's form, with version-independent module names.
 
-    ``endings``: of names of tensors, those to write in their place.
+    ``endings``: replacements for endings of tensor names.
     """
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor

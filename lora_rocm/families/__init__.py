@@ -1,1 +1,1 @@
-"""Model families: one file each."""
+"""Model families: one package each, and the code that they share."""

@@ -1,6 +1,7 @@
-"""What a model family is. One file a family, no Trainer subclass; the loop never names a family.
+"""The protocol of a model family. No family subclasses the trainer, and the loop never names a family.
 
-Tensor names carry their dimensions: B batch, C channels, H W height and width (latents unless said), S tokens, D width.
+Tensor names carry their dimensions: B batch, C channels, H W height and width (of latents unless said otherwise), S
+tokens, D width.
 """
 
 from __future__ import annotations
@@ -29,45 +30,49 @@ Tensors = dict[str, Tensor]
 
 
 Inputs = Mapping[str, Tensor | str]
-"""What an encoder reads of one sample, by ``EntrySpec.inputs``: "image" is pixels_CHW (float32 in [-1, 1])."""
+"""The inputs of one sample that an encoder reads, by name (``EntrySpec.inputs``). "image" is pixels_CHW, float32 in
+[-1,
+1].
+"""
 Encode = Callable[[Inputs], Tensors]
 
 
 class Encoder(Protocol):
-    """Turns images, captions, or both into the tensors of one cached entry.
+    """Encodes images, captions, or both into the tensors of one cache entry.
 
-    Encoders are loaded one at a time, in the order in which the family names them.
+    Encoders are loaded one at a time, in the order of ``ModelFamily.encoders``.
     """
 
     @property
     def entry(self) -> EntrySpec:
-        """What ``encode`` takes, and what it returns."""
+        """The inputs and outputs of ``encode``."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and settings; part of every cache key, known without loading the weights."""
+        """Identity of weights and settings. It is part of every cache key, and known without loading the weights."""
         ...
 
     def load(self, door: DeviceTransfer) -> Encode:
-        """Load the weights and return ``encode``: one sample's inputs in, CPU tensors out. Dropping both frees memory.
+        """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
-        Weights and inputs go to the device through the door, and what was made comes back through it. The precision of
-        the weights is the encoder's own choice. An encoder of captions may be loaded on the CPU if the GPU is full.
+        Dropping both ``encode`` and the encoder frees the memory. Weights and inputs are sent to the device with
+        ``door``, and outputs are received with it. The encoder chooses the dtype of its weights. A caption encoder may
+        be loaded on the CPU if the GPU is full.
         """
         ...
 
     def in_tiles(self) -> Encoder | None:
-        """The same, but cutting each picture into tiles: less memory and other rounding, so another fingerprint.
+        """The same encoder with tiled encoding, or None if it has no tiled mode.
 
-        None where there is no such way.
+        Tiling takes less memory and rounds differently, so the fingerprint differs.
         """
         ...
 
 
 @dataclass
 class LoadedModel:
-    """The frozen base: components by their diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
+    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
 
     components: dict[str, nn.Module]
     dtype: torch.dtype
@@ -79,7 +84,7 @@ class PreviewRequest:
     """One preview to make; of a text the sides mean nothing, and ``steps`` is how many tokens are written at most."""
 
     prompt: str
-    negative_prompt: str  # "" is the empty caption's encoding, as ComfyUI and A1111 do it
+    negative_prompt: str  # "" is encoded as an empty caption, as in ComfyUI and A1111
     width: int
     height: int
     steps: int
@@ -88,17 +93,17 @@ class PreviewRequest:
 
 
 class ModelFamily(Protocol):
-    """The few members that the rest of the program uses.
+    """The interface of a model family.
 
     name: the recipe's ``model.family``.
-    cache_spec: tensors of one sample that come from the caches (union of the encoders' outputs).
-    lora_targets: preset name -> component name -> regular expression (fullmatch) of module names to adapt.
+    lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
-    all_components: names of all components that a run loads at one time or another.
-    notices: sentences about the base that a user has to know, and that are no reason to refuse it.
-    structure: changes with the shapes of what is trained; from configs alone.
-    objective: what is drawn for a batch.
-    kohya_prefixes: component -> what the kohya names of its modules begin with ("lora_unet").
+    all_components: names of all components that a run loads at any time.
+    kohya_prefixes: component -> prefix of its modules' kohya names ("lora_unet").
+    cache_spec: the cached tensors of one sample (union of the encoders' outputs).
+    notices: messages about the base that the user has to see, but that do not prevent training.
+    structure: identifies the shapes of the trained components, computed from configs alone.
+    objective: draws noise and timesteps for a batch, and defines the target.
     """
 
     name: str
@@ -119,11 +124,11 @@ class ModelFamily(Protocol):
     def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The encoders, one for each cached entry; with ``train_text_encoder`` captions become token ids only."""
+        """The encoders, one per cache entry. With ``train_text_encoder`` captions are only tokenised."""
         ...
 
     def examine(self) -> Sequence[Path]:
-        """Look at the base without loading it; return all files that it consists of.
+        """Check the base without loading it, and return all files that it consists of.
 
         Raises:
             ModelError: it cannot be trained on.
@@ -131,7 +136,7 @@ class ModelFamily(Protocol):
         ...
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """The tokenizer of each text encoder, and how many tokens it reads.
+        """The tokenizer and the token limit of each text encoder.
 
         Raises:
             ModelError: a tokenizer is missing or cannot be read.
@@ -141,23 +146,23 @@ class ModelFamily(Protocol):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """Conditioning computed from the geometry of one sample (pixels)."""
+        """Conditioning tensors computed from the geometry of one sample. All arguments are in pixels."""
         ...
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        """Load what training needs (frozen, eval-independent of dropout), checked against the family."""
+        """Load the components that training needs, frozen and checked against the family."""
         ...
 
     def weight_format(self, component: str) -> WeightFormat:
-        """In which the frozen layers of a trained component are stored; its encoders are dense while they encode."""
+        """The storage format of a trained component's frozen layers. Encoders that fill the cache are always dense."""
         ...
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
-        """The repeated blocks, in forward order, none inside another: for recomputing, compiling and offloading."""
+        """The repeated blocks in forward order, never nested, for recomputation, compilation and offloading."""
         ...
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
-        """From now on compute activations again in the backward pass instead of keeping them (arXiv 1604.06174).
+        """Recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
         ``run(block, *args, **kwargs)`` calls a block (one of ``blocks``) and decides for it; None: each is computed
         again. The block is called as a module, for offloaded weights are fetched by its hooks.
@@ -165,23 +170,25 @@ class ModelFamily(Protocol):
         ...
 
     def example(self, shape: Shape, rows: int) -> Tensors:
-        """A batch of a bucket as the caches would give it, all zero, on the CPU: for the sizes of its tensors."""
+        """A batch of zeros on the CPU with the shapes and dtypes of a cached batch of ``shape``."""
         ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        """Exchange modules for ones with less memory traffic; names and parameters stay, results to rounding.
+        """Replace modules by fused ones with less memory traffic. Names and parameters stay; results agree to rounding.
 
-        To be called once LoRA is injected and the weights lie on the device. ``triton=False``: plain PyTorch only.
+        Call it after LoRA is injected and the weights are on the device. ``triton=False`` uses plain PyTorch only.
         """
         ...
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        """The model's prediction for one micro-batch on the device: draws nothing, waits for nothing, moves nothing.
+        """The model's prediction for one micro-batch on the device.
+
+        It draws no random numbers, does not synchronise, and copies nothing between host and device.
 
         Args:
-            model: as loaded, with or without an adapter.
-            batch: cached tensors, the batch first.
-            draws: what ``objective`` drew for it.
+            model: the loaded model, with or without an adapter.
+            batch: cached tensors with a batch dimension.
+            draws: the tensors that ``objective`` drew for the batch.
         """
         ...
 
@@ -196,41 +203,45 @@ class ModelFamily(Protocol):
 
         They are images, or texts, as ``FamilySpec.preview`` says.
 
-        ``text`` maps a prompt to its cached tensors (no batch dimension, CPU): the text encoders may be gone.
-        ``in_tiles``: decode pictures of any size in tiles, which takes less memory.
+        Args:
+            model: the live model.
+            requests: the images to sample.
+            text: maps a prompt to its cached tensors (no batch dimension, CPU), because the text encoders may be freed.
+            in_tiles: decode images of any size in tiles, which takes less memory.
         """
         ...
 
     def base_facts(self) -> Mapping[str, str]:
-        """Of the base: "hash" (short, of a one-file checkpoint), "prediction_type", "identity".
+        """Facts of the base: "hash" (short, of a one-file checkpoint), "prediction_type" and "identity".
 
-        The identity is of what is trained on, every byte of it; before it is loaded, it is read for this alone.
+        The identity covers every byte of the trained components. Before they are loaded, it has to read their files.
         """
         ...
 
     def skeleton(self, component: str) -> nn.Module:
-        """A component's structure from its config: weights have their shapes, are zero, and take no memory."""
+        """A component built from its config: zero weights of the right shapes that take no memory."""
         ...
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
-        """Load a LoRA file as a user of diffusers does, by diffusers' own code, into skeletons of ``components``."""
+        """Load a LoRA file with diffusers' own loader into skeletons of ``components``, as its users do."""
         ...
 
     def export_key(self, component: str, module: str) -> str:
-        """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without the ``.lora_down.weight``."""
+        """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without ``.lora_down.weight``."""
         ...
 
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """Where each of a module's rows (outputs) stands in a kohya file, in their order.
+        """The position of a module's output rows in a kohya file, in the order of the rows.
 
-        Each is (kohya name, first row there, number of rows): one of a module that has a weight of its own there,
-        several of one that is cut there; modules that are one weight there name the same, with other first rows.
+        Each entry is (kohya name, first row, number of rows). A module that keeps its own weight gives one entry, a
+        module split into several weights gives several, and modules merged into one weight give the same name with
+        different first rows.
         """
         ...
 
 
 def family_for(recipe: Recipe) -> ModelFamily:
-    """The family object of a recipe, imported on demand."""
+    """The family object of a recipe. Its module is imported on demand."""
     import importlib
 
     module, _, attribute = recipe.spec.implementation.partition(":")

@@ -1,4 +1,4 @@
-"""CLIP text encoding as the diffusers pipelines do it, one caption at a time. Suffixes: S tokens, D width, B batch."""
+"""CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import CLIPTokenizer
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 
-CLIP_TOKENS = 77  # of every CLIP text encoder (arXiv 2103.00020)
+CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
 READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
-MAX_TOKENS = 1000  # transformers says 1e30 where a tokenizer does not say how long a text may be; CLIP's is 77
+MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 
 
 def load_tokenizer(folder: Path) -> CLIPTokenizer:
-    """A CLIP tokenizer from a local folder.
+    """Load a CLIP tokenizer from a local folder.
 
     Raises:
         ModelError: tokenizer-unreadable.
@@ -33,10 +33,10 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 class _Explained:
-    """What reading a tokenizer raises, as an error with a remedy.
+    """Translate exceptions from reading a tokenizer into a ``ModelError``.
 
-    The tokenizers library raises ``Exception`` itself, and no class below it, for what it does not understand in its
-    file, and PanicException where it did not expect it.
+    The tokenizers library raises plain ``Exception`` for a file that it does not understand, and PanicException for
+    unexpected content.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class _Explained:
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
-    """Token ids of a caption, padded or truncated to the tokenizer's length: int64 [S]."""
+    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length."""
     encoded = tokenizer(
         caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
@@ -62,39 +62,42 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
 
 
 def token_limit(tokenizer: CLIPTokenizer) -> TokenLimit:
-    """The tokenizer in a form that needs neither torch nor transformers."""
+    """The tokenizer and its limit in a form that needs neither torch nor transformers."""
     return TokenLimit(tokenizer.backend_tokenizer.to_str(), tokenizer.model_max_length)
 
 
 def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompt embeddings of several CLIP encoders side by side, and the pooled embedding of the last one.
+    """Prompt embeddings of several CLIP encoders, as ``StableDiffusionXLPipeline.encode_prompt`` computes them.
+
+    Args:
+        encoders: the encoders.
+        ids_BS: token ids for each encoder.
 
     Returns:
-        (prompt_BSD: the penultimate hidden states concatenated in width, pooled_BD), as
-        ``StableDiffusionXLPipeline.encode_prompt`` makes them.
+        (prompt_BSD: the penultimate hidden states, concatenated in width; pooled_BD: of the last encoder).
     """
     outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
     return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
 
 
 def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """What one CLIP encoder makes: (the penultimate hidden states [B, S, D], the pooled embedding [B, D])."""
+    """(penultimate hidden states [B, S, D], pooled embedding [B, D]) of one CLIP encoder."""
     output = encoder(ids_BS, attention_mask=_causal(ids_BS), output_hidden_states=True)
     pooled_BD = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
     return output.hidden_states[-2], pooled_BD
 
 
 def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
-    """The last hidden states of one CLIP encoder after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
+    """Last hidden states [B, S, D] of one CLIP after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
     states_BSD: Tensor = encoder(ids_BS, attention_mask=_causal(ids_BS)).last_hidden_state
     return states_BSD
 
 
 def _causal(ids_BS: Tensor) -> Tensor:
-    """CLIP's mask, bool [1, 1, S, S]. Said, though CLIP would make it anyway.
+    """CLIP's causal mask, bool [1, 1, S, S], passed explicitly although CLIP would build it itself.
 
-    While a graph is captured some versions of transformers (5.17) make such a mask, else none, and its attention is
-    another kernel, with other roundings.
+    During graph capture some versions of transformers (5.17) build a mask that they omit otherwise. Attention then uses
+    another kernel with different rounding.
     """
     length = ids_BS.shape[-1]
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()

@@ -1,4 +1,4 @@
-"""What a base model and a LoRA file show of their family, read from configs and headers."""
+"""Reads evidence of the model family from the configs and headers of a base model and a LoRA file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ INDEX = "model_index.json"
 
 
 def evidence(base: str, lora: Path) -> Evidence:
-    """What can be seen of both without reading weights. Of a hub id its model_index.json is fetched.
+    """Collect evidence of the family without reading weights. For a hub id, model_index.json is downloaded.
 
     Args:
-        base: a folder, a .safetensors file, a hub id, or what ships with the program.
-        lora: a .safetensors file; a PEFT folder shows nothing.
+        base: a folder, a .safetensors file, a hub id, or a built-in model.
+        lora: a .safetensors file. A PEFT folder gives no evidence.
 
     Raises:
-        UserError: a file is damaged, or the hub says no.
+        UserError: a file is damaged, or the hub refuses.
     """
     metadata = read_header(lora, AdapterError).metadata if lora.suffix == ".safetensors" and lora.is_file() else {}
     path = Path(base)

@@ -1,4 +1,4 @@
-"""A batch of zeros on the device, for a pass of which only the shape matters."""
+"""A batch of zeros on the device, for passes in which only shapes matter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_rocm.families.base import ModelFamily, Tensors
 
 
 def send_zeros(family: ModelFamily, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
-    """(batch, draws) on the device for a pass of which only the shape matters; every row has weight 0."""
+    """Send a batch of zeros to the device and return (batch, draws). Every sample has weight 0."""
     batch = family.example(shape, rows)
     draws = family.objective.draw(batch, [0] * rows).tensors
     batch["weight"] = torch.zeros(rows)

@@ -1,7 +1,7 @@
-"""Activations of a block: kept for the backward pass, or computed again there (arXiv 1604.06174).
+"""Activation recomputation in the backward pass, per block (arXiv 1604.06174).
 
-PyTorch's checkpoint without re-entrance. It is told to leave the state of the random generators alone wherever nothing
-in the model draws from them: reading that state is forbidden while a graph is captured.
+It uses PyTorch's non-reentrant checkpoint. The state of the random generators is saved only if the model has dropout,
+because reading that state is forbidden during graph capture.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.families.base import LoadedModel
 
 Run = Callable[..., Any]
-"""Calls its first argument, a block, with the others."""
+"""Calls a block, its first argument, with the other arguments."""
 TOGETHER = 3
-"""Neighbours that are computed again at once, where all blocks are: only the first one's input is kept. With two or
-four SDXL takes more: in the backward pass there is all at once what so many keep (counted; ``docs/performance.md``)."""
+"""Number of neighbouring blocks recomputed as one segment if all blocks are; only the segment's input is kept. SDXL
+takes
+more memory with two or four, because the backward pass then holds all activations of a segment at once (counted;
+``docs/performance.md``).
+"""
 
 
 class Recomputing:
-    """Calls a block, or one after the other, so that what they keep is computed again in the backward pass.
+    """Calls blocks so that their activations are recomputed in the backward pass.
 
     Args:
-        model: looked at for dropout, whose draws have to come again.
-        chosen: only these blocks; None: each.
-        together: so many neighbours are computed again at once, and what is left of a row singly. The weights of all of
-            them have to be on the device then.
-        again: makes a context in which blocks are computed again.
+        model: searched for dropout, which needs the generators' state restored.
+        chosen: recompute only these blocks; None: all.
+        together: blocks per segment in ``chain``; leftover blocks are recomputed one by one. The weights of a whole
+            segment have to be on the device at once.
+        again: makes a context in which blocks are recomputed.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Recomputing:
         return self._recomputed(block, *args, **kwargs) if self._wants(block) else block(*args, **kwargs)
 
     def chain(self, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
-        """Each block's first argument is the output of the one before; the others are the same for all."""
+        """Run blocks in sequence: each one's first argument is the previous output; the others are the same for all."""
         for first in range(0, len(blocks), self._together):
             several = blocks[first : first + self._together]
             if len(several) == self._together and all(map(self._wants, several)):

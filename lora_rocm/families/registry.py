@@ -1,4 +1,4 @@
-"""Which model families there are, as a value: ``PRODUCT`` is what the program uses, a test may make its own."""
+"""The registry of model families. ``PRODUCT`` is the program's; tests may build their own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RESERVED = (
     "sd3", "flux", "chroma", "flux2", "z-image", "anima", "krea2", "qwen-image", "wan", "ltx2",
     "causal-lm",
 )  # fmt: skip
-"""Names of families that are to come."""
+"""Names of planned families."""
 
 
 class Registry:
-    """Model families by name. The first one is that of a recipe that names none.
+    """Model families by name. A recipe without ``model.family`` gets the first.
 
     Args:
-        specs: one or more, each with its own name.
+        specs: at least one, with distinct names.
     """
 
     def __init__(self, specs: Sequence[FamilySpec]) -> None:
@@ -43,7 +43,7 @@ class Registry:
         return tuple(self._specs)
 
     def refusal(self, name: str) -> tuple[str, str]:
-        """(what is wrong, what to do) about a name that no family has."""
+        """(problem, remedy) for a name that no family has."""
         known = f"Families that can be trained: {', '.join(self.names)}."
         plain = name.strip().lower()
         coming = [reserved for reserved in RESERVED if reserved not in self]
@@ -55,14 +55,14 @@ class Registry:
         return "there is no such model family", f"Did you mean {near[0]}?" if near else known
 
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
-        """The family of a base model and a LoRA for it. What the base itself shows counts for more.
+        """The family of a base model and a LoRA for it. Evidence from the base takes precedence.
 
         Args:
-            seen: of both.
-            where: which base model, for the error.
+            seen: evidence of both.
+            where: the base model, for the error.
 
         Raises:
-            ModelError: family-unclear: no family, or more than one, is recognised.
+            ModelError: family-unclear: no family is recognised, or more than one.
         """
         found = [spec for spec in self if spec.marks.base_is(seen)]
         found = found or [spec for spec in self if spec.marks.lora_is_for(seen)]

@@ -1,4 +1,4 @@
-"""What the light half knows of a model family, as a value: a family's ``spec.py`` makes one."""
+"""The specification of a model family for the light half. Each family's ``spec.py`` makes one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PreviewMedium = Literal["image", "text", "video"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a sample.
+    """One axis of a sample's shape. Lengths are given in ``unit``.
 
     Attributes:
         name: as in ``data.shape.Shape``.
@@ -58,7 +58,7 @@ class Axis:
         return length >= max(self.first, 1) and (length - self.first) % self.multiple == 0
 
     def nearest(self, length: int) -> tuple[int, ...]:
-        """The possible lengths around one that is not: the next smaller one if there is one, and the next larger."""
+        """The valid lengths around an invalid one: the next smaller (if there is one) and the next larger."""
         steps = (length - self.first) // self.multiple
         return tuple(found for n in (steps, steps + 1) if self.fits(found := self.first + n * self.multiple))
 
@@ -71,7 +71,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ShapeRules:
-    """Which shapes of samples a family takes, and what they cost."""
+    """The sample shapes that a family accepts, and their cost in tokens."""
 
     axes: tuple[Axis, ...]
 
@@ -83,22 +83,22 @@ class ShapeRules:
 
     @property
     def multiple_px(self) -> int:
-        """Pixels of which every side of an image is a multiple; 1 if the family reads no images."""
+        """The number of pixels that every side of an image is a multiple of; 1 if the family reads no images."""
         return math.lcm(*(axis.multiple for axis in self.axes if axis.unit == "px"))
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Positions of the model's sequence for a sample of these lengths, one for each axis: what it costs."""
+        """The length of the model's sequence for a sample with these lengths, one per axis. It measures the cost."""
         return math.prod(axis.tokens(length) for axis, length in zip(self.axes, lengths, strict=True))
 
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """What a LoRA file says about its family. ``""``: the field is left out.
+    """A family's entries in the metadata of a LoRA file. An empty string leaves the field out.
 
     Attributes:
         base_version: kohya's ``ss_base_model_version``.
-        architecture: of Stability's modelspec.
-        implementation: of Stability's modelspec, a URL.
+        architecture: ``modelspec.architecture`` of Stability's modelspec.
+        implementation: ``modelspec.implementation``, a URL.
         extra: further ``ss_`` fields.
         rate, text_rate: fields of the learning rates of what is always trained, and of the text encoders.
     """
@@ -113,12 +113,12 @@ class FileMetadata:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a base model and of a LoRA for it, before anything is loaded. All may be empty.
+    """Evidence of a family in a base model and a LoRA, read before anything is loaded. Each field may be empty.
 
     Attributes:
         pipeline: ``_class_name`` of a diffusers folder.
-        tensors: names in a one-file checkpoint.
-        metadata: of the LoRA file.
+        tensors: tensor names of a one-file checkpoint.
+        metadata: metadata of the LoRA file.
     """
 
     pipeline: str = ""
@@ -128,13 +128,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Marks:
-    """By what a family is recognised.
+    """Marks by which a family is recognised.
 
     Attributes:
-        pipelines: starts of ``_class_name`` in a diffusers folder.
-        tensors: each is a part of some tensor name of a one-file checkpoint.
-        base_versions: starts of ``ss_base_model_version`` in the metadata of LoRA files.
-        architectures: starts of ``modelspec.architecture`` there.
+        pipelines: prefixes of ``_class_name`` in a diffusers folder.
+        tensors: substrings; each has to occur in a tensor name of a one-file checkpoint.
+        base_versions: prefixes of ``ss_base_model_version`` in LoRA metadata.
+        architectures: prefixes of ``modelspec.architecture`` in LoRA metadata.
     """
 
     pipelines: tuple[str, ...] = ()
@@ -143,12 +143,12 @@ class Marks:
     architectures: tuple[str, ...] = ()
 
     def base_is(self, seen: Evidence) -> bool:
-        """Whether the base is of the family."""
+        """Whether the base belongs to the family."""
         of_file = bool(self.tensors) and all(any(mark in name for name in seen.tensors) for mark in self.tensors)
         return of_file or seen.pipeline.startswith(self.pipelines)
 
     def lora_is_for(self, seen: Evidence) -> bool:
-        """Whether the LoRA says that it is for the family."""
+        """Whether the LoRA's metadata names the family."""
         version = seen.metadata.get("ss_base_model_version", "")
         architecture = seen.metadata.get("modelspec.architecture", "")
         return version.startswith(self.base_versions) or architecture.startswith(self.architectures)
@@ -156,22 +156,22 @@ class Marks:
 
 @dataclass(frozen=True, eq=False)
 class FamilySpec:
-    """A model family as everything but the heavy half sees it. Two of them are equal if they are the same object.
+    """A model family as the light half sees it. Compared by identity.
 
     Attributes:
-        name: as ``model.family`` has it.
-        title: for people.
-        model_section: keys of ``model``.
-        objective_section: keys of ``objective``.
-        implementation: "module:Class" of its ``families.base.ModelFamily``; imported when it is needed.
+        name: the value of ``model.family``.
+        title: name for people.
+        model_section: the class of the recipe's ``model`` section.
+        objective_section: the class of the recipe's ``objective`` section.
+        implementation: "module:Class" of its ``families.base.ModelFamily``, imported on demand.
         component: name of the component that is always trained.
+        shapes: the sample shapes that it accepts.
         text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
-        samples: kinds of sample that it trains on.
-        shapes: which shapes of samples it takes.
-        preview: what a preview is.
-        unread: keys of shared sections, dotted, that it does not read; a recipe that gives one is refused.
-        metadata: what its LoRA files say.
-        marks: by what its base models and LoRA files are recognised.
+        samples: the kinds of sample that it trains on.
+        preview: the medium of previews.
+        unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
+        metadata: entries of its LoRA files' metadata.
+        marks: marks by which its base models and LoRA files are recognised.
     """
 
     name: str
@@ -194,5 +194,5 @@ class FamilySpec:
         return self.samples[0] == "text"
 
     def reads(self, key: str) -> bool:
-        """Whether it reads a key of the shared sections, as "data.resolution"."""
+        """Whether the family reads a dotted key of the shared sections, such as "data.resolution"."""
         return key not in self.unread

@@ -1,1 +1,1 @@
-"""What everything rests on: files, bounded reads, text for terminals, units, exit codes. Standard library only."""
+"""The bottom layer: files, bounded reads, terminal text, units, exit codes. Standard library only."""

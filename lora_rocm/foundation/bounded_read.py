@@ -1,6 +1,6 @@
-"""Reading files that somebody else may have put there: plain ones of a bounded size, and nothing else.
+"""Bounded reading of untrusted paths: only regular files up to a given size are read.
 
-A pipe or a device that lies where a file is expected would be waited for, or read, without end. Standard library only.
+A pipe or a device in place of the file would block the reader or never end. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileVersion:
-    """What tells one version of a file from another without reading it.
+    """Identifies a version of a file without reading its content.
 
-    inode: of the file system; the number of the device besides would change with every mount.
+    inode: the file's number in its file system. The device number is left out because it changes with every mount.
     """
 
     path: str
@@ -27,20 +27,20 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, found: os.stat_result | None = None) -> FileVersion:
-        """Of a file now, or as it was ``found``.
+        """The version of the file now, or of an earlier ``found = path.stat()``.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the file cannot be examined.
         """
         found = path.stat() if found is None else found
         return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def check_plain(path: Path, max_bytes: int) -> int:
-    """The size of a plain file in bytes; links are followed.
+    """Return the size of a regular file in bytes. Links are followed.
 
     Raises:
-        OSError: there is none, it is a folder, a pipe or a device, or it is larger than ``max_bytes``.
+        OSError: the file is missing, is a folder, pipe or device, or is larger than ``max_bytes``.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -51,10 +51,10 @@ def check_plain(path: Path, max_bytes: int) -> int:
 
 
 def read_plain(path: Path, max_bytes: int) -> bytes:
-    """The content of a plain file.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: as ``check_plain``, or it cannot be read.
+        OSError: as ``check_plain``, or the file cannot be read.
     """
     check_plain(path, max_bytes)
     with path.open("rb") as file:

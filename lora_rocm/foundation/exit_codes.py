@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, and a sentence in place of a traceback."""
+"""Maps the end of a command to an exit code, and an exception to a message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lora_rocm.foundation.terminal_text import legible
 
 
 def exit_code_of(command: Callable[[], int | None], *, outlives_output: bool = False) -> int:
-    """Run a command to its exit code; what goes wrong is told on standard error.
+    """Run a command and return its exit code. Errors are reported on standard error.
 
     Args:
-        command: returns its exit code.
-        outlives_output: it goes on when standard output cannot be written; what it makes lies elsewhere.
+        command: returns its exit code; None counts as 0.
+        outlives_output: keep running if standard output cannot be written. The command's results lie elsewhere.
     """
     try:
         with outliving_stdout() if outlives_output else nullcontext():
@@ -30,7 +30,7 @@ def exit_code_of(command: Callable[[], int | None], *, outlives_output: bool = F
     except KeyboardInterrupt:
         _tell("Stopped.")
         return StoppedError.exit_code
-    except BrokenPipeError:  # whoever read our output has gone; Python would complain again while it shuts down
+    except BrokenPipeError:  # the reader of our output is gone; without a new stdout Python complains at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return StoppedError.exit_code
     except OSError as error:

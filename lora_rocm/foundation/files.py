@@ -1,9 +1,9 @@
 """The one module that writes, renames and removes files. Standard library only.
 
-- A file is written whole or not at all: temporary name, flush to the disk, rename, read back and compared.
+- A file is written whole or not at all: temporary name, fsync, rename, then read back and compared.
 - A link in place of a file is replaced or refused, never written through.
-- Below a ``root`` (a run directory, which may come from somebody else: an archive keeps links) no folder that is a
-  link is entered.
+- Below a ``root``, no folder that is a link is entered. A ``root`` is a run directory, which may come from somebody
+  else: archives keep links.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lora_rocm.errors import StorageError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
-"""So often a file is written whose bytes do not read back as they were meant."""
+"""Attempts to write a file whose bytes read back differently."""
 PIECE_BYTES = 1 << 20
 NAME_SURROGATE = 0x20000000
-"""The bit of a Windows reparse tag that says: this stands for another path (a symbolic link, a junction)."""
+"""The bit of a Windows reparse tag that marks a name surrogate: a symbolic link or a junction."""
 
 
 def is_link(path: Path) -> bool:
-    """Whether a name stands for another path: a symbolic link, or a junction of Windows. False if nothing is there.
+    """Whether a path is a symbolic link or a Windows junction. False if nothing is there.
 
     ``Path.is_symlink`` takes a junction for a folder, and ``Path.is_junction`` is new in Python 3.12.
     """
@@ -41,12 +41,12 @@ def is_link(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder itself lies here, and no link to one."""
+    """Whether the path is a real folder, not a link to one."""
     return path.is_dir() and not is_link(path)
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in place of a file or folder that is written where it lies.
+    """Refuse a link at a path whose file or folder is written in place.
 
     Raises:
         StorageError: "link-refused".
@@ -65,17 +65,18 @@ def refuse_link(path: Path) -> None:
 
 
 def followed(path: Path) -> Path:
-    """The file that the user means by a path: where it is a link, what that leads to."""
+    """The file that the user means: the target of the path if it is a link, else the path itself."""
     return path.resolve() if is_link(path) else path
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:
-    """Make a folder. With ``root``, which contains it: only what is below ``root`` is made, and no link is entered.
+    """Make a folder and its parents.
 
-    Where a drive is gone, nothing takes its place.
+    With ``root``, only folders below it are made, and no link is entered. If the drive of ``root`` is gone, nothing is
+    made in its place.
 
     Raises:
-        OSError: no permission, disk full, ``root`` is gone.
+        OSError: no permission, disk full, or ``root`` is gone.
         StorageError: a folder below ``root`` is a link.
     """
     if root is None:
@@ -90,15 +91,15 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
     """Write a whole file or nothing: temporary name, fsync, rename, read back.
 
     Args:
-        path: the file; its folder is made (``make_folder``). A file or a link that lies there is replaced.
-        content: all of it.
-        root: what has to be there already; no folder below it may be a link.
-        read_back: compare what the file then holds with ``content``, and write it again where it differs. False is for
-            files that are checked whenever they are read.
+        path: the file. Its folder is made (``make_folder``). An existing file or link is replaced.
+        content: all of the file.
+        root: a folder that has to exist; no folder below it may be a link.
+        read_back: compare the file with ``content``, and write it again if it differs. False is for files that are
+            checked whenever they are read.
 
     Raises:
-        StorageError: disk full, no permission, a link in the way, it reads back otherwise each time (then there is no
-            file), or a device or pipe lies there, which a rename would replace by a file.
+        StorageError: disk full, no permission or a link in the way; or every attempt reads back differently (the file
+            is then removed); or ``path`` is a device or pipe, which a rename would replace.
     """
     mode = _mode_of(path)
     if not path.name or (mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))):
@@ -113,7 +114,7 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
     except OSError as error:
         raise storage_error(error, path) from error
     with contextlib.suppress(OSError):
-        path.unlink()  # a file that looks right and is not is worse than none
+        path.unlink()  # a corrupt file is worse than none
     raise StorageError(
         "written-differs",
         f"What was written to the disk read back as something else, {WRITE_ATTEMPTS} times in a row: the file was "
@@ -129,15 +130,15 @@ def write_json(path: Path, value: Any, root: Path | None = None) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Sorted, indented JSON: the same bytes for the same value."""
+    """Sorted, indented JSON in UTF-8: equal values give equal bytes."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def write_through(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, and flush it to the disk.
+    """Write a new file and flush it to the disk (fsync).
 
     Raises:
-        OSError: it is there, or cannot be written.
+        OSError: the file exists, or cannot be written.
     """
     with path.open("xb") as file:
         file.write(content)
@@ -146,12 +147,15 @@ def write_through(path: Path, content: bytes) -> None:
 
 
 def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[bytes]:
-    """Open a file that is written where it lies (a log, a heartbeat), but never what a link leads to.
+    """Open a file that is written in place (a log, a heartbeat). Links are refused.
 
-    What is written is appended; ``anew``: the file begins empty.
+    Args:
+        path: the file.
+        anew: truncate the file; else writes are appended.
+        buffering: as for ``open``.
 
     Raises:
-        StorageError: a link, a folder, a pipe or a device lies there, or it cannot be opened.
+        StorageError: the path is a link, a folder, a pipe or a device, or cannot be opened.
     """
     refuse_link(path)
     if _mode_of(path) and not stat.S_ISREG(_mode_of(path)):
@@ -170,9 +174,9 @@ def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[
 
 
 def holds(path: Path, content: bytes) -> bool:
-    """Whether a file that was flushed has exactly these bytes on the disk; False where it cannot be read."""
+    """Whether a flushed file has exactly these bytes on the disk. False if it cannot be read."""
     wanted, position = memoryview(content), 0
-    drop = getattr(os, "posix_fadvise", None)  # else Linux gives what it has in memory
+    drop = getattr(os, "posix_fadvise", None)  # else Linux reads its page cache, not the disk
     try:
         with _opened(path) as file:
             if drop is not None:
@@ -188,7 +192,9 @@ def holds(path: Path, content: bytes) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, over an existing file too. On Windows somebody (a virus scanner) may hold either for a moment.
+    """Rename ``source`` to ``target``, over an existing file too.
+
+    On Windows a virus scanner may hold either file for a moment, so a refused rename is tried again.
 
     Raises:
         OSError: it cannot be renamed.
@@ -204,10 +210,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with all that is in it, or a link, but never what the link leads to.
+    """Remove a file, a folder with its content, or a link (never its target). A missing path is no error.
 
     Raises:
-        OSError: it cannot be removed. Nothing there is no error.
+        OSError: it cannot be removed.
     """
     if is_folder(path):
         shutil.rmtree(path)  # removes links in it as links
@@ -216,7 +222,7 @@ def remove(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a power cut. Windows cannot open folders and needs no call.
+    """Flush a folder, so that a rename in it survives a power cut. Windows needs no such call.
 
     Raises:
         OSError: the disk refuses.
@@ -243,7 +249,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _mode_of(path: Path) -> int:
-    """What lies at a path itself (``os.lstat``); 0 where there is nothing."""
+    """``st_mode`` of the path itself (``os.lstat``); 0 if nothing is there."""
     try:
         return os.lstat(path).st_mode
     except (OSError, ValueError):
@@ -251,7 +257,7 @@ def _mode_of(path: Path) -> int:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """A file to be read; on Windows somebody (a virus scanner) may hold it for a moment after it was written."""
+    """Open a file for reading. On Windows a virus scanner may hold a new file for a moment, so it is tried again."""
     for attempt in range(RENAME_ATTEMPTS):
         try:
             return path.open("rb")

@@ -1,4 +1,4 @@
-"""Standard output that outlives its reader: a run goes on when its terminal or pipe is gone, or its log's disk full."""
+"""Standard output that never fails: a run continues if its terminal or pipe is gone or the disk of its log is full."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 class Outlasting(io.RawIOBase):
-    """Passes bytes on to a file, and drops those that it does not take.
+    """A raw stream that passes bytes on to a file and drops those that the file refuses.
 
     Args:
         file: the unbuffered file below a text stream.
-        stream: that stream. It is kept, because it closes the file when nobody has it any more.
+        stream: that text stream. The reference keeps it alive, because it closes the file when collected.
     """
 
     def __init__(self, file: io.RawIOBase, stream: TextIO) -> None:
         self._file, self._stream = file, stream
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write as much as the file takes; all of it counts as written where it takes nothing."""
+        """Return the number of bytes that the file accepted, or all of them if it accepted none."""
         try:
             taken = self._file.write(data)
-        except OSError:  # nobody reads any more, the disk is full, the terminal is closed
+        except OSError:  # the reader is gone, the disk is full or the terminal is closed
             taken = None
-        return memoryview(data).nbytes if taken is None else taken  # None: also of a full pipe that does not wait
+        return memoryview(data).nbytes if taken is None else taken  # a full non-blocking pipe also gives None
 
     def writable(self) -> bool:
         return True
@@ -42,7 +42,7 @@ class Outlasting(io.RawIOBase):
 
 
 def outlive(stream: TextIO) -> TextIO:
-    """The same stream, but what cannot be written is dropped. One that no file is below is returned as it is."""
+    """The stream with failed writes dropped. A stream without a raw file below is returned unchanged."""
     below = getattr(stream, "buffer", None)
     file = below if isinstance(below, io.RawIOBase) else getattr(below, "raw", None)
     if not isinstance(file, io.RawIOBase):
@@ -55,7 +55,7 @@ def outlive(stream: TextIO) -> TextIO:
 
 @contextmanager
 def outliving_stdout() -> Iterator[None]:
-    """Drop what standard output does not take."""
+    """Replace ``sys.stdout`` by a stream that drops failed writes."""
     before = sys.stdout
     sys.stdout = outlive(before)
     try:

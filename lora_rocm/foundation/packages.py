@@ -1,4 +1,4 @@
-"""The packages that the heavy half imports: which are missing, and what to say of one that cannot be used."""
+"""The packages that the heavy half imports: finds missing ones, and words the error for an unusable one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensor
 
 
 def require_packages() -> None:
-    """Look, without importing any of them, whether the packages of the heavy half are installed.
+    """Check that the packages of the heavy half are installed, without importing them.
 
     Raises:
-        MachineError: one is not.
+        MachineError: a package is missing.
     """
     for name in HEAVY:
         if find_spec(name) is None:
@@ -22,10 +22,10 @@ def require_packages() -> None:
 
 
 def unusable(error: BaseException) -> MachineError:
-    """The error to show where a package could not be imported.
+    """The error to show if a package could not be imported.
 
     Args:
-        error: what the import raised.
+        error: the exception that the import raised.
     """
     install = installer(sys.platform == "win32")
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -46,5 +46,5 @@ def unusable(error: BaseException) -> MachineError:
 
 
 def installer(windows: bool) -> str:
-    """The command that installs everything, in the folder of the repository."""
+    """The command that installs everything, run in the folder of the repository."""
     return r"scripts\windows\install.bat" if windows else "make install"

@@ -1,7 +1,7 @@
 """Keeps code of the current folder from being run. Only this module makes the command of a Python child.
 
-``python -m`` and ``python -c`` put the current folder first on the path of imports, so a ``torch.py`` beside a
-downloaded recipe would be imported in place of torch. Standard library only.
+``python -m`` and ``python -c`` put the current folder first in ``sys.path``, so a ``torch.py`` beside a downloaded
+recipe would be imported in place of torch. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections.abc import Mapping
 
 PATH, SAFE_PATH = "PYTHONPATH", "PYTHONSAFEPATH"
 NO_PROGRAMS_HERE = "NoDefaultCurrentDirectoryInExePath"
-"""Unless it is set, Windows looks for programs in the current folder first (NeedCurrentDirectoryForExePathW)."""
+"""If this variable is unset, Windows searches the current folder for programs first (NeedCurrentDirectoryForExePathW).
+"""
 
 
 def python_command(*arguments: str, python: str = sys.executable) -> list[str]:
-    """The command of a Python child. ``multiprocessing`` hands ``-P`` on to the processes that the child spawns."""
+    """The command of a Python child. ``multiprocessing`` passes ``-P`` on to the processes that the child spawns."""
     return [python, "-P", *arguments]
 
 
 def python_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a Python child whose libraries may start Python themselves, with ``-m`` or ``-c``."""
+    """The environment of a Python child whose libraries may themselves start Python with ``-m`` or ``-c``."""
     return {**without_current_folder(environ), SAFE_PATH: "1"}
 
 
 def without_current_folder(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the entries of PYTHONPATH that are relative or empty: they name the current folder."""
+    """The environment without relative or empty entries of PYTHONPATH, which name the current folder."""
     kept = os.pathsep.join(entry for entry in environ.get(PATH, "").split(os.pathsep) if os.path.isabs(entry))
     others = {name: value for name, value in environ.items() if name != PATH}
     return {**others, PATH: kept} if kept else others
 
 
 def forbid_programs_here() -> None:
-    """Have this process and its children find programs by name in PATH alone, not in the current folder (Windows)."""
+    """Make this process and its children find programs in PATH only, not in the current folder (Windows)."""
     if sys.platform == "win32":
         os.environ[NO_PROGRAMS_HERE] = "1"

@@ -1,4 +1,4 @@
-"""Random choices as pure functions of what they are for: no generator, no hidden state, the same on every machine."""
+"""Random numbers as pure functions of their purpose: no generator, no hidden state, equal on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def draw(*parts: int | str) -> int:
 
 
 def drawer(*parts: int | str) -> Callable[..., int]:
-    """``draw`` with its first parts said once: they may be long, and are not read again for each number."""
+    """``draw`` with its first parts fixed and hashed once; ``drawer(a)(b) == draw(a, b)``."""
     begun = blake2b(("(" + "".join(f"{part!r}, " for part in parts)).encode("utf-8"), digest_size=8)
 
     def rest(*more: int | str) -> int:

@@ -1,15 +1,15 @@
-"""Texts from outside (names of devices, kernel log, variables) as a terminal can show them. Standard library only."""
+"""Makes text from outside (device names, kernel log, variables) safe for a terminal. Standard library only."""
 
 from __future__ import annotations
 
 import unicodedata
 
-STEERING = frozenset(("Cc", "Cs", "Zl", "Zp"))  # controls, lone surrogates, ends of lines
-TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # they reorder what stands beside them
+STEERING = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control characters, lone surrogates, line and paragraph separators
+TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # reorder nearby text
 
 
 def printable(text: str, keep: str = "") -> str:
-    """``text`` with all escaped that would steer a terminal, end a line or cannot be encoded; ``keep`` stays."""
+    """Escape characters that are not printable (controls, line ends, lone surrogates), except those in ``keep``."""
     return "".join(
         letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode("ascii")
         for letter in text
@@ -17,9 +17,10 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def legible(text: str, keep: str = "") -> str:
-    """``text`` as a name in sentences and files: what steers, breaks the line or turns the writing is escaped.
+    """Escape control characters, line ends and bidirectional controls, except those in ``keep``.
 
-    ``keep`` stays. Unlike ``printable`` it leaves letters that are not seen but belong to others (joiners of emoji).
+    For names in messages and files. Unlike ``printable`` it keeps invisible characters that belong to others (joiners
+    of emoji).
     """
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if _steers(letter) and letter not in keep else letter
@@ -28,7 +29,7 @@ def legible(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` on one line, each run of white space or control letters a single space."""
+    """The text on one line; each run of white space or control characters becomes a single space."""
     return " ".join("".join(" " if _steers(letter) else letter for letter in text).split())
 
 

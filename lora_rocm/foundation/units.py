@@ -1,10 +1,10 @@
-"""Numbers for people: sizes, times, rates."""
+"""Formats numbers for people: sizes, times, rates."""
 
 from __future__ import annotations
 
 
 def size_text(num_bytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Bytes in binary units: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -13,19 +13,19 @@ def size_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """3725 -> "1:02:05", 65 -> "1:05"."""
+    """Seconds as a clock: 3725 -> "1:02:05", 65 -> "1:05"."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def rate_text(per_second: float, unit: str = "it") -> str:
-    """0.25 -> "4.00 s/it", 4 -> "4.00 it/s"."""
+    """Steps per second, or seconds per step below one: 4 -> "4.00 it/s", 0.25 -> "4.00 s/it"."""
     if per_second <= 0:
         return "-"
     return f"{per_second:.2f} {unit}/s" if per_second >= 1 else f"{1 / per_second:.2f} s/{unit}"
 
 
 def number_text(value: float | None) -> str:
-    """Four significant digits; a value that JSON could not hold or nobody measured is a dash."""
+    """Four significant digits; a dash for None, which stands for unmeasured or non-finite values."""
     return "-" if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The program's own folder: kernel caches and what is remembered about this machine. Standard library only."""
+"""The program's own folder for kernel caches and stored knowledge about this machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "LORA_ROCM_HOME"
 
 
 def app_dir(environ: Mapping[str, str], system: str) -> Path:
-    """Where caches of this program belong for this user; ``LORA_ROCM_HOME`` moves it. Nothing is created."""
+    """The folder for this program's caches of this user. ``LORA_ROCM_HOME`` overrides it. Nothing is created."""
     own = environ.get(VARIABLE)
     if own:
         return Path(own)

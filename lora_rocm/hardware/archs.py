@@ -1,8 +1,8 @@
-"""The AMD architectures: which cards, which wheels have kernels for them, what they can compute. Data only.
+"""AMD architectures: their cards, the wheels with kernels for them, their features. Data only.
 
 Sources, unless a row says otherwise: TheRock cmake/therock_amdgpu_targets.cmake, RELEASES.md and SUPPORTED_GPUS.md
 (read 2026-08-22); pytorch .ci/docker/manywheel/build.sh (architectures of the wheels for Linux); AOTriton releases.
-Nothing here was tried by us on a card: we own no AMD GPU. What Triton compiles was seen without one.
+Nothing here was tested on a card: the project owns no AMD GPU. Triton's compiler was run without one.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from typing import Literal
 
 Generation = Literal["rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4", "vega", "cdna1", "cdna2", "cdna3", "cdna4"]
 Wheels = Literal["release", "building", "none"]
-"""AMD's multi-arch wheels: said to be ready, only known to build, or not made."""
+"""State of AMD's multi-arch wheels: declared ready, only known to build, or not made."""
 
 REVIEWED = "2026-11-21"
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One architecture. ``override``: the value that makes a wheel without its kernels work on Linux, or None."""
+    """One architecture.
+
+    override: the HSA_OVERRIDE_GFX_VERSION with which a wheel without its kernels works on Linux, or None.
+    """
 
     gfx: str
     generation: Generation
     cards: str
     integrated: bool = False
     pytorch_org: bool = False
-    """Kernels in the wheels of download.pytorch.org (Linux only)."""
+    """The wheels of download.pytorch.org have kernels for it (Linux only)."""
     amd_linux: Wheels = "release"
     amd_windows: Wheels = "release"
     override: str | None = None
     bf16: bool = True
-    """Native bfloat16; RDNA 1 and 2 and Vega emulate it (ComfyUI comfy/model_management.py)."""
+    """Native bfloat16. RDNA 1 and 2 and Vega emulate it (ComfyUI comfy/model_management.py)."""
     aotriton: bool = False
-    """Fused attention of torch exists for it."""
+    """PyTorch has fused attention for it."""
     reported: str = ""
-    """What others report, with the source; empty where nothing was found."""
+    """Reports of others, with their source; empty if none was found."""
 
     @property
     def is_cdna(self) -> bool:
@@ -180,11 +183,11 @@ ARCHS: tuple[Arch, ...] = (
 
 BY_GFX = {arch.gfx: arch for arch in ARCHS}
 NO_RCCL = ("gfx1103", "gfx1150", "gfx1152", "gfx1153")
-"""Without the library that trains on several GPUs; on Windows no architecture has it (TheRock#150)."""
+"""Architectures without RCCL, which training on several GPUs needs. On Windows no architecture has it (TheRock#150)."""
 
 
 def arch_of(gfx: str | None) -> Arch | None:
-    """The row of an architecture; None for one that the table does not know."""
+    """The row of an architecture; None if the table lacks it."""
     return BY_GFX.get(gfx) if gfx else None
 
 
@@ -201,7 +204,7 @@ GENERIC: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TritonSeries:
-    """One minor version of Triton, and the architectures for which its compiler refuses every kernel."""
+    """A minor version of Triton, and the architectures that its compiler refuses."""
 
     version: tuple[int, int]
     refused: tuple[str, ...]
@@ -215,14 +218,16 @@ TRITON: tuple[TritonSeries, ...] = (
     TritonSeries((3, 8), OLD_VEGA),
     TritonSeries((3, 9), (*OLD_VEGA, *RDNA_1_AND_2)),
 )
-"""Seen by us: every kernel of this program, compiled for every architecture of the table by the wheels 3.6.0, 3.7.0,
-3.8.0 and 3.9.0 of the package index (``unsupported target``). tests/kernels/test_triton.py does it again."""
+"""Tested: every kernel of this program, compiled for every architecture of the table by the wheels 3.6.0, 3.7.0, 3.8.0
+and
+3.9.0 of the package index (``unsupported target``). tests/kernels/test_triton.py repeats it.
+"""
 TRITON_PACKAGES = ("triton", "triton_rocm", "pytorch_triton_rocm", "triton_windows")
-"""Names of Triton in the wheels of torch."""
+"""Package names of Triton in the wheels of torch."""
 
 
 def triton_takes(version: Sequence[int], gfx: str | None) -> bool | None:
-    """Whether a Triton ((3, 9, 0)) compiles for an architecture; None: not known."""
+    """Whether a Triton version ((3, 9, 0)) compiles for an architecture; None if unknown."""
     series = next((series for series in TRITON if series.version == tuple(version[:2])), None)
     if series is None or gfx is None:
         return None
@@ -232,13 +237,13 @@ def triton_takes(version: Sequence[int], gfx: str | None) -> bool | None:
 
 
 def triton_versions(gfx: str) -> str:
-    """The minor versions of Triton that compile for an architecture, in words: "3.6 to 3.8"."""
+    """The minor versions of Triton that compile for an architecture, as text: "3.6 to 3.8"."""
     taking = [".".join(map(str, series.version)) for series in TRITON if gfx not in series.refused]
     return taking[0] if len(taking) == 1 else f"{taking[0]} to {taking[-1]}" if taking else "none"
 
 
 def has_kernels(arch_list: Sequence[str] | None, gfx: str | None) -> bool | None:
-    """Whether a torch with kernels for ``arch_list`` has some for ``gfx``, also generic ones; None: not known."""
+    """Whether a torch with kernels for ``arch_list`` has some for ``gfx``, generic ones included; None if unknown."""
     if not arch_list or gfx is None:
         return None
     return any(arch == gfx or gfx in GENERIC.get(arch, ()) for arch in arch_list)

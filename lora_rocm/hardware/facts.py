@@ -1,7 +1,7 @@
-"""What is known about a machine, as plain data: made by ``probe``, or read from a file that describes another machine.
+"""Facts about a machine as plain data, read by ``probe`` or loaded from a file that describes another machine.
 
-Standard library only: the installer uses it before anything is installed. Sizes are bytes. A fact that could not be
-read is None, and says so in ``unread``; nothing is guessed.
+Standard library only: the installer uses it before anything is installed. Sizes are in bytes. A fact that could not be
+read is None and listed in ``unread``; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXPECTED: dict[Any, str] = {
 
 MAX_FILE_BYTES = 1 << 24
 NUMBERS = range(2**63)
-"""What a number among facts can be."""
+"""The range of numbers in facts."""
 
 System = Literal["linux", "windows", "macos"]
 Vendor = Literal["amd", "nvidia", "apple", "intel", "other"]
@@ -34,7 +34,7 @@ Vendor = Literal["amd", "nvidia", "apple", "intel", "other"]
 
 @dataclass(frozen=True)
 class Unread:
-    """Something that was looked for and could not be read."""
+    """A fact that could not be read, and the reason."""
 
     what: str
     why: str
@@ -42,36 +42,36 @@ class Unread:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index`` counts the GPUs of a vendor in the order in which its runtime numbers them."""
+    """One GPU. ``index`` counts the GPUs of a vendor in the order of its runtime."""
 
     vendor: Vendor
     name: str
     index: int = 0
     gfx: str | None = None
-    """AMD: the true architecture ("gfx1151"), never one that an override pretends; None where nothing tells it."""
+    """AMD: the true architecture ("gfx1151"), never that of an override; None if unknown."""
     gfx_source: Literal["kfd", "hipinfo", "pci", "name"] | None = None
     integrated: bool | None = None
     pci_id: str | None = None
-    """Vendor and device, "1002:1586"."""
+    """Vendor and device: "1002:1586"."""
     pci_address: str | None = None
     node: int | None = None
     """Linux, AMD: number of the KFD topology node."""
     vram_bytes: int | None = None
-    """Dedicated memory; of an APU the carve-out."""
+    """Dedicated memory; the carve-out of an APU."""
     gtt_bytes: int | None = None
     """Linux, AMD: system memory that the GPU may map."""
     driver: str | None = None
-    """Windows: version of the adapter's driver. NVIDIA: version of the driver."""
+    """Driver version: of the adapter (Windows), of NVIDIA's driver (NVIDIA)."""
     driver_product: str | None = None
-    """Windows, AMD: the Adrenalin version ("26.6.2") where it can be read."""
+    """Windows, AMD: the Adrenalin version ("26.6.2") if it can be read."""
     pcie_atomics: bool | None = None
     mes_firmware: str | None = None
-    """Linux, AMD: version of the scheduler firmware ("0x83"); only root can read it."""
+    """Linux, AMD: version of the scheduler firmware ("0x83"). Only root can read it."""
 
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """A device file and what this user may do with it."""
+    """A device file and this user's rights to it."""
 
     path: str
     exists: bool
@@ -81,41 +81,41 @@ class DeviceFile:
 
 @dataclass(frozen=True)
 class Linux:
-    """What only Linux has. ``kernel`` is that of ``uname -r``."""
+    """Facts that only Linux has. ``kernel`` is the output of ``uname -r``."""
 
     kernel: str
     distribution: str = ""
-    """ID of os-release, such as "ubuntu", "fedora", "arch"."""
+    """ID of os-release: "ubuntu", "fedora", "arch"."""
     distribution_version: str = ""
     wsl: bool = False
     container: bool = False
     kfd: DeviceFile | None = None
     render_nodes: tuple[DeviceFile, ...] = ()
     dxg: bool = False
-    """/dev/dxg is there (WSL)."""
+    """/dev/dxg exists (WSL)."""
     groups: tuple[str, ...] = ()
-    """Groups of this user among render and video; "root" where the user is root."""
+    """The groups of this user among render and video; "root" if the user is root."""
     boot_parameters: dict[str, str] = field(default_factory=dict)
-    """Of the kernel command line only what concerns the GPU: iommu, amd_iommu, ttm.*, amdttm.*, amdgpu.*."""
+    """Parameters of the kernel command line that concern the GPU: iommu, amd_iommu, ttm.*, amdttm.*, amdgpu.*."""
     amdgpu_loaded: bool = False
     amdgpu_version: str | None = None
     """Version of an amdgpu module that is not the kernel's own (DKMS)."""
     drm_version: str | None = None
-    """Interface version of the amdgpu driver, "3.64"; it is in the kernel's log only."""
+    """Interface version of the amdgpu driver, "3.64". Only the kernel log has it."""
     ttm_pages_limit: int | None = None
-    """Pages of 4 KiB that GPUs may map in all."""
+    """Limit of memory that all GPUs together may map, in pages of 4 KiB."""
     shm_bytes: int | None = None
     rocm_version: str | None = None
-    """Of a ROCm that is installed in /opt/rocm."""
+    """Version of a ROCm installed in /opt/rocm."""
     firmware_package: str | None = None
-    """Version of the distribution's linux-firmware, where a package database tells it without root."""
+    """Version of the distribution's linux-firmware, if a package database gives it without root."""
     kernel_log: tuple[str, ...] | None = None
-    """Lines of the kernel log about the GPU, this boot; None where it was not or may not be read."""
+    """Lines of this boot's kernel log about the GPU; None if it was not read or is forbidden."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A DLL that may be loaded instead of the wheel's."""
+    """A DLL that Windows may load instead of the wheel's."""
 
     path: str
     version: str | None = None
@@ -123,21 +123,21 @@ class Library:
 
 @dataclass(frozen=True)
 class Windows:
-    """What only Windows has. ``build`` is the build number, 26100 for 11 24H2."""
+    """Facts that only Windows has. ``build`` is the build number, 26100 for 11 24H2."""
 
     build: int
     product: str = ""
     hip_libraries: tuple[Library, ...] = ()
-    """amdhip64*.dll in System32 and in folders on PATH."""
+    """amdhip64*.dll in System32 and in the folders of PATH."""
     hip_path: str | None = None
     page_file_bytes: int | None = None
     tdr_delay_s: int | None = None
-    """TdrDelay of the registry; None means the default of 2 s."""
+    """TdrDelay of the registry; None stands for the default of 2 s."""
     tdr_events: int | None = None
-    """Resets of the display driver in the System log (event 4101), last 7 days."""
+    """Display driver resets in the System log (event 4101) of the last 7 days."""
     smart_app_control: Literal["off", "evaluation", "on"] | None = None
     vc_runtime: str | None = None
-    """Version of the Visual C++ runtime; None where it is missing."""
+    """Version of the Visual C++ runtime; None if it is missing."""
     long_paths: bool | None = None
 
 
@@ -149,25 +149,25 @@ class Torch:
     hip: str | None = None
     cuda: str | None = None
     arch_list: tuple[str, ...] | None = None
-    """Architectures it has kernels for; None where neither files nor metadata tell it."""
+    """Architectures that it has kernels for; None if neither files nor metadata give them."""
     arch_source: Literal["files", "metadata", "asked"] | None = None
     aotriton: str | None = None
-    """Version of the bundled attention kernels; only Linux's file names tell it."""
+    """Version of the bundled attention kernels. Only Linux's file names give it."""
 
     @property
     def is_pytorch_org_rocm(self) -> bool:
-        """Whether it is a ROCm build of download.pytorch.org: "+rocm7.2"; AMD's own have three numbers there."""
+        """Whether it is a ROCm build of download.pytorch.org ("+rocm7.2"). AMD's own have three numbers there."""
         return re.search(r"\+rocm\d+\.\d+$", self.version) is not None
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """A machine. ``origin`` says where the facts come from: "probe", or how a recorded machine was made."""
+    """All facts about a machine. ``origin`` is "probe", or says how a recorded machine was made."""
 
     origin: str
     system: System
     python: str
-    """Version and bits, "3.12.4 64-bit"."""
+    """Version and word size: "3.12.4 64-bit"."""
     cpu: str
     cpu_count: int
     memory_bytes: int | None = None
@@ -179,9 +179,9 @@ class HostFacts:
     windows: Windows | None = None
     torch: Torch | None = None
     libraries: dict[str, str] = field(default_factory=dict)
-    """Installed packages that matter beside torch: triton, bitsandbytes, flash_attn, torchvision, ..."""
+    """Other installed packages that matter: triton, bitsandbytes, flash_attn, torchvision, ..."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables of the environment that ROCm, HIP, MIOpen or torch read."""
+    """Environment variables that ROCm, HIP, MIOpen or torch read."""
     unread: tuple[Unread, ...] = ()
 
     @property
@@ -197,27 +197,27 @@ class HostFacts:
 
 
 def facts_from_json(value: Any, where: str) -> HostFacts:
-    """Facts from parsed JSON.
+    """Build facts from parsed JSON.
 
     Raises:
-        UserError: a key is unknown or missing, or a value has the wrong type; says which.
+        UserError: a key is unknown or missing, or a value has the wrong type. It names the key.
     """
     found: HostFacts = _read(HostFacts, value, where)
     return replace(found, gpus=tuple(replace(gpu, gfx=_without_features(gpu.gfx)) for gpu in found.gpus))
 
 
 def load_facts(path: Path) -> HostFacts:
-    """Facts from a file: what ``env --json`` or ``doctor --json`` printed, or facts alone as in ``tests/hosts``.
+    """Load facts from a file: the output of ``env --json`` or ``doctor --json``, or facts alone as in ``tests/hosts``.
 
     Raises:
-        UserError: it cannot be read, is no JSON, or describes no machine.
+        UserError: the file cannot be read, is no JSON, or describes no machine.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-        value = json.loads(content)  # UTF-8; or UTF-16, as Windows PowerShell redirects
+        value = json.loads(content)  # UTF-8, or UTF-16 from a redirect in Windows PowerShell
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
         raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
@@ -230,12 +230,12 @@ def load_facts(path: Path) -> HostFacts:
 
 
 def _without_features(gfx: str | None) -> str | None:
-    """The architecture alone: torch writes "gfx90a:sramecc+:xnack-", too."""
+    """The architecture without features: torch also writes "gfx90a:sramecc+:xnack-"."""
     return gfx.partition(":")[0] if gfx is not None else None
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
-    """``value`` as the annotation ``wanted`` says; lists become tuples."""
+    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples."""
     if is_dataclass(wanted):
         return _read_fields(wanted, value, where)
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)

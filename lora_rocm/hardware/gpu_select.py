@@ -1,4 +1,4 @@
-"""Which GPU a run uses, and how the others are hidden from it."""
+"""Selects the GPU of a run, and the variable that hides the others."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 CUDA = "CUDA_VISIBLE_DEVICES"
 VISIBILITY = (ROCR, HIP, CUDA)
-"""In the order in which the runtimes read them: ROCr hides first (Linux), then HIP counts what is left and reads the
-second, or the third where the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp and device/pal/paldevice.cpp).
+"""In the order in which the runtimes read them. ROCr hides first (Linux). HIP then numbers the rest and reads the
+second
+variable, or the third if the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp and device/pal/paldevice.cpp).
 """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The AMD GPU of a run (None: there is none) and the variable that hides the others from it.
+    """The AMD GPU of a run (None: there is none), and the variable that hides the others.
 
-    ``alone``: no other AMD GPU can be reached by the run's processes, so a global variable concerns this one only.
+    alone: the run's processes can reach no other AMD GPU, so a global variable concerns this GPU only.
+    by_user: the user's own variables decided.
     """
 
     gpu: Gpu | None
@@ -29,14 +31,14 @@ class Selection:
     alone: bool = True
     by_user: bool = False
     gpus: tuple[Gpu, ...] = ()
-    """With several processes: the AMD GPUs of all of them, where that is known (``host.ranks``)."""
+    """With several processes: the AMD GPUs of all of them, if known (``hardware.ranks``)."""
 
 
 def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
-    """The GPU that the user made visible, else the best.
+    """Select the GPU that the user made visible, else the best.
 
-    Best is discrete before integrated, then what the installed torch has kernels for, what the table knows, memory.
-    With NVIDIA's CUDA build of torch installed the AMD GPU beside it is not the run's, so nothing is selected.
+    Discrete GPUs come before integrated ones, then those that the installed torch has kernels for, those in the table,
+    those with more memory. If the installed torch is NVIDIA's CUDA build, no AMD GPU is selected.
     """
     amd = facts.amd_gpus
     if not amd or (facts.torch is not None and facts.torch.cuda is not None and facts.torch.hip is None):
@@ -44,7 +46,7 @@ def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
     best = max(amd, key=lambda gpu: _rank(gpu, facts))
     if set_by_user(facts, environ):
         asked = visible(facts, environ)
-        if asked is None:  # by UUID: which one that is cannot be told from here
+        if asked is None:  # named by UUID, which facts do not have
             return Selection(best, alone=len(amd) == 1, by_user=True)
         return Selection(asked[0] if asked else None, alone=len(asked) <= 1, by_user=True)
     if len(amd) == 1:
@@ -53,13 +55,13 @@ def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
 
 
 def set_by_user(facts: HostFacts, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that limit what is visible. Windows has no ROCr; HIP takes an empty list for none at all."""
+    """The variables that limit visibility. Windows has no ROCr; HIP ignores an empty list."""
     rocr = (ROCR,) if facts.system != "windows" and ROCR in environ else ()
     return rocr + tuple(name for name in (HIP, CUDA) if environ.get(name))
 
 
 def visible(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
-    """The AMD GPUs that HIP lists, in its order; None where a variable names them in a way that facts do not know."""
+    """The AMD GPUs that HIP lists, in its order; None if a variable names them by UUID."""
     listed: list[Gpu] | None = sorted(facts.amd_gpus, key=lambda gpu: gpu.index)
     if facts.system != "windows" and ROCR in environ:
         listed = _chosen(listed, environ[ROCR])
@@ -68,7 +70,7 @@ def visible(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
 
 
 def _chosen(listed: Sequence[Gpu] | None, value: str) -> list[Gpu] | None:
-    """Positions in a list, as the runtimes read them: what follows the first that does not exist is not read."""
+    """The GPUs at the listed positions. As in the runtimes, the first position that does not exist ends the list."""
     if listed is None or "GPU-" in value:
         return None
     found: list[Gpu] = []

@@ -1,9 +1,9 @@
-"""How much memory a GPU's work may take, from facts: one number, and what it is made of. Standard library only.
+"""The memory that a GPU's work may take, computed from facts, with its parts. Standard library only.
 
-An APU has no memory of its own: part of main memory is carved out by the BIOS, more of it can be mapped (Linux: GTT,
-Windows: shared memory), and what the GPU takes there is taken from every other program.
+An APU has no memory of its own. The BIOS carves out part of main memory, more of it can be mapped (Linux: GTT, Windows:
+shared memory), and the GPU's share is lost to all other programs.
 
-Sources: TheRock docs/faq.md (torch uses GTT where that is larger than the carve-out); unsloth#7960, unsloth#8482 (free
+Sources: TheRock docs/faq.md (torch uses GTT if it is larger than the carve-out); unsloth#7960, unsloth#8482 (free
 memory is reported too high); microsoft.com, WDDM video memory: half of main memory can be shared.
 """
 
@@ -16,15 +16,15 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 
 GIB = 2**30
 HOST_RESERVE_SHARE, HOST_RESERVE_BYTES = 0.2, 16 * GIB
-"""Of main memory so much stays with the system: the smaller of the two (unsloth's worker.py, Strix Halo)."""
+"""Main memory left to the system: the smaller of the two (unsloth's worker.py, Strix Halo)."""
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
-"""A desktop's part of a GPU's own memory: our estimate, measured on no machine."""
+"""The desktop's part of a GPU's own memory: an estimate, not measured."""
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Part:
-    """One amount that the budget was made from; negative where it is taken away."""
+    """One amount of the budget; negative if it is subtracted."""
 
     name: str
     num_bytes: int
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """``total_bytes``: what tensors on the GPU may take. ``capped``: it is less than the driver would hand out."""
+    """``total_bytes``: the limit for tensors on the GPU. ``capped``: it is less than the driver would allocate."""
 
     total_bytes: int
     why: str
@@ -41,12 +41,12 @@ class MemoryBudget:
 
 
 def host_reserve(memory_bytes: int) -> int:
-    """What an APU leaves to the system, in bytes."""
+    """Main memory that an APU leaves to the system, in bytes."""
     return min(int(memory_bytes * HOST_RESERVE_SHARE), HOST_RESERVE_BYTES)
 
 
 def budget(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """The budget of a GPU of this machine; None where its memory could not be read."""
+    """The budget of a GPU of this machine; None if its memory could not be read."""
     if not gpu.integrated:
         return _discrete(facts, gpu)
     if facts.system == "windows":
@@ -64,9 +64,9 @@ def _discrete(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
 
 
 def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
-    """Whether the card may show the desktop: nothing tells it, so it does unless it cannot, or another GPU is for it.
+    """Whether the GPU may show the desktop. It is assumed to, unless it cannot or another GPU is there for it.
 
-    Windows takes its part of every card's memory, and spills what does not fit into main memory without a word.
+    Windows takes part of every GPU's memory, and silently moves what does not fit into main memory.
     """
     arch = arch_of(gpu.gfx)
     if arch is not None and arch.is_cdna:  # no display outputs
@@ -77,7 +77,7 @@ def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
 
 
 def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """Dedicated memory; where more can be shared, both, less what the system keeps."""
+    """Dedicated memory. If more can be shared: both, less the system's reserve."""
     if gpu.vram_bytes is None or facts.memory_bytes is None:
         return None
     dedicated = Part("dedicated memory", gpu.vram_bytes)
@@ -92,7 +92,7 @@ def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
 
 
 def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """The larger pool of the two; what is mapped is taken from main memory, the carve-out is not part of it."""
+    """The larger of the two pools. Mapped memory is taken from main memory; the carve-out is not part of it."""
     carved, mapped = gpu.vram_bytes or 0, gpu.gtt_bytes or 0
     pages = facts.linux.ttm_pages_limit if facts.linux is not None else None
     limits = (Part("limit of the kernel (ttm)", pages * PAGE_BYTES),) if pages else ()
@@ -108,7 +108,7 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
 
 
 def _free_for_gpu(facts: HostFacts) -> tuple[Part, ...]:
-    """What is free of main memory, and what of it is left alone; empty where it could not be read."""
+    """Free main memory and the system's reserve; empty if they could not be read."""
     if facts.memory_bytes is None or facts.memory_available_bytes is None:
         return ()
     return (

@@ -1,9 +1,9 @@
-"""PCI ids and adapter names of AMD GPUs, and the architecture behind each. Data; standard library only.
+"""PCI ids and adapter names of AMD GPUs with their architectures. Data; standard library only.
 
-The ids are those of libdrm's data/amdgpu.ids, which names the products, and of the kernel's amdgpu_drv.c, which names
-the chips (both read 2026-11-21); the architecture of a product is that of ``archs``. Traps: 1114 is gfx1152
-(llama.cpp#26127); 1902 is gfx1153 although some of its products are called 840M like those of 1114; the graphics of
-desktop Ryzen (164e, 13c0) is gfx1036. An id that is not here is unknown: nothing is inferred from its neighbours.
+The ids come from libdrm's data/amdgpu.ids, which names the products, and the kernel's amdgpu_drv.c, which names the
+chips (both read 2026-11-21); the architecture of a product comes from ``archs``. Traps: 1114 is gfx1152
+(llama.cpp#26127); 1902 is gfx1153, although some of its products are called 840M like those of 1114; the graphics of
+desktop Ryzen (164e, 13c0) is gfx1036. An id that is not listed is unknown; nothing is inferred from its neighbours.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ NAMES: tuple[tuple[str, str], ...] = (
     (r"MI3(?:0[08]|25)", "gfx942"),
     (r"MI35[05]", "gfx950"),
 )
-"""Last resort, in this order: marketing names repeat (a 6800S is no 6800, a 7700S no 7700)."""
+"""Last resort; the first match decides. Marketing names overlap (a 6800S is no 6800, a 7700S no 7700)."""
 
 
 def gfx_of_id(pci_id: str | None) -> str | None:
-    """Architecture of "1002:744c"; None for an id that the table does not know."""
+    """The architecture of a PCI id ("1002:744c"); None if the table lacks it."""
     return BY_ID.get(pci_id.lower()) if pci_id else None
 
 
 def gfx_of_name(name: str) -> str | None:
-    """Architecture by an adapter's name ("AMD Radeon(TM) 8060S Graphics"); None where the name does not say it."""
+    """The architecture by an adapter's name ("AMD Radeon(TM) 8060S Graphics"); None if no pattern matches."""
     for pattern, gfx in NAMES:
         if re.search(rf"(?<![0-9A-Za-z])(?:RX ?|PRO ?)?W?(?:{pattern})(?![0-9])", name, re.IGNORECASE):
             return gfx
@@ -82,7 +82,7 @@ def gfx_of_name(name: str) -> str | None:
 
 
 def product_name(ids_text: str, device: str, revision: str) -> str | None:
-    """The product in the text of an ``amdgpu.ids`` file: ``device`` "744c" and ``revision`` "c8", without 0x."""
+    """The product in the text of an ``amdgpu.ids`` file; ``device`` ("744c") and ``revision`` ("c8") have no 0x."""
     wanted = (device.lower(), revision.lower().zfill(2))
     for line in ids_text.splitlines():
         parts = [part.strip() for part in line.split(",", 2)]

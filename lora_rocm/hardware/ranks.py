@@ -1,6 +1,6 @@
-"""Which of the processes that train together this one is, and which GPUs they get. Standard library only.
+"""This process's rank in distributed training, and the GPUs of all ranks. Standard library only.
 
-The variables are those of ``torchrun``, so that a process does not care who started it.
+The variables are those of ``torchrun``, so a process need not know who started it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_rocm.hardware.gpu_select import CUDA, HIP, ROCR, Selection, select, se
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 STARTS = "TORCHELASTIC_RESTART_COUNT"
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own process listens at the port, and no rank does
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's own process hosts the store, not rank 0
 NEEDED = (RANK, WORLD_SIZE, ADDRESS, PORT)
 HERE = "127.0.0.1"
 MAX_ON_CPU, MAX_PORT = 64, 65535
@@ -24,9 +24,9 @@ MAX_ON_CPU, MAX_PORT = 64, 65535
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` processes that train together; ``local_rank`` counts those of one machine.
+    """One of ``size`` processes that train together. ``local_rank`` counts those of one machine.
 
-    start: which start of all of them it is, where ``torchrun`` counts them: what they said before must not count.
+    start: number of restarts of the whole group by ``torchrun``; messages of earlier starts must not count.
     """
 
     rank: int = 0
@@ -37,18 +37,18 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """It writes what all of them have made."""
+        """Whether it is rank 0, which writes the shared results."""
         return self.rank == 0
 
     def variables(self, port: int) -> dict[str, str]:
-        """What tells a process on this machine which one it is. ``port``: where the first of them listens."""
+        """The environment variables of this rank on this machine. ``port``: the port that rank 0 listens on."""
         values = {RANK: self.rank, WORLD_SIZE: self.size, LOCAL_RANK: self.local_rank}
         values |= {LOCAL_WORLD_SIZE: self.local_size, PORT: port}
         return {ADDRESS: HERE, AGENT_STORE: "False"} | {name: str(value) for name, value in values.items()}
 
 
 def rank_of(environ: Mapping[str, str]) -> Rank:
-    """Which process this is; one that trains alone where ``torchrun`` (or ``lora-rocm --gpus``) has not started it.
+    """The rank of this process; a single-process one unless ``torchrun`` or ``lora-rocm --gpus`` started it.
 
     Raises:
         UserError: the variables contradict each other.
@@ -71,13 +71,13 @@ def rank_of(environ: Mapping[str, str]) -> Rank:
 
 
 def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, on_cpu: bool = False) -> Selection:
-    """The GPUs of ``count`` processes on this machine; each takes that of its own number.
+    """Select the GPUs of ``count`` processes on this machine; local rank n uses the n-th.
 
-    All of them see all of these: RCCL copies from card to card only between GPUs that both processes can see
-    (rccl src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are left out unless the user made them visible.
+    All processes see all of these GPUs: RCCL copies directly only between GPUs that both processes can see (rccl
+    src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are left out unless the user made them visible.
 
     Raises:
-        UserError: there are not so many.
+        UserError: there are fewer GPUs.
     """
     best = select(facts, environ)
     if on_cpu:
@@ -125,7 +125,7 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
 
 
 def _listed(gpus: list[Gpu] | tuple[Gpu, ...], environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """What there is, in words."""
+    """A sentence that lists the GPUs."""
     said = [f"{gpu.index}: {gpu.name}{' (integrated, left out)' if gpu.integrated else ''}" for gpu in gpus]
     limits = [f"{name}={environ[name]} limits them." for name in names if environ.get(name)]
     return " ".join([f"There is {'; '.join(said)}." if said else "There is no GPU.", *limits])

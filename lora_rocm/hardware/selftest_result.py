@@ -1,6 +1,6 @@
-"""What the self-test found on this very stack, kept until the stack changes, and what follows from it.
+"""Self-test results of a software stack, stored until the stack changes, and conclusions from them.
 
-The key is (torch, HIP or CUDA, driver, architecture): another driver is another machine. Standard library only.
+The key is (torch, HIP or CUDA, driver, architecture): a new driver needs a new self-test. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ UNUSABLE = (
     (("gemm",), FORMATS, "matrix products fail in every number format"),
     (("conv.miopen", "conv.native"), FORMATS, "convolutions fail in every number format"),
 )
-"""Groups, the kinds of checks in each of them, and what it means when every kind has failures."""
+"""(groups, kinds of checks in each group, conclusion if every kind has failures)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One check. ``name`` is "group.detail", such as "gemm.lora-bf16-TN"; ``detail`` says what was seen."""
+    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` says what was observed."""
 
     name: str
     status: Status
@@ -39,14 +39,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a verdict holds for."""
+    """The software stack and GPU that a self-test result holds for."""
 
     torch: str
     runtime: str
     """"hip 7.2.1", "cuda 13.0" or "cpu"."""
     driver: str
     gpu: str
-    """gfx name, or the name of a GPU of another vendor."""
+    """gfx name, or the name of another vendor's GPU."""
 
     @property
     def key(self) -> str:
@@ -56,11 +56,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All results on one stack.
+    """All self-test results on one stack.
 
     Attributes:
-        fast: results with the variables of the profile "safe" left out; empty where that was not tried.
-        remedies: ids of ``rules_verdict.REMEDIES`` with which ``results`` were got, and that training needs too.
+        fast: results without the variables of the profile "safe"; empty if that was not tried.
+        remedies: ids of ``selftest_rules.REMEDIES`` that were applied for ``results``; training needs them too.
     """
 
     stack: Stack
@@ -69,29 +69,29 @@ class Verdict:
     remedies: tuple[str, ...] = ()
 
     def failed(self, prefix: str) -> tuple[Result, ...]:
-        """Checks of a group ("gemm", "attention.flash") that did not pass."""
+        """The checks of a group ("gemm", "attention.flash") that did not pass."""
         return tuple(result for result in self.results if result.name.startswith(prefix) and not result.ok)
 
     def passed(self, prefix: str) -> bool:
-        """Whether the group was tried and every check of it passed."""
+        """Whether the group was tried and all its checks passed."""
         tried = [r for r in self.results if r.name.startswith(prefix) and r.status != "skipped"]
         return bool(tried) and all(result.status == "passed" for result in tried)
 
     @property
     def clears_fast(self) -> bool:
-        """Whether the profile "fast" was tried here and everything passed that could be tried."""
+        """Whether the profile "fast" was tried and everything that could be tried passed."""
         return all(result.ok for result in self.fast) and any(result.status == "passed" for result in self.fast)
 
     @property
     def unusable(self) -> str:
-        """Why this GPU cannot be trained on at all; empty where it can."""
+        """The reason why this GPU cannot train at all; empty if it can."""
         for groups, kinds, what in UNUSABLE:
             if all(self._all_fail(group, kinds) for group in groups):
                 return what
         return ""
 
     def _all_fail(self, group: str, kinds: tuple[str, ...]) -> bool:
-        """Whether every kind of check in the group that was tried has failures, and at least one was tried."""
+        """Whether every tried kind of check in the group has failures, and at least one was tried."""
         tried = [
             result for result in self.results if result.name.startswith(f"{group}.") and result.status != "skipped"
         ]
@@ -106,7 +106,7 @@ def verdict_from_json(value: dict[str, Any]) -> Verdict:
     """The inverse of ``to_json``.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: the value is no result of ``to_json``.
     """
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
@@ -121,7 +121,7 @@ def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
 
 
 def stored(folder: Path, stack: Stack) -> Verdict | None:
-    """The verdict on this stack, or None; a damaged file counts as none (the self-test is run again)."""
+    """The stored verdict on this stack, or None. A damaged file counts as none, so the self-test runs again."""
     try:
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
@@ -130,5 +130,5 @@ def stored(folder: Path, stack: Stack) -> Verdict | None:
 
 
 def path_of(folder: Path, stack: Stack) -> Path:
-    """Where the verdict on a stack is kept."""
+    """The file of the verdict on a stack."""
     return folder / f"selftest-{stack.key}.json"

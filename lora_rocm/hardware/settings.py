@@ -1,7 +1,7 @@
-"""Settings of the heavy half that no variable of torch or HIP carries: they travel in one variable of our own.
+"""Settings of the heavy half for which torch and HIP have no variable. They travel in one variable of our own.
 
-A child reads them at its start (``device.apply``, ``device.precision``); the parent plans them beside the variables.
-Standard library only.
+A child reads them at its start (``device.backend_settings``, ``device.precision``); the parent plans them with the
+other variables. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ VARIABLE = "LORA_ROCM_SETTINGS"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the plan decided about code. The defaults are those of a machine about which nothing is known to be bad."""
+    """Decisions of the parent about the heavy half. The defaults are for a machine without known faults."""
 
     miopen: bool = True
-    """False: torch.backends.cudnn.enabled = False, so that convolutions do not go through MIOpen."""
+    """False: torch.backends.cudnn.enabled = False, so convolutions do not use MIOpen."""
     attention: Literal["auto", "math"] = "auto"
-    """math: fused attention is switched off (it failed the self-test)."""
+    """math: fused attention is disabled, because it failed the self-test."""
     pin_memory: bool = True
-    """What runtime.pin_memory: auto means on a GPU."""
+    """The meaning of runtime.pin_memory: auto on a GPU."""
     precision: Literal["bf16", "fp16", "no"] | None = None
-    """What train.mixed_precision: auto means on the GPU; None: the heavy half asks torch."""
+    """The meaning of train.mixed_precision: auto on the GPU; None: the heavy half asks torch."""
     heap_copy: bool = False
-    """Tensors of memory-mapped files are copied to the heap before they go to the device."""
+    """Copy tensors of memory-mapped files to the heap before they are sent to the device."""
     expect_gpu: bool = False
-    """This torch is one for the GPU of this machine: where it sees none, runtime.device: auto is not the CPU."""
+    """This torch is built for this machine's GPU. If it sees none, runtime.device: auto must not fall back to the CPU.
+    """
     memory_limit_bytes: int | None = None
-    """The allocator raises at this size, instead of a desktop that freezes or a driver that swaps."""
+    """The allocator raises at this size, before the desktop freezes or the driver swaps."""
     loader_workers: int | None = None
-    """No more loader workers than these, whatever the recipe says."""
+    """Upper limit of loader workers, whatever the recipe says."""
     copy_method: Literal["auto", "unpinned", "clone"] = "auto"
-    """Where the ladder of ``device.transfer`` begins; auto: as ``pin_memory`` says."""
+    """The first method that ``device.transfer`` tries; auto: as ``pin_memory`` says."""
     micro_batch_parts: int = 1
-    """Each micro-batch is computed in so many parts, with the same samples and noise."""
+    """Each micro-batch is computed in this many parts, with the same samples and noise."""
     checkpointing: bool = False
-    """Activations are recomputed, whatever ``train.gradient_checkpointing`` says."""
+    """Recompute activations, whatever ``train.gradient_checkpointing`` says."""
     graphs: bool = True
     """Passes may be captured and replayed as graphs."""
     triton: bool = True
@@ -52,19 +53,19 @@ class Settings:
     """Previews are decoded in tiles, whatever their size."""
 
     def pins(self, asked: str) -> bool:
-        """Whether what goes to a GPU goes through pinned memory; ``asked``: ``runtime.pin_memory``."""
+        """Whether copies to the GPU use pinned memory. ``asked`` is the recipe's ``runtime.pin_memory``."""
         return (self.pin_memory if asked == "auto" else asked == "yes") and self.copy_method == "auto"
 
     def to_text(self) -> str:
-        """One line; only what differs from the defaults, so that it can be read."""
+        """One line of JSON with only the values that differ from the defaults."""
         return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Settings())[key]})
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
-    """The settings that the parent planned; the defaults where there is no parent.
+    """The settings that the parent planned; the defaults without a parent.
 
     Raises:
-        MachineError: the variable is not what the parent writes.
+        MachineError: the variable's value is invalid.
     """
     text = environ.get(VARIABLE) or "{}"
     try:
@@ -83,7 +84,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value is of a field's type; ``bool`` is no ``int`` here."""
+    """Whether a JSON value has a field's type; ``bool`` is not an ``int`` here."""
     if get_origin(wanted) is Literal:
         return value in get_args(wanted)
     if get_args(wanted):

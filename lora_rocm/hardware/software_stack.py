@@ -1,4 +1,4 @@
-"""The software stack that a verdict holds for, from facts. Standard library only."""
+"""The software stack of a machine, computed from facts. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_rocm.hardware.selftest_result import Stack
 
 
 def stack_of(facts: HostFacts, selection: Selection) -> Stack | None:
-    """Torch, runtime, driver and GPU in words; None where there is no torch or no GPU it could use."""
+    """Torch, runtime, driver and GPU as text; None without torch or without a GPU that it could use."""
     torch = facts.torch
     if torch is None:
         return None
@@ -22,7 +22,7 @@ def stack_of(facts: HostFacts, selection: Selection) -> Stack | None:
 
 
 def _linux_driver(facts: HostFacts) -> str:
-    """On Linux the driver is part of the kernel, unless a module of its own replaces it."""
+    """The kernel version, because the kernel contains the driver, plus the version of a separate amdgpu module."""
     linux = facts.linux
     if linux is None:
         return "unknown"

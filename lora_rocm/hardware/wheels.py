@@ -1,4 +1,4 @@
-"""Which torch a machine gets, from which index and why: tables, and one function that reads them.
+"""Chooses the torch for a machine, its package index and the reason: tables, and one function that reads them.
 
 Standard library only: the installer uses it before anything is installed. Sources of the rows: TheRock RELEASES.md and
 SUPPORTED_GPUS.md, AMD's playbooks (which name the exact versions), PyTorch's wheel indexes, and the reports named.
@@ -27,7 +27,11 @@ TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH
 
 @dataclass(frozen=True)
 class Index:
-    """A place to take torch from. ``url`` None: pip's own default. ``{gfx}`` in ``torch``: an extra for each card."""
+    """A package index that has torch.
+
+    url: None is pip's default index.
+    torch: the requirement; ``{gfx}`` stands for the extra of an architecture.
+    """
 
     id: str
     url: str | None
@@ -105,12 +109,12 @@ AS_CPU: dict[str, str] = {
     "gfx909": "no index has kernels for it (lemonade#2768)",
     "gfx90c": "no index has kernels for it (lemonade#2768)",
 }
-"""Integrated graphics that are not used unless asked for: the machine counts as one without a GPU."""
+"""Integrated graphics that are used only if asked for; otherwise the machine counts as one without a GPU."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A known fault of an index's wheel on some cards."""
+    """A known fault of an index's wheel on some architectures."""
 
     index: str
     system: System
@@ -146,20 +150,22 @@ WSL = (
     "there (ROCm#6119)"
 )
 OLDEST_DRM = {"7.14": (3, 64)}
-"""Version of amdgpu's interface that a ROCm wants (AMD's release notes, by way of TheRock)."""
+"""Oldest version of amdgpu's interface that a ROCm needs (AMD's release notes, by way of TheRock)."""
 LEADS_TO: tuple[tuple[str, Kind], ...] = (
     (r"\+rocm|/rocm|amd\.com", "rocm"),
     (r"\+cpu|/cpu\b", "cpu"),
     (r"\+cu\d|/cu\d", "cuda"),
 )
-"""What a requirement or an address that is not in the table leads to."""
+"""The kind of torch behind a requirement or URL that is not in the table."""
 
 
 @dataclass(frozen=True)
 class WheelChoice:
-    """What to install and from where. ``kind`` is what it must turn out to be; None: the user chose, we cannot tell.
+    """The requirement to install and its index.
 
-    ``url`` None is pip's default index. ``else_default``: take that one where ``url`` does not answer.
+    url: None is pip's default index.
+    kind: the kind that the installed torch must have; None if the user chose and it cannot be known.
+    else_default: use the default index if ``url`` does not answer.
     """
 
     requirement: str
@@ -172,13 +178,13 @@ class WheelChoice:
     else_default: bool = False
     by_user: bool = False
     override: str | None = None
-    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture serve this GPU, on Linux."""
+    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture work on this GPU (Linux)."""
     for_wsl: bool = False
 
 
 @dataclass(frozen=True)
 class _Use:
-    """Which kind of device training will use on this machine, and what is left out."""
+    """The kind of device that training will use on this machine, and notes on unused GPUs."""
 
     kind: Kind
     gpu: Gpu | None
@@ -187,11 +193,11 @@ class _Use:
 
 
 def choose(facts: HostFacts, environ: Mapping[str, str]) -> WheelChoice:
-    """The torch for a machine; what is installed there already does not matter.
+    """Choose the torch for a machine, whatever is installed there already.
 
     Raises:
-        MachineError: no torch exists for this machine; says why and what one can do.
-        UserError: LORA_ROCM_TORCH or LORA_ROCM_TORCH_INDEX make no sense.
+        MachineError: there is no torch for this machine. It gives the reason and a remedy.
+        UserError: LORA_ROCM_TORCH or LORA_ROCM_TORCH_INDEX is invalid.
     """
     use = _use(facts, select(replace(facts, torch=None), environ))
     asked, place = environ.get(TORCH_VARIABLE, "").strip(), environ.get(INDEX_VARIABLE, "").strip()
@@ -223,7 +229,7 @@ def _check_python(facts: HostFacts, asked: bool) -> None:
 
 
 def _use(facts: HostFacts, selection: Selection) -> _Use:
-    """AMD before NVIDIA, but a discrete NVIDIA card before what is built into a processor or unknown."""
+    """AMD before NVIDIA, but a discrete NVIDIA GPU before an integrated or unknown AMD GPU."""
     nvidia = next((gpu for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
     amd = None if facts.system == "macos" else selection.gpu
     if amd is not None and not selection.by_user:
@@ -258,7 +264,7 @@ def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
 
 
 def named(gpu: Gpu) -> str:
-    """Name and architecture, as in "Radeon RX 7900 XTX (gfx1100)"."""
+    """Name and architecture: "Radeon RX 7900 XTX (gfx1100)"."""
     return f"{gpu.name} ({gpu.gfx or 'architecture unknown'})"
 
 
@@ -288,7 +294,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
 
 
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
-    """The choice with what is known to be wrong with it on this machine."""
+    """The choice with warnings about its known faults on this machine."""
     warnings, arch = list(choice.warnings), arch_of(gpu.gfx)
     status = arch and (arch.amd_windows if facts.system == "windows" else arch.amd_linux)
     if arch is not None and index.id != "pytorch" and status == "building":
@@ -316,7 +322,7 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 
 
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
-    """What the two variables say; it wins, and what speaks against it is said."""
+    """The choice by the user's two variables. They win; objections become warnings."""
     known = BY_ID.get(place) or next((index for index in INDEXES if index.url and _same(index.url, place)), None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
         what = f"{TORCH_VARIABLE} is no requirement of torch."
@@ -347,7 +353,7 @@ def _leads_to(requirement: str, url: str | None, system: System) -> Kind | None:
             return kind
     if url is not None:
         return None
-    return "cuda" if system == "linux" else "cpu"  # what the default index holds
+    return "cuda" if system == "linux" else "cpu"  # builds in the default index
 
 
 def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str, kind: Kind | None) -> tuple[str, ...]:
@@ -367,7 +373,7 @@ def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str,
 
 
 def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
-    """Why an installed torch is not what was chosen for this machine, as the end of a sentence; None where it is."""
+    """The reason why an installed torch does not fit the choice, as the end of a sentence; None if it fits."""
     built = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
     if choice.kind == "rocm" and torch.hip is None:
         return f"it is built for {built} and cannot use the AMD GPU"
@@ -380,7 +386,7 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
-    """Why an installed torch serves, but only just, as the end of a sentence."""
+    """The reason why an installed torch works only with restrictions, as the end of a sentence, or None."""
     if choice.for_wsl and torch.is_pytorch_org_rocm:
         return "it is one of download.pytorch.org, which may abort under WSL (unsloth#11212)"
     if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:

@@ -1,5 +1,5 @@
-"""Pieces of a training step with less memory traffic and fewer launches than plain modules, for frozen bases.
+"""Fused parts of a training step for frozen bases, with less memory traffic and fewer launches than plain modules.
 
-Every piece has two forms of one signature: plain PyTorch (``eager``), and Triton where that pays. What is computed is
-the same to rounding. ``choice`` says which form runs; a kernel that fails is an error, never a change of form.
+Every part has two forms with one signature: plain PyTorch (``eager``), and Triton if that pays. Results agree to
+rounding. ``backend`` chooses the form. A kernel that fails raises an error; the form never changes silently.
 """

@@ -1,4 +1,4 @@
-"""Which form of the kernels runs: Triton's, or plain PyTorch."""
+"""Chooses the form of the kernels: Triton or plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lora_rocm.rules.rule import release
 Form = Literal["eager", "triton"]
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
-"""Options of every launch. A product and a sum become one instruction, as by default up to Triton 3.9; from 3.10 on the
-default is off, so numbers and speed would depend on the version."""
+"""Options of every launch. They fuse multiply and add, the default up to Triton 3.9. From 3.10 the default is off, so
+results and speed would depend on the version.
+"""
 
 
 def triton_version() -> str | None:
-    """The version of the Triton that is installed, under any of its names; None where none is."""
+    """The installed version of Triton under any of its package names, or None."""
     for package in TRITON_PACKAGES:
         try:
             return version(package)
@@ -29,10 +30,10 @@ def triton_version() -> str | None:
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run there, as half a sentence; None where they can be tried.
+    """The reason why Triton kernels cannot run on a device, as half a sentence, or None if they can be tried.
 
-    The meta device stands for the GPU that this process uses, else for any: what lies there is only counted, and takes
-    what the kernels would.
+    The meta device stands for the GPU that this process uses, or else for any GPU: its tensors only count memory, and
+    have to count what the kernels would take.
     """
     if device.type not in ("cuda", "meta"):
         return "Triton's kernels are for GPUs"
@@ -47,7 +48,7 @@ def refusal(device: torch.device) -> str | None:
 
 
 def _gfx(device: torch.device) -> str | None:
-    """The architecture of an AMD GPU."""
+    """The architecture of an AMD GPU ("gfx1100"), or None."""
     if not torch.version.hip or (device.type == "meta" and not torch.cuda.is_initialized()):
         return None
     name: str = torch.cuda.get_device_properties(device if device.type == "cuda" else None).gcnArchName
@@ -55,10 +56,10 @@ def _gfx(device: torch.device) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether Triton kernels can be tried there."""
+    """Whether Triton kernels can be tried on a device."""
     return refusal(device) is None
 
 
 def form_for(device: torch.device, triton: bool = True) -> Form:
-    """The form to use on a device; ``triton=False`` asks for plain PyTorch."""
+    """The form to use on a device. ``triton=False`` uses plain PyTorch."""
     return "triton" if triton and available(device) else "eager"

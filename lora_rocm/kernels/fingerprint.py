@@ -1,10 +1,10 @@
-"""Fingerprints of flat buffers that are read at every step: one int64 each, added up on the device.
+"""Fingerprints of flat buffers that are read at every step: one int64 per buffer, computed on the device.
 
-A buffer is a row of 32-bit words, cut into tiles. The fingerprint is the sum, modulo 2**64, of each word times the odd
-weight of its place in the tile times the odd weight of the tile. An odd weight times a changed power of two is never 0
-modulo 2**64, so one flipped bit is always seen. Both weights are hashed, not linear, so words and tiles that were
-moved, exchanged, zeroed or not written are seen as well. Integer sums do not depend on their order: both forms give the
-same numbers on every device.
+A buffer is a sequence of 32-bit words, cut into tiles. The fingerprint is the sum modulo 2**64 of each word times the
+odd weight of its place in the tile times the odd weight of the tile. An odd weight times a changed power of two is
+never 0 modulo 2**64, so one flipped bit is always detected. Both weights are hashes, not linear, so moved, exchanged,
+zeroed and unwritten words and tiles are detected as well. Integer sums do not depend on their order, so both forms give
+the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
-"""In the plain form: their products take 8 bytes a word, which on the CPU should stay in its cache."""
+"""Tiles per pass of the plain form. Their products take 8 bytes a word, which should fit into the cache of the CPU."""
 
 
 def words_of(buffer_N: Tensor) -> Tensor:
-    """A flat buffer as int32 words, in the same memory.
+    """View a flat buffer as int32 words.
 
     Raises:
-        ValueError: it cannot be read 16 bytes at once.
+        ValueError: size or address does not allow reads of 16 bytes.
     """
     words = buffer_N.detach().view(torch.int32)
     if words.numel() % WORDS_MULTIPLE or words.data_ptr() % 16:
@@ -35,12 +35,12 @@ def words_of(buffer_N: Tensor) -> Tensor:
 
 
 def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> None:
-    """Add the fingerprint of each of K buffers to ``found_K``; waits for nothing, so it may be captured.
+    """Add the fingerprint of each of K buffers to ``found_K``. It does not synchronise, so it can be captured.
 
     Args:
         words: K times int32 [N], of any sizes (``words_of``).
         found_K: int64.
-        form: see ``choice``.
+        form: see ``backend``.
     """
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_fingerprints
@@ -53,14 +53,14 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
 
 
 def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor, form: Form) -> None:
-    """Set what differs in ``changed_K``, where it stays set, and ``changed`` if anything is; ``found_K`` becomes 0.
+    """Mark the buffers whose fingerprints differ, and set ``changed`` if any is marked. Zeroes ``found_K``.
 
     Args:
-        found_K: int64, of the buffers as they are.
-        known_K: int64, of the buffers as they should be.
-        changed_K: float32, 0 or 1.
+        found_K: int64, current fingerprints.
+        known_K: int64, expected fingerprints.
+        changed_K: float32, 0 or 1; a mark stays set.
         changed: float32 0-d.
-        form: see ``choice``.
+        form: see ``backend``.
     """
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_compare
@@ -73,14 +73,14 @@ def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor
 
 
 def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form: Form) -> None:
-    """``known_K`` becomes ``found_K``, which becomes 0; where ``held`` is set, what should not have changed stays.
+    """Copy ``found_K`` to ``known_K``, except for buffers that have to stay, and zero ``found_K``.
 
     Args:
-        found_K: int64, of the buffers as they are.
-        known_K: int64, of the buffers as they were.
+        found_K: int64, current fingerprints.
+        known_K: int64, fingerprints to replace.
         held: float32 0-d, 0 or 1.
-        stays_K: float32, 1 where nothing may change while ``held`` is set.
-        form: see ``choice``.
+        stays_K: float32, 1 for buffers whose ``known_K`` stays while ``held`` is 1, because they must not change then.
+        form: see ``backend``.
     """
     if form == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_renew
@@ -92,7 +92,7 @@ def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form:
 
 
 def _fingerprint(words_N: Tensor) -> Tensor:
-    """One buffer in plain PyTorch: int64 [1]."""
+    """The fingerprint of one buffer in plain PyTorch: int64 [1]."""
     device, tiles, rest = words_N.device, -(-words_N.numel() // TILE), words_N.numel() % TILE
     place_T, tile_M, sums = _place_weights(device), _tile_weights(tiles, device), []
     if words_N.numel() >= TILE:
@@ -107,7 +107,7 @@ def _fingerprint(words_N: Tensor) -> Tensor:
 
 @cache
 def _place_weights(device: torch.device) -> Tensor:
-    """Odd int64 weights [TILE], each within 32 bits, no two of the same magnitude; kept, as graphs read them."""
+    """Odd int64 weights [TILE], each within 32 bits, with distinct magnitudes. Cached, because graphs read them."""
     place_T = torch.arange(1, TILE + 1, dtype=torch.int64, device=device)
     place_T = _as_int32(place_T * PLACE_FACTORS[0])
     return _as_int32((place_T ^ (place_T >> 15)) * PLACE_FACTORS[1]) | 1
@@ -115,7 +115,7 @@ def _place_weights(device: torch.device) -> Tensor:
 
 @cache
 def _tile_weights(tiles: int, device: torch.device) -> Tensor:
-    """Odd int64 weights [tiles]: xor-shift and multiply, as in splitmix64."""
+    """Odd int64 weights [tiles] by xor-shift and multiply, as in splitmix64."""
     tile_M = torch.arange(1, tiles + 1, dtype=torch.int64, device=device) * TILE_FACTORS[0]
     tile_M = (tile_M ^ (tile_M >> 30)) * TILE_FACTORS[1]
     tile_M = (tile_M ^ (tile_M >> 27)) * TILE_FACTORS[2]
@@ -123,5 +123,5 @@ def _tile_weights(tiles: int, device: torch.device) -> Tensor:
 
 
 def _as_int32(numbers: Tensor) -> Tensor:
-    """As a 32-bit product wraps around."""
+    """Wrap int64 numbers around as 32-bit products do."""
     return ((numbers + 2**31) & 0xFFFFFFFF) - 2**31

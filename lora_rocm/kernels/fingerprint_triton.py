@@ -1,7 +1,7 @@
-"""Fingerprints of several buffers by one launch that reads each byte once. See ``fingerprint``.
+"""Fingerprints of several buffers in one launch that reads each byte once. See ``fingerprint``.
 
-The weights are made in registers: a table would be read like the data. 32-bit words, because cards of RDNA multiply
-64-bit numbers in parts; only the sums have 64 bits.
+Weights are computed in registers, because reading a table would cost as much as reading the data. Words have 32 bits,
+because RDNA GPUs multiply 64-bit numbers in parts; only the sums have 64 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_rocm.kernels.backend import LAUNCH
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, MAX_BUFFERS
 
 WARPS = 4
-WIDTH = MAX_BUFFERS  # of the kernels over a number for each buffer; a power of two
+WIDTH = MAX_BUFFERS  # block size of the kernels with one number per buffer; a power of two
 TILE = tl.constexpr(fingerprint_weights.TILE)
 PLACE_1, PLACE_2 = (tl.constexpr(factor) for factor in fingerprint_weights.PLACE_FACTORS)
 TILE_1, TILE_2, TILE_3 = (tl.constexpr(factor) for factor in fingerprint_weights.TILE_FACTORS)
@@ -35,9 +35,9 @@ def _tile_weight(tile):
 def add_fingerprints(
     words_0, words_1, words_2, words_3, words_4, words_5, count_0, count_1, count_2, count_3, count_4, count_5, found
 ):
-    """One tile of one buffer a program."""
+    """One program per tile and buffer."""
     tile, buffer = tl.program_id(0), tl.program_id(1)
-    words, count = words_0, count_0.to(tl.int64)  # a large one is passed as such, and all have to be of one type
+    words, count = words_0, count_0.to(tl.int64)  # large counts arrive as int64, and all need one type
     if buffer == 1:
         words, count = words_1, count_1.to(tl.int64)
     elif buffer == 2:
@@ -60,7 +60,7 @@ def add_fingerprints(
 
 @triton.jit
 def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
-    """Verdict on all buffers, by one program."""
+    """As the plain form, for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -74,7 +74,7 @@ def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
 
 @triton.jit
 def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
-    """The numbers that are compared with from now on, by one program."""
+    """As the plain form, for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -85,7 +85,7 @@ def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
 
 
 def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
-    """As the plain form, of at most BUFFERS_AT_ONCE."""
+    """As the plain form, for at most BUFFERS_AT_ONCE buffers."""
     counts = [words_N.numel() for words_N in words]
     unused = BUFFERS_AT_ONCE - len(words)
     places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]

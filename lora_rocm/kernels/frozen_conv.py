@@ -1,7 +1,7 @@
-"""A frozen convolution that does not keep its input.
+"""A frozen convolution that does not keep its input for the backward pass.
 
-The gradient of the input needs the weight alone, but PyTorch's convolution keeps its input for the weight's gradient
-as well, also where the weight gets none: in SDXL at 1024 px that is a quarter GiB a sample.
+The input's gradient needs only the weight. PyTorch's convolution keeps its input for the weight's gradient even if the
+weight gets none: in SDXL at 1024 px that is a quarter GiB per sample.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 
 class FrozenConv2d(nn.Conv2d):
-    """The same convolution; what is not frozen, or not of one format, goes PyTorch's way."""
+    """A convolution that keeps no input. If it is not frozen or the dtypes differ, it runs as PyTorch's."""
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether a layer may become one."""
+        """Whether a convolution can be replaced by this class."""
         return bool(module.padding_mode == "zeros" and not isinstance(module.padding, str))
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,15 +33,15 @@ class FrozenConv2d(nn.Conv2d):
 
 
 class _FrozenConvolution(Function):
-    """Its way back is a transposed convolution.
+    """A convolution whose backward pass is a transposed convolution.
 
-    PyTorch makes both by the same function, which does not ask for the input: ``cudnn_convolution_backward_input`` and
-    ``miopen_convolution_backward_input`` (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
+    PyTorch computes both with the same function, which does not ask for the input: ``cudnn_convolution_backward_input``
+    and ``miopen_convolution_backward_input`` (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
     """
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
-        # Not by save_for_backward: recomputing goes on to the last tensor that is saved, and would convolve for this.
+        # Not by save_for_backward: recomputation runs up to the last saved tensor, and would run this convolution.
         ctx.weight, ctx.shape, ctx.how = weight, x_BCHW.shape, how
         return F.conv2d(x_BCHW, weight, bias, *how)
 

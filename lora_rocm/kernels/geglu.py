@@ -1,4 +1,4 @@
-"""GEGLU (arXiv 2002.05202): a * gelu(g), with the exact gelu, of a projection that holds a and g side by side.
+"""GEGLU (arXiv 2002.05202): a * gelu(g) with the exact gelu, for a projection that holds a and g side by side.
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """
@@ -17,14 +17,14 @@ from lora_rocm.kernels.backend import Form
 
 
 def geglu(ag: Tensor, form: Form) -> Tensor:
-    """``a * gelu(g)`` in the dtype of ``ag``; keeps nothing but ``ag`` for the backward pass.
+    """Return ``a * gelu(g)`` in the dtype of ``ag``. Only ``ag`` is kept for the backward pass.
 
     Args:
-        ag: [..., 2N], contiguous; a in the first half, g in the second. The backward pass writes its gradient over it,
-            so nothing else may need it then.
-        form: see ``choice``.
+        ag: [..., 2N], contiguous; a is the first half, g the second. The backward pass overwrites it with its gradient,
+            so nothing else may use it then.
+        form: see ``backend``.
     """
-    if torch.compiler.is_compiling():  # the compiler fuses it itself, and refuses to write into halves
+    if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = ag.chunk(2, dim=-1)
         output: Tensor = a * F.gelu(g)
     elif form == "triton" and not ag.is_meta:
@@ -39,8 +39,8 @@ def geglu(ag: Tensor, form: Form) -> Tensor:
 def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """GEGLU of ``x W^T + b`` with frozen W [2N, I] and b [2N], in plain PyTorch.
 
-    Two products make a and g as tensors of their own, so nothing is read or written in strips, and the two halves of
-    the gradient are never joined: their products with the weight are added by the second product.
+    Two products make a and g as separate tensors, so no strided halves are read or written. Their gradients are never
+    concatenated: the second product of the backward pass accumulates onto the first.
     """
     output: Tensor = _ProjectedGeglu.apply(x, weight, bias)
     return output

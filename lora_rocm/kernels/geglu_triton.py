@@ -1,4 +1,4 @@
-"""GEGLU as one kernel forward and one backward, each reading and writing every number once. See ``geglu``."""
+"""GEGLU with one kernel forward and one backward; each number is read and written once. See ``geglu``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 1024
 
 @triton.jit
 def geglu_forward(ag, out, width, BLOCK: tl.constexpr):
-    """The output, a block of one row a program."""
+    """The output; one program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -29,7 +29,7 @@ def geglu_forward(ag, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def geglu_backward(dy, ag, width, BLOCK: tl.constexpr):
-    """Gradients of a and g, over these."""
+    """Overwrite a and g with their gradients; one program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,9 +1,9 @@
 """GroupNorm with SiLU in channels_last: three kernels forward, three backward. See ``norms``.
 
-Each pass cuts a picture into chunks of pixels and blocks of channels. Forward, every block gives the mean and the
-squared spread of each channel, which a small kernel joins to those of the groups (Chan et al. 1979: no difference of
-large sums), and a second pass normalises. Backward likewise, with the two sums that the gradient needs. Only ``x``, and
-mean and reciprocal deviation of each group, are kept.
+Each pass cuts a feature map into chunks of pixels and blocks of channels. In the forward pass every block computes the
+mean and the sum of squared deviations of each channel, a small kernel combines them per group (Chan et al. 1979: no
+difference of large sums), and a second pass normalises. The backward pass does the same with the two sums that the
+gradient needs. Only ``x`` and each group's mean and reciprocal standard deviation are kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lora_rocm.kernels.backend import LAUNCH
 BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
-JOINED = 2048  # numbers that a joining program holds at once
-WARPS = 8  # with 4, the code of Triton 3.6 spills registers on wave-32 cards; that of 3.8 and 3.9 does not
+JOINED = 2048  # numbers that a combining program holds at once
+WARPS = 8  # with 4, Triton 3.6 spills registers on wave-32 GPUs; 3.8 and 3.9 do not
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _tile(pixels, channels, chunks, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
 def moments(
     x, shift, means, spreads, pixels, channels, chunks, SHIFT: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mean and squared spread of each channel over a chunk of pixels."""
+    """Mean and sum of squared deviations of each channel over a chunk of pixels."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(PIXELS, pixels - (part % chunks) * PIXELS).to(tl.float32)
@@ -59,7 +59,7 @@ def join_moments(
     means, spreads, mean_out, rstd_out, pixels, channels, chunks, groups, eps,
     PIXELS: tl.constexpr, ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean and reciprocal deviation of each group, from those of its channels' chunks."""
+    """Mean and reciprocal standard deviation of each group, combined from its channels' chunks."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -110,7 +110,7 @@ def normalise(
     x, shift, weight, bias, mean, rstd, y, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The output."""
+    """The normalised output, after SiLU if asked."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -134,7 +134,7 @@ def gradient_sums(
     dy, x, shift, weight, bias, mean, rstd, plain_sums, normal_sums, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a chunk, per channel, of the normal's gradient, plain and times the normal."""
+    """Sums per channel and chunk: of the normalised input's gradient, and of that times the normalised input."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -150,7 +150,7 @@ def join_sums(
     plain_sums, normal_sums, plain_out, normal_out, pixels, channels, chunks, groups,
     ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means of those sums, per group."""
+    """Means of those sums per group."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -174,7 +174,7 @@ def input_gradient(
     dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, with that of a residual path."""
+    """The gradient of x, plus that of a residual path."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -201,7 +201,7 @@ def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
 
 
 class _Shape:
-    """How a picture is cut."""
+    """Launch sizes for a batch of feature maps: chunks of pixels, blocks of channels, grids and buffers."""
 
     def __init__(self, x_BCHW: Tensor, groups: int) -> None:
         batch, channels, height, width = x_BCHW.shape
@@ -294,5 +294,5 @@ class TritonResidual(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
-        dout = dout.contiguous(memory_format=torch.channels_last)  # once, and not in each of the two branches
+        dout = dout.contiguous(memory_format=torch.channels_last)  # once for both branches
         return dout, dout, None

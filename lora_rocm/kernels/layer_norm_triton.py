@@ -1,6 +1,6 @@
-"""A residual sum and the LayerNorm behind it as one kernel forward and one backward. See ``norms``.
+"""A residual sum and the following LayerNorm as one kernel forward and one backward. See ``norms``.
 
-A row fits into registers, so the backward kernel computes mean and deviation again, and only the sum is kept.
+A row fits into registers, so the backward kernel recomputes mean and deviation, and only the sum is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _normal_row(value, inside, width, eps):
 
 @triton.jit
 def layer_norm_forward(x, delta, weight, bias, total, y, width, eps, DELTA: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum and norm, a row a program."""
+    """Sum and norm; one program per row."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -45,7 +45,7 @@ def layer_norm_forward(x, delta, weight, bias, total, y, width, eps, DELTA: tl.c
 
 @triton.jit
 def layer_norm_backward(dy, residual, total, weight, dx, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of the sum, with that of a residual path, a row a program."""
+    """The gradient of the sum, plus that of a residual path; one program per row."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

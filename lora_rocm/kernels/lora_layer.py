@@ -1,7 +1,7 @@
-"""PEFT's linear LoRA layer, with the plain case computed by ``lora_linear``.
+"""PEFT's linear LoRA layer with its plain case computed by ``lora_linear``.
 
-It is put in by PEFT's registration of custom modules (``LoraConfig._register_custom_module``), which is not public: a
-test pins it. Everything else about the layer, names, scaling, switching off, is PEFT's.
+It is installed with PEFT's registration of custom modules (``LoraConfig._register_custom_module``), which is not
+public; a test pins it. Names, scaling and disabling of the layer are PEFT's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from lora_rocm.kernels.weight_format import dense_weight, format_of, is_packed
 
 
 class LoraLinear(Linear):
-    """A linear layer with LoRA; what ``plain`` does not take goes PEFT's way."""
+    """A linear layer with LoRA. If ``plain`` returns None, it runs as PEFT's."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-        """(A, B, scale) where the layer is one active plain LoRA on a plain layer in the dtype of ``x``; else None."""
+        """(A, B, scale) if the layer has one active plain LoRA on a plain base layer in the dtype of ``x``, else None.
+
+        A packed base layer may have any dtype.
+        """
         if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None
         name = self._active_adapter if isinstance(self._active_adapter, str) else self._active_adapter[0]
@@ -46,7 +49,7 @@ class LoraLinear(Linear):
         found = None if args or kwargs or self.base_layer.weight.requires_grad else self.plain(x)
         base, packed = self.base_layer, is_packed(self.base_layer)
         if found is None:
-            if packed and self.lora_variant:  # PEFT's DoRA takes what is stored for the weight
+            if packed and self.lora_variant:  # PEFT's DoRA would use the packed tensor as the weight
                 raise AdapterError(
                     "dora-packed",
                     f"A DoRA needs dense weights, and this base is stored as {format_of(base).name}.",
@@ -62,21 +65,21 @@ class LoraLinear(Linear):
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The layer that an adapted one sits on; a layer without an adapter itself."""
+    """The base layer of an adapted layer; a layer without adapter itself."""
     base: nn.Module = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     return base
 
 
 def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """(A, B, scale) of a layer that a product of several layers may take in one go; None of every other layer."""
+    """(A, B, scale) of a layer that can join a product of several layers, else None."""
     return layer.plain(x) if isinstance(layer, LoraLinear) else None
 
 
 def _under_autocast(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # PyTorch does not know it of the meta device
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # undefined for the meta device
 
 
 def with_lean_layers(config: LoraConfig) -> LoraConfig:
-    """Make PEFT use ``LoraLinear`` for linear layers; to be called before the config is used."""
+    """Make PEFT use ``LoraLinear`` for linear layers. Call it before the config is used."""
     config._register_custom_module({nn.Linear: LoraLinear})
     return config

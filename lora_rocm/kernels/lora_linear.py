@@ -1,7 +1,7 @@
-"""A frozen linear layer with its LoRA as one step of autograd: y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
+"""A frozen linear layer with its LoRA as one autograd function: y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
 
-The update is accumulated into the base product by the matrix product itself, forward and backward: no scaled copy and
-no sum of two large tensors is ever written. Of the input only ``x`` and the small ``h = s x A^T`` are kept.
+The matrix product itself accumulates the LoRA update onto the base product, forward and backward: no scaled copy and no
+sum of two large tensors is written. Of the input only ``x`` and the small ``h = s x A^T`` are kept.
 
 Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
 """
@@ -31,13 +31,13 @@ def lora_linear(
 
     Args:
         x: [..., I]; weight, bias, a and b have its dtype (float64, float32, bfloat16 or float16).
-        weight_OI: frozen, it gets no gradient.
+        weight_OI: frozen, gets no gradient.
         bias_O: frozen.
-        a_RI: leaf; its gradient comes in its own dtype.
-        b_OR: likewise.
+        a_RI: leaf; its gradient has its own dtype.
+        b_OR: as ``a_RI``.
         scale: alpha / rank.
-        dense: makes the dense weight where ``weight_OI`` is what is stored of it; called in each pass, so that nothing
-            dense is kept between them.
+        dense: makes the dense weight if ``weight_OI`` is packed. It is called in each pass, so no dense weight is kept
+            between them.
     """
     output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
     return output
@@ -50,15 +50,15 @@ def lora_projections(
 
     Args:
         x: [..., I].
-        weight_OI: the frozen weights of all projections, one below the other.
-        a_RI: one a projection, in the order of the weights.
-        b_OR: likewise.
-        scale: alpha / rank, of all of them.
-        join: in the backward pass copy the outputs' gradients side by side for one product, instead of one product
-            each that adds to the one before.
+        weight_OI: the frozen weights of all projections, concatenated by rows.
+        a_RI: one per projection, in the order of the weights.
+        b_OR: one per projection, in the order of the weights.
+        scale: alpha / rank, of all projections.
+        join: in the backward pass concatenate the outputs' gradients for one product, instead of accumulating one
+            product per projection.
 
     Returns:
-        One view a projection of the same memory: rows are as far apart as all outputs together are wide.
+        One view per projection into the same memory; the row stride is the total width of all outputs.
     """
     outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, scale, join, *a_RI, *b_OR)
     return outputs
@@ -143,7 +143,7 @@ def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tenso
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``scale * left @ right`` as one product (beta 0: what the new memory holds is not read)."""
+    """``scale * left @ right`` as one product (with beta 0 the uninitialised output is not read)."""
     if scale == 1:
         return left @ right
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)

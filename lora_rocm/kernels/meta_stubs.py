@@ -1,4 +1,4 @@
-"""Stand-ins for Triton kernels on PyTorch's meta device: they take and keep what these do, and compute nothing."""
+"""Stand-ins for Triton kernels on the meta device: they allocate and keep the same tensors, and compute nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 class HollowGroupNorm(Function):
-    """(x, shift_BC, groups) -> (normalised, x). Keeps ``x`` and two numbers a group, as ``TritonGroupNorm`` does."""
+    """(x, shift_BC, groups) -> (normalised, x). Keeps ``x`` and two numbers per group, as ``TritonGroupNorm`` does."""
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, shift_BC: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:

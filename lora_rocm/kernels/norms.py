@@ -1,7 +1,7 @@
-"""Normalisation with frozen weights, together with what stands before and after it.
+"""Normalisation with frozen weights, fused with neighbouring operations.
 
-GroupNorm (arXiv 1803.08494) with the sum before it and SiLU behind it; LayerNorm (arXiv 1607.06450) with the residual
-sum before it. Weights get no gradient. Dimensions: B batch, C channels, H W height and width, D width.
+GroupNorm (arXiv 1803.08494) with the preceding sum and the following SiLU; LayerNorm (arXiv 1607.06450) with the
+preceding residual sum. Weights get no gradient. Dimensions: B batch, C channels, H W height and width, D width.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lora_rocm.kernels.meta_stubs import HollowGroupNorm
 def group_norm(
     x_BCHW: Tensor, norm: nn.GroupNorm, form: Form, shift_BC: Tensor | None = None, silu: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(the normalised ``x + shift``, after SiLU where asked; ``x`` itself, for a residual sum).
+    """(normalised ``x + shift``, after SiLU if ``silu``; ``x`` itself, for a residual sum).
 
-    In the Triton form both are in channels_last, and the gradient of the second is added where that of the first is
-    made, so a residual path costs no sum of its own in the backward pass.
+    In the Triton form both outputs are in channels_last, and the gradient of the second is added where that of the
+    first is computed, so a residual path needs no sum of its own in the backward pass.
     """
     if form == "triton" and x_BCHW.is_meta:
         hollow: tuple[Tensor, Tensor] = HollowGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
@@ -37,7 +37,7 @@ def group_norm(
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Form) -> tuple[Tensor, Tensor]:
-    """(``x + delta``; that normalised over its last dimension); without ``delta`` ``x`` itself."""
+    """(``x + delta``, its normalisation over the last dimension). If ``delta`` is None, the first is ``x`` itself."""
     if form == "triton" and not x.is_meta:
         from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm
 
@@ -48,7 +48,7 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Fo
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) -> Tensor:
-    """``x + y + bias``, the bias one a channel and frozen."""
+    """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
     if form == "triton" and not x_BCHW.is_meta:

@@ -1,7 +1,7 @@
-"""How the weight of a frozen layer is stored, and how it becomes the dense weight that a product needs.
+"""Storage formats of frozen weights, and their conversion to the dense weight that a product needs.
 
-A format keeps what it stores in parameters and buffers of the layer. Transfer, fingerprints, offloading and the
-footprint go through those, whatever their number format is, and so need to know nothing of it.
+A format keeps its tensors in parameters and buffers of the layer. Transfer, fingerprints, offloading and the footprint
+work on those whatever their dtype, so they need not know the format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class WeightFormat(Protocol):
-    """One way to store frozen weights.
+    """A storage format of frozen weights.
 
     name: for people, for example "int8".
     """
@@ -22,40 +22,40 @@ class WeightFormat(Protocol):
     def name(self) -> str: ...
 
     def pack(self, component: nn.Module) -> None:
-        """Store the frozen layers of a component in this format, in place; on the meta device too.
+        """Convert the frozen layers of a component to this format in place, also on the meta device.
 
-        The names of modules stay; the tensors of a packed layer may be others. Trained layers are left alone.
+        Module names stay; the tensors of a packed layer may differ. Trained layers are unchanged.
         """
         ...
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        """Bytes of a component's parameters once it is packed; ``component`` is not, and may have no memory.
+        """Bytes of a component's parameters after packing.
 
         Args:
-            component: dense.
-            dtype: of everything that the format leaves dense.
+            component: dense, not packed; it may have no memory.
+            dtype: dtype of everything that the format leaves dense.
         """
         ...
 
     def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The weight of one packed layer in the layout of the dense layer ([O, I] or [O, I, kh, kw])."""
+        """The weight of a packed layer in the layout of the dense layer ([O, I] or [O, I, kh, kw])."""
         ...
 
 
 class DenseFormat:
-    """Weights as they are, in bfloat16, float16 or float32."""
+    """Unpacked weights in bfloat16, float16 or float32."""
 
     name = "dense"
 
     def pack(self, component: nn.Module) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        """Of each parameter its numbers."""
+        """Bytes of all parameters in ``dtype``."""
         return sum(parameter.numel() for parameter in component.parameters()) * dtype.itemsize
 
     def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The weight itself if it has this number format already."""
+        """The weight in ``dtype``; not copied if it has that dtype."""
         weight: Any = layer.weight
         found: Tensor = weight.to(dtype)
         return found
@@ -65,28 +65,28 @@ DENSE = DenseFormat()
 
 
 def format_of(layer: nn.Module) -> WeightFormat:
-    """The format that a layer's weight is stored in."""
+    """The storage format of a layer's weight."""
     return layer.weight_format if isinstance(layer, PackedLinear) else DENSE
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A layer's weight as plain numbers, whatever it is stored in."""
+    """A layer's dense weight, whatever its storage format."""
     return format_of(layer).dense(layer, dtype)
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Whether a layer's weight is stored in another format than dense numbers."""
+    """Whether a layer's weight is stored in another format than the dense one."""
     return format_of(layer) is not DENSE
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer whose weight is stored in a format. Between passes nothing of it is dense.
+    """A frozen linear layer with a packed weight. Between passes no dense weight exists.
 
     Args:
-        layer: the dense layer, whose bias is taken over.
-        weight_format: whose ``dense`` reads ``weight`` and ``buffers``.
-        weight: what is stored, first dimension the outputs.
-        buffers: what else is stored, by name.
+        layer: the dense layer; its bias is taken over.
+        weight_format: its ``dense`` reads ``weight`` and ``buffers``.
+        weight: the packed tensor; its first dimension is the outputs.
+        buffers: further packed tensors, by name.
     """
 
     weight_format: WeightFormat
@@ -102,13 +102,13 @@ class PackedLinear(nn.Linear):
         self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the dense layer's, in the number format of ``input``."""
+        """As the dense layer's, in the dtype of ``input``."""
         output: Tensor = _PackedProduct.apply(input, self)
         return output
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Keeps neither the input nor a dense weight for the backward pass."""
+    """A product that keeps neither its input nor a dense weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:

@@ -1,1 +1,1 @@
-"""What a step keeps in GPU memory: counting, recompute, offload, out-of-memory recovery."""
+"""Memory of a training step: footprint, recomputation, offload, out-of-memory recovery."""

@@ -1,4 +1,4 @@
-"""What of a step is kept in memory: chosen before loading, put into the model, corrected by a first pass."""
+"""The memory plan of a run: chosen before loading, applied to the model, corrected by a probe pass."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 TRIES = 6
-"""First passes that run out of memory before the run goes on as it can: ``train.relief`` is left."""
+"""Probe passes that may run out of memory. After them the run starts anyway and relies on ``oom_recovery``."""
 SHORT = 1.15
-"""After a pass that ran out of memory activations count as so much more than was thought."""
+"""After a pass that ran out of memory, the estimate of activations is multiplied by this."""
 WORTH = 0.97
-"""Another plan is taken only where it takes no more than this share of the time."""
+"""Another plan is taken only if its time is at most this share of the current one's."""
 Pass = Callable[[Tensors, Tensors], object]
 
 
 @dataclass
 class Memory:
-    """A decision, what it was made from, and how it is put into force.
+    """A memory plan, its inputs, and its application to the model.
 
     Attributes:
         plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
@@ -56,41 +56,41 @@ class Memory:
 
     @property
     def parts(self) -> int:
-        """Into how many a micro-batch is cut."""
+        """The number of parts of a micro-batch."""
         return self.job.min_parts if self.plan is None else self.plan.parts
 
     @property
     def captures(self) -> bool:
-        """Nothing speaks against captured passes."""
+        """Whether the plan allows captured passes."""
         return self.plan is None or self.plan.graphs
 
     @property
     def keeps_gradients(self) -> bool:
-        """The buffer of gradients stays through the passes of a step, so a pass has it beside its activations."""
+        """Whether the gradient buffer stays allocated during the passes of a step, beside a pass's activations."""
         return self.plan is not None and self.plan.keeps_gradients
 
     @property
     def recomputes_all(self) -> bool:
-        """Nothing more can be won by recomputing."""
+        """Whether all blocks are recomputed, so recomputation can save no more."""
         if self.plan is None or self.footprint is None:
             return self.recomputes
         return len(self.plan.recomputed) == len(self.footprint.blocks)
 
     def staying(self, family: ModelFamily, model: LoadedModel) -> set[int]:
-        """``id`` of each tensor that is not to be sent to the device (``DeviceTransfer.send_parameters``)."""
+        """``id`` of each tensor that must not be sent to the device (``DeviceTransfer.send_parameters``)."""
         return {id(tensor) for block in self._offloaded(family.blocks(model)) for tensor in frozen_tensors(block)}
 
     def put(
         self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, anew: bool = False
     ) -> None:
-        """Put the decision into force, once the model is as it will be trained: sent, and its modules exchanged.
+        """Apply the plan to the model. Call it after the weights are sent and the modules fused.
 
         Args:
             family: of the model.
-            model: its offloaded weights may be on the device all the same.
-            transfer: whose verdict holds for what is fetched.
-            pin: offloaded weights wait in pinned memory.
-            anew: another decision was in force.
+            model: its offloaded weights may still be on the device.
+            transfer: its verdict also covers fetched weights.
+            pin: keep offloaded weights in pinned memory.
+            anew: another plan was applied before.
         """
         blocks = family.blocks(model)
         waiting = self._offloaded(blocks)
@@ -110,17 +110,17 @@ class Memory:
         return [blocks[index] for index in self.plan.offloaded]
 
     def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, run: Pass) -> None:
-        """A pass over zeros in the shape of the largest pictures, before the first step: what it takes is measured.
+        """Run one pass over zeros in the largest shape before the first step, and measure its memory.
 
-        Estimates are corrected by it, and another plan is put into force where that is needed, or faster. A plan that
-        runs out of memory is given up at once. Does nothing where no memory is looked after.
+        The measurement corrects the estimates, and another plan is applied if it is needed or faster. A plan that runs
+        out of memory is given up at once. Does nothing if memory is not planned.
 
         Args:
             family: of the model.
             model: on the device.
-            transfer: by which the zeros go there.
-            pin: offloaded weights wait in pinned memory.
-            run: one forward and backward pass; its gradients are the caller's to drop.
+            transfer: sends the zeros.
+            pin: keep offloaded weights in pinned memory.
+            run: one forward and backward pass. The caller drops its gradients.
         """
         if self.plan is None or self.footprint is None:
             return
@@ -134,7 +134,7 @@ class Memory:
             self._change(wanted, family, model, transfer, pin)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
-        """Bytes of tensors at most; None where they were too many."""
+        """Peak bytes of tensors in a probe pass; None if it ran out of memory."""
         assert self.footprint is not None
         zeros = send_zeros(family, transfer, Shape.parse(self.footprint.shape), rows)
         empty_pools()
@@ -145,11 +145,11 @@ class Memory:
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error) is None:
                 raise
-        empty_pools()  # only here: the error's traceback kept the activations alive
+        empty_pools()  # not earlier: the traceback kept the activations alive
         return None
 
     def _next(self, peak: int | None) -> Plan | None:
-        """The plan to go on with, where it is another one. Offloaded weights are never brought back."""
+        """The plan to continue with if it differs, else None. Offloaded weights are never brought back."""
         assert self.plan is not None and self.footprint is not None
         now = self.plan
         wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
@@ -158,7 +158,10 @@ class Memory:
         return None if _same(wanted, now) else wanted
 
     def _after(self, now: Plan, peak: int) -> Plan | None:
-        """What is chosen with the estimate corrected, if it is needed or faster; nothing that has run out is faster."""
+        """The choice by the corrected estimate if it is needed or faster, else None.
+
+        After a pass has run out of memory no plan counts as faster.
+        """
         assert self.footprint is not None
         self._correct(correction(now, peak, self.footprint, self.job.correction))
         wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
@@ -169,11 +172,11 @@ class Memory:
         return wanted
 
     def _after_a_full_pass(self, now: Plan) -> Plan | None:
-        """The next one that needs less, as far as that is known."""
+        """The next plan that is estimated to need less memory."""
         assert self.footprint is not None
         self._ran_out = True
         least = smallest(self.footprint, self.job, self.rates)
-        if self.budget_bytes is None:  # no correction would ever make a plan too large for that
+        if self.budget_bytes is None:  # without a budget no correction makes a plan too large
             return least
         wanted: Plan | None = now
         while wanted is not None and _same(wanted, now) and not _same(now, least):
@@ -193,12 +196,12 @@ class Memory:
         self.plan = wanted
         if self.offload is not None:
             self.offload.close()
-            self.offload = None  # before the next one takes its places on the device, which is full
+            self.offload = None  # before the next one allocates on the full device
         self.put(family, model, transfer, pin, anew=True)
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, whatever is thought of them."""
+    """Whether two plans do the same, whatever their estimates."""
     return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
 
 
@@ -212,20 +215,20 @@ def decide(
     context: RunContext,
     shapes: int = 1,
 ) -> Memory:
-    """What to keep in memory on this device.
+    """Choose the memory plan for this device.
 
     Args:
         recipe: of the run.
         family: of the recipe.
-        device: that will train.
+        device: the training device.
         dtype: of the frozen base.
-        settings: what the parent planned for this machine.
+        settings: the parent's settings for this machine.
         shape: of the run's largest samples.
         context: gets a sentence where something is given up.
         shapes: how many shapes the run's samples have.
 
     Raises:
-        UserError: does-not-fit: by far; where it is close, it is tried.
+        UserError: does-not-fit: the smallest plan exceeds the budget.
     """
     on_gpu = device.type == "cuda"
     shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
@@ -240,9 +243,9 @@ def decide(
 
 
 def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
-    """What this GPU does in a second, measured now, as ``lora-rocm plan`` does.
+    """The speed of this GPU, measured now, as ``lora-rocm plan`` does.
 
-    A deterministic run goes by figures that are the same at each start, and so chooses the same. So does the CPU.
+    A deterministic run uses fixed rates, so that every start chooses the same plan. So does the CPU.
     """
     if device.type != "cuda" or recipe.runtime.deterministic:
         return Rates()
@@ -264,7 +267,7 @@ def choose_from(
     context: RunContext,
     rates: Rates = Rates(),  # noqa: B008 (frozen)
 ) -> Memory:
-    """The decision of ``decide``, from a footprint and a budget."""
+    """The decision of ``decide`` from a footprint and a budget."""
     plan = choose(budget_bytes, footprint, job, rates)
     if plan is None:
         plan = smallest(footprint, job, rates)
@@ -278,7 +281,7 @@ def choose_from(
 
 
 def _text(plan: Plan, job: Job) -> str:
-    """A plan in words, with what they leave out where it is given up."""
+    """Describe the plan; say so if graph capture was given up for lack of memory."""
     return plan_text(plan) + (", not captured: there is no room for graphs" if job.graphs and not plan.graphs else "")
 
 
@@ -292,11 +295,11 @@ def apply(
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew with ``peak_bytes``."""
+    """Restart the measurement of ``peak_bytes``."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors took since ``reset_peak``; 0 on the CPU."""
+    """Peak bytes of tensors since ``reset_peak``; 0 on the CPU."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0

@@ -1,8 +1,9 @@
-"""Counts what a step of a recipe takes on a model without weights: ``python -m lora_rocm.memory.footprint JOB.json``.
+"""Counts the memory and work of a training step on a model without weights.
 
-The model is built as for training, by the same functions, and moved to PyTorch's meta device, where tensors have shapes
-and no memory. One forward and backward pass of one sample is made there; a ledger sees each tensor come and go.
-Prints one JSON object: footprint (``run.memory_plan``), precision and GPU; or an error event.
+``python -m lora_rocm.memory.footprint JOB.json`` prints one JSON object with footprint (``planning.step_cost``),
+precision and GPU, or an error event. The model is built by the same functions as for training and moved to PyTorch's
+meta device, where tensors have shapes but no memory. One forward and backward pass of one sample runs there, while a
+ledger sees each tensor allocated and freed.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
-NOT_HERE = ("hub-unreachable", "hub-incomplete")  # the codes of a model that is not, or not all, on this machine
-KEPT = 20  # footprints that are remembered
-SIDE, COPIED_BYTES = 4096, 256 * 2**20  # of what the rates are measured with
-SENT_BYTES = 32 * 2**20  # the same of copies from main memory: PyTorch keeps what it has pinned
+NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is not, or not fully, on this machine
+KEPT = 20  # footprints in the cache file
+SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
+SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
 
 
 @dataclass
 class _Seen:
-    """Of one block while the pass goes through it."""
+    """Measurements of one block during the pass."""
 
     block: nn.Module
     start_bytes: int = 0
@@ -68,18 +69,18 @@ class _Seen:
     rise_bytes: int = 0
     passing_bytes: int = 0
     entry_bytes: int = 0
-    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # their memory, and its bytes
+    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
     begun: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
 
 
 class _Watch:
-    """Hooks on the blocks: what is taken when the pass enters and leaves each, forward and backward."""
+    """Hooks on the blocks that record the memory when the pass enters and leaves each, forward and backward."""
 
     def __init__(self, blocks: list[nn.Module], ledger: Ledger) -> None:
         self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
         self.moments: list[Moment] = []
-        self._before = 0  # blocks whose activations are there
+        self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
         self._handles = []
         for index, block in enumerate(blocks):
@@ -91,27 +92,30 @@ class _Watch:
             handle.remove()
 
     def note(self, within: bool = False) -> None:
-        """The most since the last moment is one."""
+        """Record the peak since the last mark as a peak sample."""
         self.moments.append(Moment(self._before, self.ledger.mark(), within))
 
     def begin(self) -> None:
-        """What was seen before was not the pass that is meant."""
+        """Reset the counters; discard everything recorded during warm-up."""
         self.ledger.mark()
         self.ledger.tally = Tally()
         self.moments.clear()
 
     def forward_is_over(self) -> None:
-        """To compute a block again, what it was given is kept; also what has gone by now: nothing else keeps that."""
+        """Subtract from each block's kept bytes the inputs that have been freed by the end of the forward pass.
+
+        Recomputing a block keeps its inputs alive. If nothing else does, recomputation saves that much less.
+        """
         self.note()
         for seen in self.seen:
             seen.kept_bytes -= sum(num_bytes for memory, num_bytes in seen.inputs if memory() is None)
         self._before = len(self.seen)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Something is kept for the backward pass. A block that is computed again stops behind the last such."""
+        """Note a tensor saved for backward. Recomputation of a block stops after the last one."""
         if self._inside is not None:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
-        return tensor.detach()  # it may hang on what keeps it
+        return tensor.detach()  # the graph must not keep it alive
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.note()
@@ -136,7 +140,7 @@ class _Watch:
                 tensor.register_hook(partial(self._reached, index))
 
     def _reached(self, index: int, gradient: Tensor) -> None:
-        """The backward pass has the whole gradient of a block's output."""
+        """The backward pass has computed the whole gradient of a block's output."""
         self.note()
         self._before = index
         self.seen[index].entry_bytes = self.ledger.live_bytes
@@ -150,14 +154,14 @@ def counted(
     shape: Shape,
     on_gpu: bool = True,
 ) -> Footprint:
-    """The footprint at samples of a shape; remembered beside the caches, since counting takes seconds."""
+    """The footprint for samples of a shape, cached beside the latent caches because counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
     key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
     if key in kept:
-        with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
     found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
     with suppress(StorageError):
@@ -166,7 +170,7 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """Changes with all that a footprint depends on: of the base the shapes."""
+    """Cache key: a hash of everything that a footprint depends on; of the base, its shapes."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
@@ -184,9 +188,9 @@ def _remembered(path: Path) -> dict[str, Any]:
 
 
 def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
-    """What is trained, with the adapter in it, on the meta device; the trained weights in the base's format, too.
+    """The trained components with the adapter on the meta device; trained weights have the base's dtype too.
 
-    ``on_gpu``: with the kernels that a GPU would use.
+    ``on_gpu``: fuse them with the kernels that a GPU would use.
     """
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.trains(name)]
@@ -206,7 +210,8 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
 def count(
     family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
 ) -> Footprint:
-    """One pass of one sample over a model on the meta device."""
+    """Count one pass of one sample on the meta device."""
+    # Tensors that exist before the pass do not count as activations.
     batch, draws = _inputs(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
     buffers = [b for component in model.components.values() for b in component.buffers()]
@@ -216,8 +221,9 @@ def count(
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
         with fused_attention(not plain_attention), ledger:
-            with torch.no_grad():  # a block that is to be recomputed passes so
+            with torch.no_grad():  # as recomputed blocks run
                 losses(family, model, batch, draws)
+            # The counted pass, with all activations kept.
             watch.begin()
             with saved_tensors_hooks(watch.save, lambda tensor: tensor):
                 loss = losses(family, model, batch, draws).sum()
@@ -226,12 +232,14 @@ def count(
             watch.note()
             work = ledger.tally.now()
             watch.close()
+            # A second pass that recomputes all blocks in segments.
             again = Recomputing(model, together=TOGETHER, again=lambda: fused_attention(not plain_attention))
             recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
     finally:
         watch.close()
         for drop in drops:
             drop.remove()
+    # Memory of weights and adapter follows from their sizes.
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
@@ -252,7 +260,7 @@ def count(
 
 
 def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
-    """What the adapter would take with milder settings."""
+    """The adapter's memory with smaller settings."""
     shapes = [layer.get_base_layer().weight.shape for _, _, layer in adapter.modules.values()]
     for setting, section in adapter.smaller(recipe.lora):
         numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
@@ -262,7 +270,7 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[S
 def _recomputed(
     family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
 ) -> int:
-    """The most that a pass takes which computes all blocks again."""
+    """Peak bytes of a pass that recomputes all blocks."""
     family.recompute_activations(model, again)
     ledger.mark()
     losses(family, model, batch, draws).sum().backward()
@@ -271,10 +279,10 @@ def _recomputed(
 
 
 def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Of so many trained weights, (always, the gradients' buffer, where they land).
+    """Bytes for ``count`` trained weights: (always, gradient buffer, staging buffer of the gradients).
 
-    Always: masters and the optimizer's state, what the layers work with where these compute in another format (the
-    weights once more), and the gradients that a pass makes.
+    Always: masters, optimizer state, average, the layers' compute copy if its dtype differs, and the gradients that a
+    pass makes.
     """
     master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
     leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
@@ -316,14 +324,14 @@ def _inputs(family: ModelFamily, shape: Shape) -> tuple[dict[str, Tensor], dict[
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Count the recipe in the job file that the first argument names."""
+    """Count the recipe in the job file named by the first argument."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         found = _found(recipe_from(job["recipe"], registry), settings_from(os.environ), job["for_card"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
-    except (RuntimeError, MemoryError) as error:  # the GPU may be in use, and full
+    except (RuntimeError, MemoryError) as error:  # another process may have filled the GPU
         known = machine_error(error)
         if known is None:
             raise
@@ -333,9 +341,9 @@ def main(registry: Registry = PRODUCT) -> int:
 
 
 def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]:
-    """As this machine would train it; ``for_card``, or where none is: as a GPU would that computes bf16.
+    """The footprint as this machine would train, or as a GPU with bf16 would (``for_card``, or without a GPU).
 
-    A model of the hub that is not on this machine is counted by what the family's first model has published.
+    A hub model that is not on this machine is counted with the family's published configs.
     """
     device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
     wanted = recipe.train.mixed_precision
@@ -370,7 +378,7 @@ def _largest(recipe: Recipe) -> Shape:
 
 
 def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool) -> dict[str, Any] | None:
-    """Of the GPU that would train: its room, and what it does in a second, measured now."""
+    """Name, budget and measured rates of the training GPU; None on the CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -383,13 +391,13 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
 
 
 def room_bytes(device: torch.device, settings: Settings) -> int:
-    """Bytes that a GPU has for tensors: what was planned for it, else all but what its libraries take."""
+    """Bytes that a GPU has for tensors: the planned limit, else its memory less that of its libraries."""
     return settings.memory_limit_bytes or max(0, device_budget(device) - CONTEXT_BYTES)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
-    """A GPU's matrix products, copies within it, and copies from main memory (``pin``: from pinned memory)."""
-    own = torch.Generator(device).manual_seed(0)  # nobody's noise changes because this was measured
+    """Measured rates of matrix products, copies within the GPU, and copies from main memory (pinned if ``pin``)."""
+    own = torch.Generator(device).manual_seed(0)  # leaves the default generator unchanged
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=pin)

@@ -1,13 +1,13 @@
-"""Frozen weights that wait in main memory, and come to the GPU block by block, one block ahead of the computing.
+"""Frozen weights in main memory that are fetched to the GPU block by block, one block ahead of the computation.
 
-The blocks are recomputed in the backward pass (``families.recompute``), so each is used twice a pass: going forward,
-and going back. A block's weights are one piece of pinned memory and travel in one copy on a stream of their own, into
-one of two places on the GPU. A place is filled anew only when the device is past all that was queued before, which
-includes what used it: the forward pass of a block is queued before the next block is entered, and so is its backward
-pass, since autograd takes what came later in the forward pass first.
+The blocks are recomputed in the backward pass (``families.recompute``), so each is used twice per pass: forward and
+backward. A block's weights are one piece of pinned memory, copied at once on a stream of their own into one of two
+slots on the GPU. A slot is overwritten only after the device has finished all work queued before, which includes the
+work that used it: the forward pass of a block is queued before the next block is entered, and so is its backward pass,
+because autograd runs in reverse order of the forward pass.
 
-Every arrival is compared on the device with the fingerprint taken on the host, and a difference sets the door's sticky
-verdict (``DeviceTransfer.bad``): nothing is waited for, and no update is made from it.
+Every fetch is compared on the device with the fingerprint taken on the host. A difference sets the transfer's sticky
+verdict (``DeviceTransfer.bad``): nothing synchronises, and no update uses the data.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lora_rocm.planning.step_cost import SLOTS
 
 ARENA_BYTES = 2**30
 ALIGNMENT_BYTES = 256
-"""Each tensor begins at a multiple, as matrix products want it."""
+"""Alignment of each tensor, as matrix products need it."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of a block: a view of the block's bytes."""
+    """A tensor of a block as a view of the block's bytes."""
 
     owner: Tensor
     offset_bytes: int
@@ -47,7 +47,7 @@ class _Piece:
 
 @dataclass
 class _Waiting:
-    """A block whose weights wait in main memory. wanted: their fingerprint."""
+    """A block with weights in main memory. wanted: their fingerprint."""
 
     host: Tensor  # uint8
     pieces: list[_Piece]
@@ -59,24 +59,26 @@ class _Waiting:
 
 
 def copy_into(place: Tensor, source: Tensor) -> None:
-    """One copy of bytes from main memory; from pinned memory it waits for nothing."""
+    """Copy bytes from main memory; from pinned memory the copy is asynchronous."""
     place.copy_(source, non_blocking=True)
 
 
 class Offload:
-    """Takes over the frozen weights of blocks, which are on the CPU still, or come back from the device by its door.
+    """Moves the frozen weights of blocks to main memory and fetches them for use.
 
-    Afterwards they may be used in these blocks' own forward passes only (elsewhere they are tensors on the CPU), and
-    the blocks have to be recomputed in the backward pass.
+    The weights may be on the CPU, or on the device, from which they are received. Afterwards they may be used only in
+    these blocks' own forward passes (elsewhere they are CPU tensors), and the blocks have to be recomputed in the
+    backward pass.
 
     Args:
         blocks: in forward order.
-        transfer: whose device and whose verdict.
-        pin: the weights wait in pinned memory; without it, copies are not beside the computing.
-        copy: copies bytes to a place.
+        transfer: gives the device and holds the verdict.
+        pin: keep the weights in pinned memory; without it, copies do not overlap with computation.
+        copy: copies bytes into a slot.
 
     Attributes:
-        host_bytes: of main memory. fetched_bytes: since the start.
+        host_bytes: bytes of main memory used.
+        fetched_bytes: bytes fetched since the start.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Offload:
         copy: Callable[[Tensor, Tensor], None] = copy_into,
     ) -> None:
         self._transfer, self._copy = transfer, copy
+        # Move the weights to main memory; they are no longer frozen tensors on the device.
         layouts = [_layout(block) for block in blocks]
         places = _main_memory([layout.num_bytes for layout in layouts], pin)
         self._waiting = [_pack(layout, host, transfer) for layout, host in zip(layouts, places, strict=True)]
@@ -95,22 +98,26 @@ class Offload:
             if id(tensor) in taken:
                 del transfer.frozen[name]
         self.host_bytes, self.fetched_bytes = sum(waiting.host.numel() for waiting in self._waiting), 0
+        # Slots on the device, each large enough for any block.
         device = transfer.device
         largest = max((waiting.host.numel() for waiting in self._waiting), default=0)
         self._places = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self._holds: list[int | None] = [None] * SLOTS  # which block; it may still be on its way
+        self._holds: list[int | None] = [None] * SLOTS  # block per slot; its copy may be in flight
+        # Expected and found fingerprints, on the device.
         wanted = torch.tensor([waiting.wanted for waiting in self._waiting], dtype=torch.int64)
         self._wanted_K = transfer.send_checked(wanted, "fingerprints of offloaded weights")
         self._found_K = torch.zeros_like(self._wanted_K)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event | None] = [None] * SLOTS
+        # State of the current pass.
         self._now: int | None = None  # the block that was entered last
-        self._back = False  # that was by the backward pass
+        self._back = False  # whether the backward pass entered it
         self._trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        self._returns = [False] * len(blocks)  # whether the backward pass will come back to a block
+        self._returns = [False] * len(blocks)  # whether the backward pass will enter a block
         for place in self._places[:1]:
-            whole_fingerprint(place)  # makes the table, which has to stay where a graph has captured it
+            whole_fingerprint(place)  # makes the table, whose address captured graphs keep
         self._table = position_table(device)
+        # Hooks that fetch and check the weights.
         self._handles = [
             block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
             for index, block in enumerate(blocks)
@@ -121,14 +128,14 @@ class Offload:
         ]
 
     def close(self) -> None:
-        """Blocks are left alone from now on; their weights are on the CPU."""
+        """Remove the hooks; the weights are on the CPU afterwards."""
         for handle in self._handles:
             handle.remove()
         for index in range(len(self._waiting)):
             self._leave(index)
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a block computes: its weights are there, and the next ones are on their way."""
+        """Before a block computes: make its weights available, and prefetch the next block's."""
         back = self._goes_back(index, tree_leaves((args, kwargs)))
         if index not in self._holds:
             self._fetch(index, spare=None)
@@ -154,13 +161,13 @@ class Offload:
                 leaf.register_hook(lambda gradient: self._enter(index, module, (), {}))
 
     def _goes_back(self, index: int, inputs: Sequence[Any]) -> bool:
-        """Whether a block is entered by the backward pass, which computes it again."""
+        """Whether the backward pass enters a block, to recompute it."""
         before, self._now = self._now, index
         was_back, self._back = self._back, _goes_back_now()
         if self._back:
             return True
         if before is None or was_back or index <= before:
-            self._forget()  # a new pass owes nothing to the one before: either may be captured, and that one broken off
+            self._forget()  # a pass must not depend on the one before, which may be captured or interrupted
         self._returns[index] = torch.is_grad_enabled() and (
             self._trained[index] or any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         )
@@ -177,7 +184,7 @@ class Offload:
         self._waiting[index].point_to(self._waiting[index].host)
 
     def _fetch(self, index: int, spare: int | None) -> None:
-        """Queue the copy of a block's weights into a place other than ``spare``, behind all that is queued now."""
+        """Queue the copy of a block's weights into a slot other than ``spare``, after all work queued so far."""
         place = next(number for number in range(SLOTS) if number != spare)
         held = self._holds[place]
         if held is not None:
@@ -198,7 +205,7 @@ class Offload:
         self.fetched_bytes += waiting.host.numel()
 
     def _check(self, index: int, place: int) -> None:
-        """The device waits for the copy, and compares; once for each arrival."""
+        """Queue the wait for the copy and the comparison, once per fetch."""
         arrived, self._arrived[place] = self._arrived[place], None
         if arrived is not None:
             torch.cuda.current_stream(self._transfer.device).wait_event(arrived)
@@ -207,23 +214,23 @@ class Offload:
         bad = self._transfer.bad
         torch.maximum(bad, (self._found_K[index] != self._wanted_K[index]).to(bad.dtype), out=bad)
         if arrived is not None:
-            self._found_K[index].zero_()  # so that an answer of the time before is no answer
+            self._found_K[index].zero_()  # so that an old fingerprint cannot pass the next check
         self._transfer.checks += 1
 
 
 def _goes_back_now() -> bool:
-    """Whether a backward pass is under way; asked as torch.utils.checkpoint does."""
+    """Whether a backward pass is running; tested as in torch.utils.checkpoint."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def frozen_tensors(block: nn.Module) -> list[Tensor]:
-    """A block's weights and buffers that are never trained, each once."""
+    """A block's frozen weights and buffers, each once."""
     found = {id(tensor): tensor for tensor in [*block.parameters(), *block.buffers()] if not tensor.requires_grad}
     return list(found.values())
 
 
 def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that helpers of the modules hold (merged projections), which are of the same memory as the weights."""
+    """Tensors held by helper objects of the modules (merged projections) that share memory with the weights."""
     memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     helpers = [value for module in block.modules() for value in vars(module).values() if hasattr(value, "__dict__")]
     held = [each for helper in helpers if not isinstance(helper, nn.Module | Tensor) for each in vars(helper).values()]
@@ -233,7 +240,7 @@ def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]
 
 @dataclass
 class _Part:
-    """The part of a memory that a block's tensors are in, and where it will lie; in bytes."""
+    """The part of a storage that a block's tensors use, and its position in the block's memory; in bytes."""
 
     begin: int
     end: int
@@ -242,10 +249,10 @@ class _Part:
 
 @dataclass
 class _Layout:
-    """How a block's frozen tensors will lie side by side; those that share memory share it afterwards."""
+    """The layout of a block's frozen tensors. Tensors that share memory keep sharing it."""
 
     tensors: list[Tensor]
-    parts: dict[int, _Part]  # by the address of the memory
+    parts: dict[int, _Part]  # by the storage's address
     num_bytes: int
 
 
@@ -266,26 +273,26 @@ def _layout(block: nn.Module) -> _Layout:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From where to where a tensor lies in its memory, in bytes."""
+    """(begin, end) of a tensor in its storage, in bytes."""
     last = int(sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     begin = int(tensor.storage_offset())
     return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
 def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
-    """Bytes of these sizes, one piece after the other. Pinned memory comes in powers of two, so pieces share some."""
+    """Byte buffers of these sizes. Pinned allocations are rounded up to powers of two, so buffers share arenas."""
     arena, used = torch.empty(0, dtype=torch.uint8), 0
     for number, size in enumerate(sizes):
         if used + size > arena.numel():
             wanted = max(size, min(ARENA_BYTES, sum(sizes[number:])))
             arena, used = torch.empty(wanted, dtype=torch.uint8, pin_memory=pin), 0
-        yield arena[used : used + size].zero_()  # what lies between tensors is in the fingerprint, too
+        yield arena[used : used + size].zero_()  # the fingerprint includes the gaps between tensors
         used += size
 
 
 @torch.no_grad()
 def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
-    """Lay a block's frozen tensors into main memory, and make them views of it."""
+    """Copy a block's frozen tensors into main memory and make them views of it."""
     done: set[int] = set()
     pieces = []
     for tensor in layout.tensors:
@@ -303,7 +310,7 @@ def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device, transfer: DeviceTransfer, part: _Part) -> Tensor:
-    """The bytes of a part of a memory, on the CPU."""
+    """The bytes of a part of a storage, on the CPU."""
     whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     there: Tensor = whole[part.begin : part.end]
     return there if device.type == "cpu" else transfer.receive({"offloaded weights": there})["offloaded weights"]

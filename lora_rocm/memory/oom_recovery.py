@@ -1,4 +1,4 @@
-"""What is done where memory runs out in a step: less at once, with the same samples and the same noise."""
+"""Out-of-memory recovery within a step: reduce the memory and retry with the same samples and noise."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 
 EMPTY_EVERY_UPDATES = 100
-"""Emptied pools that do not last for so many updates were no cure."""
+"""Emptying the pools again within fewer updates does not help."""
 
 
 @dataclass
 class Relief:
-    """The ways to need less memory, in order: whole pools, smaller parts of a micro-batch, recomputed activations.
+    """Ways to need less memory, in order: defragment the pools, smaller parts of a micro-batch, recomputation.
 
     Attributes:
         batch_size: of a whole micro-batch.
-        parts: into how many it is cut now.
-        recomputes: whether activations are recomputed in the backward pass already.
+        parts: the current number of parts.
+        recomputes: whether activations are already recomputed.
     """
 
     family: ModelFamily
@@ -33,15 +33,15 @@ class Relief:
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
-        """Change something, so that the step can be tried again; says what.
+        """Reduce the memory so that the step can be retried; return the change as text.
 
         Args:
-            full: what was met.
-            seen: what the device held then; None where that is not known.
-            updates: made so far.
+            full: the out-of-memory error.
+            seen: memory usage at that moment; None if unknown.
+            updates: number of updates made so far.
 
         Raises:
-            MachineError: ``full``, where nothing is left to change.
+            MachineError: ``full``, if nothing is left to reduce.
         """
         empty_pools()
         if seen is not None and seen.fragmented and self._may_empty_again(updates):

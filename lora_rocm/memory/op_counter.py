@@ -1,6 +1,6 @@
-"""A ledger of tensors and work: every operation is seen, every tensor when it comes and when it goes.
+"""A ledger of tensors and work: it sees every operation, and every tensor when it is allocated and freed.
 
-It works on any device; on PyTorch's meta device, where nothing is computed, it tells what would be.
+It works on any device. On PyTorch's meta device, where nothing is computed, it gives the numbers of a real pass.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from torch.utils.flop_counter import flop_registry
 from lora_rocm.planning.step_cost import Work
 
 PIECE_BYTES = 512
-"""Allocators hand out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+"""Allocators round sizes up to a multiple of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
-"""From the first on a tensor gets memory of its own, in multiples of the second, and a rest up to the third is not used
-for others (there, kMinLargeAlloc, kRoundLarge, kSmallSize)."""
+"""A tensor of at least the first size gets a segment of its own in multiples of the second; a remainder up to the third
+is
+not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
+"""
 
 
 def taken_bytes(num_bytes: int) -> int:
-    """What an allocator counts for a tensor that comes into an empty memory."""
+    """Bytes that an allocator counts for a tensor allocated in empty memory."""
     if num_bytes < OWN_SEGMENT_BYTES:
         return num_bytes
     segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
@@ -38,7 +40,7 @@ def taken_bytes(num_bytes: int) -> int:
 
 @dataclass
 class Tally:
-    """Work as it adds up."""
+    """Accumulated work."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -54,7 +56,7 @@ class Tally:
 
 
 class Ledger(TorchDispatchMode):
-    """Sees every operation while it is entered: bytes that are taken now, and the most since ``mark``.
+    """A dispatch mode that counts live bytes, the peak since ``mark``, and work.
 
     Tensors of ``known`` (weights, inputs) are not counted.
     """
@@ -69,12 +71,12 @@ class Ledger(TorchDispatchMode):
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
     def mark(self) -> int:
-        """Begin anew: the most since the last time."""
+        """Return the peak since the last mark, and restart it."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
     def size_of(self, tensor: Tensor) -> int:
-        """Bytes that were counted for a tensor's memory."""
+        """Bytes counted for a tensor's storage."""
         return self._sizes.get(tensor.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +115,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _formula(func: Any) -> Any:
-    """What counts an operation's floating-point operations; a product into memory that is there counts as the other."""
+    """PyTorch's FLOP formula of an operation. An in-place variant counts as the plain one."""
     packet = func._overloadpacket
     plain = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
     return flop_registry.get(packet) or flop_registry.get(plain)
@@ -150,7 +152,7 @@ def _fused(
 
 @contextmanager
 def fused_attention(fused: bool = True) -> Iterator[None]:
-    """Attention as a GPU computes it; on the meta device PyTorch would take the plain way, which keeps every score."""
+    """Count attention as GPU kernels compute it. On the meta device PyTorch would materialise all scores."""
     if not fused:
         yield
         return

@@ -1,1 +1,1 @@
-"""Optimizers: the gated step that all of them share, and the update rule of each."""
+"""Optimizers: the shared gated step, and one update rule per optimizer."""

@@ -1,6 +1,6 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) by PyTorch's fused kernel.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) with PyTorch's fused kernel.
 
-The fused kernel takes a ``found_inf`` tensor: when it is 1, neither a parameter nor a moment nor the step count moves.
+The fused kernel takes a ``found_inf`` tensor: if it is 1, parameters, moments and step count stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(UpdateRule):
-    """AdamW; the moments have the format of the weights.
+    """AdamW whose moments have the dtype of the weights.
 
-    Gradients are neither unscaled nor clipped in a pass of their own: the fused kernel divides by one number for both.
+    Unscaling and clipping take no pass of their own: the fused kernel divides by one number for both.
 
     Attributes:
-        kernel: PyTorch's optimizer, with one parameter a group.
+        kernel: PyTorch's optimizer, with one parameter per group.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdamW(UpdateRule):
         )
         self.buffers = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
         for number, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
-            # made here: memory must not run out within an update
+            # allocated here, so that an update cannot run out of memory
             self.kernel.state[part] = {"step": scalars.add(f"group{number}.step")} | {
                 name: moment[group.place] for name, moment in self.buffers.items()
             }

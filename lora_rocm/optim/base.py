@@ -1,7 +1,7 @@
-"""The optimizer step that all update rules share: gated on the device, without waiting for the host.
+"""The optimizer step shared by all update rules, gated on the device without synchronisation.
 
-The verdict of the transfer check, of the state guard and of the finite check is a number on the device. If it is 1,
-then nothing that is trained moves; the host reads it late.
+The verdicts of the transfer check, the state guard and the finite check are a number on the device. If it is 1, no
+trained tensor changes; the host reads it later.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
 SCALARS = "step counts and loss scale"
 AVERAGE_ITEMSIZE = 4
-"""Bytes for each weight of the average (EMA): float32, whatever the weights are."""
+"""Bytes per weight of the average (EMA), which is float32 whatever the weights are."""
 
 
 @dataclass
 class UpdateStats:
-    """What an update says about itself: 0-d tensors on the device, float32."""
+    """Statistics of an update: 0-d float32 tensors on the device."""
 
     grad_norm: Tensor
     nonfinite: Tensor
-    loss_scale: Tensor  # that the gradients were made with
+    loss_scale: Tensor  # the scale of these gradients
     logged: Mapping[str, Tensor] = field(default_factory=dict)  # see ``UpdateRule.logged``
 
 
 class GatedOptimizer:
-    """An update rule with clipping, loss scale (fp16) and EMA over flat weights; all writes are gated and in place.
+    """An update rule with clipping, loss scale (fp16) and EMA over flat weights. All writes are gated and in place.
 
-    A step waits for nothing.
+    A step does not synchronise.
 
     Args:
-        rule: how weights follow from gradients.
+        rule: the class of the update rule.
         weights: all trained weights.
-        groups: "names" of neighbours in ``weights`` and "lr", their peak learning rate.
+        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate.
         section: the recipe's section of this rule.
+        max_train_steps: length of the schedule in updates.
         ema_decay: 0 for none.
         use_loss_scale: fp16 training.
         triton: Triton kernels may be used.
 
     Attributes:
         rule: the update rule with its state.
-        ema: name -> its average, a view of one flat tensor; empty if none is kept.
-        state_guard: looks whether all of this, and the weights, stay as an update has left them.
+        ema: name -> average, a view of one flat tensor; empty without EMA.
+        state_guard: checks that weights and optimizer state stay unchanged between updates.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class GatedOptimizer:
         self.ema = weights.views(self._average_N) if self._average_N is not None else {}
         guarded = {"weights": weights.masters, **self.rule.buffers, SCALARS: self._scalars.flat_S}
         if weights.working is not weights.masters:
-            guarded = {"weights in the layers": weights.working, **guarded}  # first: just written, so in the cache
+            guarded = {"weights in the layers": weights.working, **guarded}  # first: just written, still in the cache
         if self._average_N is not None:
             guarded["average of the weights (EMA)"] = self._average_N
         form = form_for(device, triton)
@@ -95,19 +96,19 @@ class GatedOptimizer:
 
     @property
     def logged_names(self) -> tuple[str, ...]:
-        """What ``UpdateStats.logged`` holds."""
+        """The keys of ``UpdateStats.logged``."""
         return tuple(self.rule.logged)
 
     def learning_rate(self, updates: int) -> float:
-        """The recipe's learning rate at this point, for the log (the text encoders' own is its multiple)."""
+        """The learning rate after ``updates`` updates, for the log. That of the text encoders is a multiple of it."""
         return self.section.learning_rate * learning_rate_factor(self.section, updates, self.max_train_steps)
 
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:
-        """One update from the gathered gradients; they are zero afterwards.
+        """Make one update from the gathered gradients, and zero them.
 
         Args:
-            updates: updates made so far (confirmed); decides the learning rate.
-            blocked: float32 0-d, exactly 0 or 1, on the device; has to be 1 where ``state_guard`` has found a change.
+            updates: number of confirmed updates so far; decides the learning rate.
+            blocked: float32 0-d on the device, exactly 0 or 1; has to be 1 if ``state_guard`` has found a change.
         """
         with torch.no_grad():
             scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
@@ -127,14 +128,14 @@ class GatedOptimizer:
         return UpdateStats(grad_norm, nonfinite, scale, self.rule.logged)
 
     def _average(self, updates: int, held: Tensor) -> None:
-        """EMA with a short warm-up of the decay (early weights are mostly initialisation)."""
+        """Update the EMA. Its decay has a short warm-up, because early weights are mostly initialisation."""
         if self._average_N is None:
             return
         decay = min(self.ema_decay, (1 + updates) / (10 + updates))
         self._average_N.add_((self.weights.masters - self._average_N).mul_((1.0 - decay) * (1.0 - held)))
 
     def _rescale(self, blocked: Tensor, nonfinite: Tensor) -> None:
-        """Dynamic loss scale (arXiv 1710.03740): halved on overflow, doubled after a clean run; held if blocked."""
+        """Dynamic loss scale (arXiv 1710.03740): halve on overflow, double after a clean interval, keep if blocked."""
         if not self.use_loss_scale:
             return
         growth = torch.where(nonfinite > 0, 0.0, self.growth + 1.0)
@@ -149,19 +150,19 @@ class GatedOptimizer:
         self.weights.drop_gradients()
 
     def state(self) -> dict[str, Tensor]:
-        """Loss scale and numbers of the rule, and its buffers by parameter name: the live tensors, on the device."""
+        """Loss scale and scalars of the rule, and its buffers by parameter name: the live tensors on the device."""
         tensors = dict(self._scalars.views)
         for name in self.parameters:
             tensors |= {f"{name}.{buffer}": views[name] for buffer, views in self._buffers.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None = None) -> None:
-        """Take over what ``state`` gave, and averages; all are on the device already, checked.
+        """Load tensors of ``state`` and averages, which are already on the device and checked.
 
-        A run that keeps an average for the first time starts it at the weights as they are.
+        If the checkpoint has no averages, they start at the current weights.
 
         Raises:
-            ResumeError: "resume-optimizer-changed", the tensors are not the state of this update rule.
+            ResumeError: "resume-optimizer-changed": the tensors are not the state of this update rule.
         """
         state = self.state()
         if wrong := state.keys() ^ tensors.keys():

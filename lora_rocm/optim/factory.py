@@ -1,4 +1,4 @@
-"""The update rule of each optimizer that a recipe can name."""
+"""The update rule of each optimizer in a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}
 
 
 def rule_of(section: OptimSection) -> type[UpdateRule]:
-    """The update rule that a recipe asks for."""
+    """The update rule of a recipe's optimizer."""
     return RULES[section.optimizer]
 
 
@@ -30,7 +30,7 @@ def make_optimizer(
     use_loss_scale: bool,
     triton: bool = False,
 ) -> GatedOptimizer:
-    """The optimizer that a recipe asks for; the arguments are those of ``GatedOptimizer``."""
+    """Build the recipe's optimizer. The arguments are those of ``GatedOptimizer``."""
     return GatedOptimizer(
         rule_of(section),
         weights,

@@ -1,11 +1,11 @@
 """Prodigy (Mishchenko and Defazio, arXiv 2306.06101): Adam that estimates its own step size.
 
 The estimate ``d`` of the distance from the start to a solution grows while the gradients keep pointing away from the
-start. As in the authors' package ``prodigyopt``, with decoupled weight decay. That package reads its sums back to the
-host at each step; here ``d`` and its sums stay on the device, as 0-d tensors of the state.
+start. The update is that of the authors' package ``prodigyopt`` with decoupled weight decay. That package reads its
+sums back to the host at each step; here ``d`` and its sums stay on the device as 0-d tensors of the state.
 
-There is one ``d`` for all weights. Groups whose learning rate is another multiple of ``d`` count in its denominator
-by that multiple: this is Prodigy over weights that are divided by their multiples.
+There is one ``d`` for all weights. A group whose learning rate is another multiple of ``d`` counts in the denominator
+by that multiple. This equals Prodigy over weights divided by their multiples.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
 
 
 class Prodigy(UpdateRule):
-    """Prodigy over the flat weights, in float32.
+    """Prodigy over the flat weights, computed in float32.
 
-    The moments and the weights of the start have the format of the weights. The sum of gradients is float32 always: in
-    bf16 its decay would be rounded away, and ``d`` rests on it.
+    The moments and the start weights have the dtype of the weights. The sum of gradients is always float32: in bf16 its
+    decay would be rounded away, and ``d`` depends on it.
 
     Attributes:
-        d: 0-d, the estimate of the distance; it never falls.
+        d: 0-d, the estimate of the distance; it never decreases.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Prodigy(UpdateRule):
             beta1, beta2 = section.betas
             beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
             rate = self.d * (section.learning_rate * factor) * self._correction()
+            # Progress: the inner product of the gradient and the way from the start.
             gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
             spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
-            relative = self.d / section.d0  # instead of d, whose square would be very small
+            relative = self.d / section.d0  # relative to d0, because the square of d would be very small
             progress = spare_N.mul_(gradients_N).sum() * (relative * rate)
 
+            # Running sums: of gradients, and the two moments.
             torch.mul(gradients_N, relative * (self.d if section.safeguard_warmup else rate), out=spare_N)
             self._renew(GRADIENT_SUM, spare_N, beta3, hold)
             torch.mul(gradients_N, self.d * (1 - beta1), out=spare_N)
@@ -70,12 +72,14 @@ class Prodigy(UpdateRule):
             torch.mul(gradients_N, self.d * math.sqrt(1 - beta2), out=spare_N).square_()
             self._renew("exp_avg_sq", spare_N, beta2, hold)
 
+            # The new estimate d.
             numerator = self._numerator * beta3 + progress
             denominator = self._denominator()
             grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
-            grown = torch.where(denominator > 0, grown, self.d)  # there was no gradient yet
+            grown = torch.where(denominator > 0, grown, self.d)  # no gradient so far
 
-            # spare_N holds the second moment, which is zero between the weights: there 0 / 0 would be no number
+            # The update of the weights.
+            # spare_N holds the second moment, which is zero in the padding: avoid 0 / 0 there
             spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
             torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
             for place, multiple in self._multiples:
@@ -88,18 +92,18 @@ class Prodigy(UpdateRule):
             self._effective_rate.copy_(rate)
 
     def _correction(self) -> Tensor:
-        """Adam's bias correction of the next step, if it is asked for."""
+        """Adam's bias correction of the next step; 1 if it is off."""
         if not self._section.use_bias_correction:
             return torch.ones_like(self._steps)
         first, second = (_one_minus_power(beta, self._steps + 1) for beta in self._section.betas)
         return second.sqrt() / first
 
     def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
-        """Decay a running sum and add ``added_N``, which becomes the new sum in float32."""
+        """Decay a running sum and add ``added_N``, which afterwards holds the new sum in float32."""
         _write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)
 
     def _denominator(self) -> Tensor:
-        """The norm of the sum of gradients in which the weights of each group count by their multiple."""
+        """L1 norm of the sum of gradients, with each group weighted by its multiple."""
         sum_N = self.buffers[GRADIENT_SUM]
         norms = [torch.linalg.vector_norm(sum_N[place], ord=1) * multiple for place, multiple in self._multiples]
         return torch.stack(norms).sum()
@@ -127,13 +131,13 @@ class Prodigy(UpdateRule):
 
 
 def _write(state: Tensor, new: Tensor, hold: Tensor) -> None:
-    """Write ``new`` (float32, overwritten) into ``state`` unless ``hold`` is true: then no bit of it changes.
+    """Write ``new`` (float32, overwritten) into ``state`` unless ``hold`` is true; then no bit changes.
 
-    What is not finite in ``new`` goes nowhere then, which a product with 0 would not guarantee.
+    Non-finite values of ``new`` are then dropped, which a product with 0 would not guarantee.
     """
     state.copy_(torch.where(hold, state, new, out=new))
 
 
 def _one_minus_power(base: float, exponent: Tensor) -> Tensor:
-    """Exact to float32 also for a base near 1."""
+    """``1 - base**exponent``, exact to float32 even for a base near 1."""
     return -torch.expm1(exponent * math.log(base)) if base else torch.ones_like(exponent)

@@ -1,7 +1,7 @@
-"""What an optimizer is made of: its update rule, the state of the rule, and the weights that it moves.
+"""The interfaces of an optimizer: update rule, its state, and the weights that it updates.
 
-An update rule is one file. It says how weights follow from gradients and what it remembers; gating, clipping, the loss
-scale, the average of the weights, the state guard and checkpoints are the same for all rules (``base``).
+An update rule is one file. It computes weights from gradients and keeps its own state. Gating, clipping, loss scale,
+EMA, state guard and checkpoints are shared by all rules (``base``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class TrainedWeights(Protocol):
     """All trained weights as flat tensors.
 
     Attributes:
-        masters: [N] the weights; what an update moves.
-        working: [N] what the layers compute with; the masters themselves if both have one format.
+        masters: [N] the weights that an update changes.
+        working: [N] the compute copy in the layers; the masters themselves if both have one dtype.
         parameters: name -> view of ``masters``.
     """
 
@@ -32,27 +32,27 @@ class TrainedWeights(Protocol):
 
     @property
     def gradients(self) -> Tensor:
-        """Float32 [N]."""
+        """Gradients, float32 [N]."""
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Name -> its part of a tensor of the layout of ``masters``."""
+        """Name -> its view of a tensor with the layout of ``masters``."""
 
     def slice_of(self, names: list[str]) -> slice:
-        """The place of neighbours."""
+        """The slice of neighbouring parameters in the flat tensors."""
 
     def publish(self) -> None:
-        """After ``masters`` have changed: bring ``working`` up to date."""
+        """Copy ``masters`` to ``working`` after an update."""
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that are neighbours and have one peak learning rate.
+    """Neighbouring weights with one peak learning rate.
 
     Attributes:
-        place: in the flat tensors.
+        place: slice of the flat tensors.
         learning_rate: the peak.
     """
 
@@ -61,10 +61,10 @@ class Group:
 
 
 class Scalars:
-    """Float32 numbers of the optimizer's state, in one flat tensor, so that the state guard reads them as one part.
+    """Float32 scalars of the optimizer's state in one flat tensor, so that the state guard reads them as one part.
 
     Attributes:
-        flat_S: float32 [CAPACITY]; numbers that nobody has added are zero.
+        flat_S: float32 [CAPACITY]; unused entries are zero.
         views: name -> float32 0-d view.
     """
 
@@ -75,10 +75,10 @@ class Scalars:
         self.views: dict[str, Tensor] = {}
 
     def add(self, name: str, value: float = 0.0) -> Tensor:
-        """A new number as a 0-d view.
+        """Add a scalar and return its 0-d view.
 
         Raises:
-            ValueError: the name is taken, or there is no room for another number.
+            ValueError: the name is taken, or the capacity is used up.
         """
         if name in self.views or len(self.views) == self.CAPACITY:
             raise ValueError(f"no room for a number {name!r} beside {len(self.views)} others")
@@ -87,17 +87,17 @@ class Scalars:
 
 
 class UpdateRule(ABC):
-    """How weights follow from gradients. ``step`` waits for nothing: all state is on the device.
+    """Computes weights from gradients. ``step`` does not synchronise: all state is on the device.
 
     Args:
         weights: the trained weights.
-        groups: cover all of them.
+        groups: cover all weights.
         section: the recipe's section of this rule.
-        scalars: where the rule adds its numbers. These are state as ``buffers`` are.
+        scalars: the rule adds its scalars here; they are state like ``buffers``.
 
     Attributes:
-        buffers: name -> state for each weight, [N], in the layout of the weights. All memory that ``step`` keeps is
-            made by the constructor.
+        buffers: name -> state per weight, [N], in the layout of the weights. The constructor allocates all memory that
+            ``step`` keeps.
     """
 
     buffers: Mapping[str, Tensor]
@@ -109,26 +109,26 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
-        """Move the masters by ``weights.gradients``, which are dropped afterwards and may be overwritten.
+        """Update the masters from ``weights.gradients``, which may be overwritten and are dropped afterwards.
 
         Args:
-            factor: of the schedule, by which the peak learning rates are multiplied.
-            held: float32 0-d, 0 or 1. If it is 1, then no bit of weights, buffers and numbers may change, whatever the
+            factor: the schedule's factor of the peak learning rates.
+            held: float32 0-d, 0 or 1. If it is 1, no bit of weights, buffers and scalars may change, whatever the
                 gradients are.
-            divisor: float32 0-d, by which the gradients have to be divided: loss scale and clipping.
+            divisor: float32 0-d; the gradients have to be divided by it (loss scale and clipping).
         """
 
     @property
     def logged(self) -> Mapping[str, Tensor]:
-        """Name -> 0-d tensor on the device: what the last ``step`` tells the user. The names never change."""
+        """Name -> 0-d tensor on the device: values of the last ``step`` for the log. The names never change."""
         return {}
 
     @staticmethod
     @abstractmethod
     def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
-        """Bytes that each of ``buffers`` takes for one trained weight of this format."""
+        """Bytes per trained weight of this dtype for each of ``buffers``."""
 
     @staticmethod
     @abstractmethod
     def description(section: OptimSection) -> str:
-        """Class and arguments, as kohya's metadata write them in ``ss_optimizer``."""
+        """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""

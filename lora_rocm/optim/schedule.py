@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the number of updates, so a resume is exact."""
+"""Learning-rate schedules as pure functions of the number of updates, so a resume is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_rocm.recipe.schema import OptimSection
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
-    """Share of the peak learning rate, 0 to 1, for the update that follows ``updates`` updates."""
+    """Factor (0 to 1) of the peak learning rate for the update after ``updates`` updates."""
     warmup = optim.lr_warmup_steps
     if updates < warmup:
         return (updates + 1) / (warmup + 1)

@@ -1,10 +1,9 @@
-"""Compare the trained state with its fingerprints from the last update.
+"""Compares the trained state with its fingerprints from the last update.
 
-A flipped bit in a weight or a moment leaves no trace of its own: training goes on from it. So each buffer that training
-carries from one update to the next has a fingerprint, made on the device when an update has been made and compared
-there before the next one, and before anything is written. The verdict holds the optimizer back; the host reads it late.
-
-Not covered is what an update is made of: activations, and gradients between the backward pass and the update.
+A flipped bit in a weight or a moment leaves no other trace: training continues from it. So each buffer that training
+carries from one update to the next has a fingerprint. It is computed on the device after an update, and compared there
+before the next one and before anything is written. The verdict blocks the optimizer; the host reads it later. Not
+covered are activations, and gradients between the backward pass and the update.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
 
 
 class StateGuard:
-    """Fingerprints of the trained state, on its device. ``check`` and ``renew`` wait for nothing.
+    """Fingerprints of the trained state on its device. ``check`` and ``renew`` do not synchronise.
 
     Args:
-        parts: name (for the user) -> flat buffer, which stays where it is; at most ``MAX_BUFFERS``.
-        moving: names of those that an update which is left out changes all the same.
+        parts: name (for the user) -> flat buffer at a fixed address; at most ``MAX_BUFFERS``.
+        moving: names of the parts that change even if an update is skipped.
         form: of the kernels.
 
     Attributes:
-        changed: float32 0-d on the device; becomes 1 when a part has changed, until ``reset``. Always the same tensor.
-        held: float32 0-d, written before ``renew``: 1 where the update was not made.
+        changed: float32 0-d on the device; 1 once a part has changed, until ``reset``. Always the same tensor.
+        held: float32 0-d, written before ``renew``: 1 if the update was skipped.
         bytes_read: by each of ``check`` and ``renew``.
     """
 
@@ -52,26 +51,26 @@ class StateGuard:
         self.reset()
 
     def check(self) -> Tensor:
-        """Compare every part with what it was; ``changed``, which also tells of earlier checks."""
+        """Compare every part with its fingerprint; return ``changed``, which includes earlier checks."""
         with torch.no_grad():
-            self.changed.fill_(1.0)  # so that a graph that does not run gives no good verdict
+            self.changed.fill_(1.0)  # so that a graph that does not run cannot pass
             self._compare()
         return self.changed
 
     def renew(self) -> None:
-        """After an update: the parts as they are now are right. Those that ``held`` has kept are right as they were."""
+        """Accept the parts as they are after an update. With ``held`` set, only the moving parts are accepted."""
         with torch.no_grad():
             self._renew()
 
     def reset(self) -> None:
-        """Other state was loaded: the parts as they are now are right, and the verdict is forgotten."""
+        """Accept the parts as they are after loading other state, and clear the verdict."""
         with torch.no_grad():
             for tensor in (self._found_K, self._changed_K, self.changed, self.held):
                 tensor.zero_()
             self._renew_now()
 
     def failure(self, updates: int) -> StateError | None:
-        """What the checks so far have found; waits for the device."""
+        """The error found by the checks so far, or None. Synchronises with the device."""
         if not float(self.changed):
             return None
         flags = zip(self._names, self._changed_K.tolist(), strict=True)
@@ -86,15 +85,15 @@ class StateGuard:
         )
 
     def digest(self) -> str:
-        """Of all parts, as of the last update; waits for the device."""
+        """The fingerprints of all parts after the last update, as text. Synchronises with the device."""
         return " ".join(str(known) for known in self._known_K.tolist())
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """Launch ``check`` and ``renew`` as a graph each from now on; None: launch by launch, and forget the graphs.
+        """Launch ``check`` and ``renew`` as one graph each; None: launch kernel by kernel and drop the graphs.
 
         Raises:
-            WrongAnswerError: what was captured does not compute right.
-            RuntimeError: it cannot be captured.
+            WrongAnswerError: a captured graph computes wrong results.
+            RuntimeError: capture fails.
         """
         self._compare, self._renew = self._compare_now, self._renew_now
         if capture is None:
@@ -105,7 +104,7 @@ class StateGuard:
         self._compare, self._renew = graphs
 
     def _prove(self, compare_graph: Callable[[], None], renew_graph: Callable[[], None]) -> None:
-        """Both graphs see what is wrong, and leave alone what is right."""
+        """Verify that both graphs detect a change and accept unchanged state."""
         right_K = self._known_K.clone()
         for off in (1, 0):
             self._known_K.copy_(right_K + off)

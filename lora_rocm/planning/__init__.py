@@ -1,1 +1,1 @@
-"""What a step takes in memory and time, and which way of keeping activations fits a card."""
+"""Memory and time of a training step, and the choice of a plan that fits a GPU."""

@@ -1,4 +1,4 @@
-"""Which way of computing a step fits, and what to change in a recipe if none does."""
+"""Finds a plan that fits, and the changes of a recipe to suggest if none does."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lora_rocm.planning.step_cost import MODES, Footprint, Job, Mode, Plan, Rate
 from lora_rocm.recipe.schema import Recipe
 
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
-COMPILES = ("regional", "full")  # of runtime.compile: compiled parts cannot follow weights that move
-ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # of a footprint, what the adapter takes
+COMPILES = ("regional", "full")  # of runtime.compile: compiled code cannot follow weights that move
+ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # the adapter's part of a footprint
 SMALLEST_RESOLUTION = 256
-MAX_SIDES = 32  # that are tried: each is as long as a choice takes
+MAX_SIDES = 32  # resolutions to try, each of which costs one choice
 
 
 @dataclass(frozen=True)
 class RecipeJob(Job):
-    """A job with the modes that it would have if the recipe asked for something else.
+    """A job, and the modes that it would have with other recipe settings.
 
     Attributes:
         auto_modes: with ``runtime.memory: auto``.
-        eager_modes: with ``runtime.compile: off`` besides.
+        eager_modes: with ``runtime.compile: off`` as well.
     """
 
     auto_modes: tuple[Mode, ...] = MODES
@@ -34,14 +34,14 @@ class RecipeJob(Job):
 def job_of(
     recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None
 ) -> RecipeJob:
-    """What the recipe, and what past failures made necessary, ask of a step.
+    """The requirements on a step from the recipe and from past failures.
 
     Args:
         recipe: of the run.
-        settings: what the parent planned for this machine.
-        on_gpu: where passes may be captured.
-        can_offload: main memory is another one than the GPU's; a recipe that asks for it gets it all the same.
-        shapes: sizes of the pictures; None: not known, so several where the recipe has buckets.
+        settings: the parent's settings for this machine.
+        on_gpu: passes may be captured.
+        can_offload: main memory is separate from the GPU's. A recipe that asks for offload gets it in any case.
+        shapes: number of sample shapes; None: unknown, so several if the recipe has buckets.
     """
     wanted, train = recipe.runtime.memory, recipe.train
     recomputes = train.gradient_checkpointing or settings.checkpointing
@@ -61,14 +61,14 @@ def job_of(
 
 
 def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
-    """Those of the modes that do not keep what has to be recomputed."""
+    """The modes that recompute at least what has to be recomputed."""
     if not recomputes:
         return modes
     return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
 
 
 def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> UserError:
-    """The error for a recipe that no plan fits, with the nearest that would."""
+    """The error for a recipe without a fitting plan, with the nearest recipe that would fit."""
     least = smallest(footprint, job, rates)
     return UserError(
         "does-not-fit",
@@ -80,11 +80,11 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
 
 
 def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
-    """What to change, the mildest first. It is only said where there is a plan with it."""
+    """The mildest change of the recipe for which a plan exists, as text."""
     ways = _ways(recipe, job)
 
     def besides(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
-        """What of ``runtime`` has to change as well; None: nothing of it would help."""
+        """Further changes of ``runtime`` that are needed; None if none of them helps."""
         reduced = _reduced(recipe, footprint, side, adapter)
         return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
 
@@ -102,7 +102,7 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
 
 
 def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
-    """Changes of ``runtime`` in words, none at first, and the job that each of them makes."""
+    """Changes of ``runtime`` as text, first none, each with the job that it gives."""
     found: list[tuple[tuple[str, ...], Job]] = [((), job)]
     if isinstance(job, RecipeJob):
         auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
@@ -117,9 +117,9 @@ def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
 def _milder_first(
     recipe: Recipe, smaller: Sequence[SmallerAdapter], fits: Callable[[int, SmallerAdapter], bool]
 ) -> Iterator[tuple[int, SmallerAdapter | None]]:
-    """Resolutions and adapters to try: the recipe's (None), then less of one of them, then of both, mildly.
+    """Resolutions and adapters to try: the recipe's (None), then less of one, then less of both, the mildest first.
 
-    ``fits`` spares all resolutions with an adapter that not even the smallest of them would make small enough.
+    ``fits`` skips all resolutions for an adapter that is too large even at the smallest one.
     """
     own_side, step = _resolution(recipe), recipe.data.bucket_step
     step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
@@ -141,12 +141,12 @@ def _reduced(recipe: Recipe, footprint: Footprint, side: int, adapter: SmallerAd
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """In a sentence: "a, b and c"."""
+    """Join texts for a sentence: "a, b and c"."""
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _resolution(recipe: Recipe) -> int:
-    """The largest of all sources, as that of a footprint."""
+    """The largest resolution of all sources, which the footprint is for."""
     return max(source.resolution for source in recipe.data.resolved_sources())
 
 
@@ -161,7 +161,7 @@ def _resolution_key(recipe: Recipe) -> str:
 
 
 def plan_text(chosen: Plan) -> str:
-    """A plan in words: "selective (12 blocks recomputed), 2 samples at once"."""
+    """A plan as text: "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
     more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
     blocks = f" ({count} blocks recomputed{more})" if count else ""

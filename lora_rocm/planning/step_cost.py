@@ -1,11 +1,11 @@
-"""What a step of training takes in memory and time, by what is kept, and the fastest way that fits. Only arithmetic.
+"""Memory and time of a training step for each plan, and the choice of the fastest plan that fits. Only arithmetic.
 
-The figures that it works on (``Footprint``) are counted on a model without weights, for one sample; see
-``train.footprint``. Activations grow with the samples that are computed at once, everything else does not.
+Its input (``Footprint``) is counted on a model without weights, for one sample; see ``memory.footprint``. Activations
+grow with the number of samples computed at once; everything else does not.
 
-Ways to need less, from dear in memory to dear in time: all activations are *kept*; those of some blocks are computed
-again in the backward pass (*selective*), or of all (*recompute*, arXiv 1604.06174); the frozen weights of blocks wait
-in main memory besides (*offload*); and each micro-batch can be cut into parts (arXiv 1811.06965).
+Modes, from most memory to most time: all activations are kept (*keep*); those of some blocks (*selective*) or of all
+(*recompute*, arXiv 1604.06174) are recomputed in the backward pass; in addition the frozen weights of blocks stay in
+main memory (*offload*). Each micro-batch can also be cut into parts (arXiv 1811.06965).
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 MIB = 2**20
 
 SLOTS = 2
-"""Places on the GPU for blocks that wait in main memory: the one in use, and the one that is coming."""
+"""Slots on the GPU for offloaded blocks: the one in use, and the one being fetched."""
 WORKSPACE_BYTES = 64 * MIB
-"""Of the matrix libraries, kept from their first call on: 32 MiB each for cuBLAS and hipBLASLt on large GPUs."""
+"""Workspaces of the matrix libraries, kept from their first call on: 32 MiB each for cuBLAS and hipBLASLt on large
+GPUs.
+"""
 SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
-"""What the allocator holds beside the tensors, because they are of many sizes: so much, and of the activations."""
+"""Fragmentation allowance: a fixed amount, and a fraction of the activations."""
 SLACK_RECOMPUTED = 0.5
-"""And of what a pass takes in which all is recomputed, as far as it is: what comes and goes is of ever other sizes."""
+"""Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
 GRAPH_BYTES = 512 * MIB
-"""What captured steps take besides: the nodes of the graphs, and a pool that no other tensor is cut from."""
+"""Extra memory of captured steps: the nodes of the graphs, and a pool of their own."""
 PROOF_BUFFERS = 2
-"""Of gradients, besides their own, while a captured pass is compared with what it should give."""
+"""Extra gradient buffers while a captured pass is compared with the eager one."""
 MIN_CORRECTION = 0.25
-"""No measurement is believed that says less: something was not counted as it was."""
+"""Lower limit of a measured correction; a smaller one means that something was miscounted."""
 CONTEXT_BYTES = 512 * MIB
-"""Of a card's memory what is no tensor: the GPU runtime, its kernels and queues."""
+"""GPU memory outside tensors: the runtime, its kernels and queues."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one sample: floating-point operations of products and convolutions, bytes that all else moves, launches."""
+    """Work of one sample: FLOPs of products and convolutions, bytes moved by everything else, kernel launches."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -48,16 +50,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the model, and what it takes for one sample, in bytes.
+    """One block of the model and its memory for one sample, in bytes.
 
     Attributes:
-        weight_bytes: of its frozen weights.
-        kept_bytes: what it keeps for the backward pass and would not, were it recomputed: nothing of what it was given.
-        start_bytes: what is taken when its forward pass begins.
-        rise_bytes: the most that its forward pass takes besides, up to the last tensor that it keeps.
-        passing_bytes: the same where it keeps nothing.
-        entry_bytes: what is taken when the backward pass reaches it, where everything is kept.
-        forward: the work to compute it once more.
+        weight_bytes: frozen weights.
+        kept_bytes: activations that recomputation would free; the block's inputs do not count.
+        start_bytes: memory in use when its forward pass begins.
+        rise_bytes: peak of its forward pass above that, up to the last saved tensor.
+        passing_bytes: peak of its forward pass above that, if it saves nothing.
+        entry_bytes: memory in use when the backward pass reaches it and everything is kept.
+        forward: the work of recomputing it.
     """
 
     name: str
@@ -72,10 +74,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Moment:
-    """The most that is taken while something is computed, for one sample, where everything is kept.
+    """A peak sample: the peak memory of one part of a pass, for one sample with everything kept.
 
-    ``before``: so many blocks lie before it, and what these keep is there now. ``within``: it is the forward pass of
-    the block behind them.
+    before: number of preceding blocks, whose kept activations exist now.
+    within: it is the forward pass of the next block.
     """
 
     before: int
@@ -85,7 +87,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class SmallerAdapter:
-    """What an adapter would take with a milder setting ("lora.rank to 8"); the figures are those of ``Footprint``."""
+    """The adapter's memory with a smaller setting ("lora.rank to 8"); the figures are those of ``Footprint``."""
 
     setting: str
     adapter_bytes: int
@@ -95,20 +97,22 @@ class SmallerAdapter:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one recipe, at its largest samples.
+    """The memory of a recipe at its largest samples.
 
     Attributes:
-        shape: of these samples, in words; cost: what activations and work are proportional to.
-        weight_bytes: frozen weights, on the device where nothing is offloaded.
+        shape: of these samples, as text.
+        cost: activations and work are proportional to it.
+        weight_bytes: frozen weights, on the device without offload.
         adapter_bytes: trained weights, a pass's gradients, moments and average.
-        gradient_bytes: the buffer in which gradients add up: made when activations have gone, unless it is kept.
-        landing_bytes: where they land before, when activations have gone.
-        moments: of one forward and backward pass of one sample.
+        gradient_bytes: the buffer that accumulates gradients; allocated after activations are freed, unless it is kept.
+        landing_bytes: the staging buffer of the gradients, also allocated after activations are freed.
+        blocks: the repeated blocks in forward order.
+        moments: peak samples of one forward and backward pass of one sample.
         work: of that pass.
-        recomputed_bytes: the most that activations of one sample take where all blocks are recomputed, some together,
-            and none is offloaded. None: as their own figures say.
-        narrow_layers: adapted layers whose inputs or outputs are fewer than the rank.
-        smaller: the adapter with milder settings, the mildest first.
+        recomputed_bytes: peak of one sample's activations if all blocks are recomputed, some together, and none is
+            offloaded. None: computed from the blocks.
+        narrow_layers: adapted layers with fewer inputs or outputs than the rank.
+        smaller: the adapter with smaller settings, the mildest first.
     """
 
     shape: str
@@ -136,7 +140,7 @@ class Footprint:
         return cls(**{**value, "blocks": blocks, "moments": moments, "work": work, "smaller": smaller})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """With another setting of the adapter; activations stay, of which an adapter's are few."""
+        """The footprint with another adapter. Activations are unchanged, because an adapter has few."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -145,7 +149,10 @@ class Footprint:
         )
 
     def scaled(self, share: float) -> Footprint:
-        """For samples of another cost: activations and work are proportional to it (attention is fused)."""
+        """The footprint for samples of another cost; activations and work are proportional to the cost.
+
+        This holds because attention is fused.
+        """
         blocks = tuple(
             replace(
                 block,
@@ -173,9 +180,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second. ``known``: measured here; else only ratios of times mean something.
+    """Speed of a machine per second.
 
-    ``launch_s``: the least that a launch takes on the device; ``host_launch_s``: on the host, where none is captured.
+    launch_s: minimum device time of a launch.
+    host_launch_s: host time of a launch that is not captured.
+    known: measured here; else only ratios of times are meaningful.
     """
 
     flops: float = 100e12
@@ -188,16 +197,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a step.
+    """Requirements on a step.
 
     Attributes:
-        batch_size: samples of a micro-batch; accumulation: micro-batches of a step.
-        modes: the ways that may be chosen.
-        min_parts: into so many parts a micro-batch is cut at least.
+        batch_size: samples of a micro-batch.
+        accumulation: micro-batches of a step.
+        modes: the modes to choose from.
+        min_parts: minimum number of parts of a micro-batch.
         graphs: passes may be captured.
-        shapes: sizes of pictures: a pass of one that is new is not captured, and stands beside those that are.
+        shapes: number of sample shapes. The first pass of a new shape is not captured, and runs beside captured ones.
         correction: measured activations over counted ones.
-        all_offloaded: offloading means every block, not as few as must be.
+        all_offloaded: offload every block, not as few as possible.
     """
 
     batch_size: int = 1
@@ -215,12 +225,13 @@ class Plan:
     """One way to compute a step.
 
     Attributes:
-        rows: samples that are computed at once.
-        recomputed, offloaded: places of blocks in ``Footprint.blocks``.
-        peak_bytes: what tensors take at most. needed_bytes: what the allocator needs for that.
-        step_s: the time of a step.
+        rows: samples computed at once.
+        recomputed, offloaded: indices into ``Footprint.blocks``.
+        peak_bytes: peak of the tensors.
+        needed_bytes: memory that the allocator needs for that.
+        step_s: estimated time of a step.
         graphs: passes are captured.
-        keeps_gradients: the buffer of gradients stays through the passes of a step.
+        keeps_gradients: the gradient buffer stays allocated during the passes of a step.
     """
 
     mode: Mode
@@ -236,7 +247,7 @@ class Plan:
 
 
 def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
-    """The fastest plan that needs no more than the budget (None: no limit); None where there is none."""
+    """The fastest plan within the budget (None: no limit), or None if no plan fits."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     fitting = [
         plan
@@ -248,14 +259,14 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rate
 
 
 def smallest(footprint: Footprint, job: Job, rates: Rates) -> Plan:
-    """The plan that needs least."""
+    """The plan that needs the least memory."""
     ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
     plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
     return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
 
 def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> list[Plan]:
-    """For each number of parts and each mode the fastest that fits, else the one that needs least."""
+    """For each number of parts and each mode the fastest plan that fits, else the smallest."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
         fit(limit, mode, parts, footprint, job, rates)
@@ -269,7 +280,7 @@ def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates
 
 
 def parts_of(job: Job) -> list[int]:
-    """1, 2, 4 ... up to the batch size; a plan may not undo what was found to be needed."""
+    """Numbers of parts: ``min_parts`` doubled up to the batch size. A plan must not go below ``min_parts``."""
     found = [job.min_parts]
     while found[-1] < job.batch_size:
         found.append(min(found[-1] * 2, job.batch_size))
@@ -277,7 +288,7 @@ def parts_of(job: Job) -> list[int]:
 
 
 def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
-    """The fastest plan of a mode that needs no more than the limit: the variants come in order of their time."""
+    """The fastest plan of a mode within the limit. The variants come in order of their time."""
     found = []
     for way in _captured_or_not(job):
         variants = plans_of(mode, parts, footprint, way, rates)
@@ -290,7 +301,7 @@ def _captured_or_not(job: Job) -> tuple[Job, ...]:
 
 
 def plans_of(mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Iterator[Plan]:
-    """The variants of a mode, the fastest first: more and more blocks are recomputed, or offloaded."""
+    """The variants of a mode, the fastest first: more and more blocks are recomputed or offloaded."""
     every = tuple(range(len(footprint.blocks)))
     variants: Iterator[tuple[Sequence[int], Sequence[int]]]
     if mode == "keep":
@@ -316,7 +327,7 @@ def planned(
     job: Job,
     rates: Rates,
 ) -> Plan:
-    """A plan with its figures."""
+    """A plan with its estimates."""
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
     keeps = parts * job.accumulation > 1 or job.graphs
@@ -336,7 +347,8 @@ def planned(
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
     """Measured activations over counted ones, from the peak of one pass of a plan.
 
-    ``before`` where that was when gradients were gathered: it says nothing of activations.
+    Returns ``before`` if the peak occurred while gradients were gathered, because it then says nothing about
+    activations.
     """
     counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
     resident = resident_bytes(footprint, plan.offloaded)
@@ -347,22 +359,22 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
-    """All that does not depend on the samples."""
+    """Memory that does not depend on the samples."""
     waiting = [footprint.blocks[index].weight_bytes for index in offloaded]
     weights = footprint.weight_bytes - sum(waiting) + min(SLOTS, len(waiting)) * max(waiting, default=0)
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
 def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
-    """The most that one sample takes, where these blocks do not keep what they can compute again.
+    """Peak activations of one sample if the ``recomputed`` blocks do not keep theirs.
 
-    What a block keeps is missing at every moment before its own backward pass. There it is computed first: beside all
-    that is there then, the block takes what its forward pass takes.
+    The kept bytes of a recomputed block are absent until its own backward pass. There it is recomputed first, which
+    adds the memory of its forward pass to the memory in use.
     """
     chosen = set(recomputed)
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
         return footprint.recomputed_bytes
-    missing = [0]  # at index: what the blocks before it do not keep
+    missing = [0]  # at index: bytes that the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
         missing.append(missing[-1] + (block.kept_bytes if index in chosen else 0))
     levels = [
@@ -373,13 +385,16 @@ def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded:
     for index in chosen:
         block = footprint.blocks[index]
         levels.append(block.start_bytes + block.passing_bytes - missing[index])
-        if block.entry_bytes:  # else no gradient goes through it
+        if block.entry_bytes:  # else no gradient passes through it
             levels.append(block.entry_bytes - block.kept_bytes - missing[index] + block.rise_bytes)
     return max(levels, default=0)
 
 
 def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
-    """What one sample takes where all is recomputed, as far as it is: some together only where all of it is."""
+    """Activations of a fully recomputed pass of one sample, scaled by the share of recomputed blocks.
+
+    Blocks are recomputed together only if all of them are recomputed.
+    """
     every = range(len(footprint.blocks))
     if offloaded or len(recomputed) < len(every):
         footprint = replace(footprint, recomputed_bytes=None)
@@ -387,7 +402,7 @@ def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: S
 
 
 def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Blocks that keep something, those with the most bytes for a second of recomputing first."""
+    """Indices of blocks with kept activations, ordered by bytes freed per second of recomputation."""
     blocks = footprint.blocks
     kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
     return sorted(
@@ -396,7 +411,10 @@ def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
 
 
 def spread(count: int, total: int) -> list[int]:
-    """So many of a row of blocks, evenly: between two that are fetched others are computed. More include fewer."""
+    """Choose ``count`` of ``total`` blocks evenly, so that others compute between two fetches.
+
+    A larger choice includes the smaller ones.
+    """
     bits = max(1, (total - 1).bit_length())
     order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     return sorted(order[:count])
@@ -405,14 +423,15 @@ def spread(count: int, total: int) -> list[int]:
 def step_seconds(
     parts: int, recomputed: Sequence[int], offloaded: Sequence[int], footprint: Footprint, job: Job, rates: Rates
 ) -> float:
-    """Time on the device: products at their rate, all else by the bytes it moves, and the least that a launch takes.
+    """Estimated time of a step: products by their rate, the rest by bytes moved, plus a minimum per launch.
 
-    Copies go beside the computing: the longer of the two counts. Each offloaded block is fetched forward and backward.
+    Copies overlap with computation, so the longer of the two counts. Each offloaded block is fetched twice, forward and
+    backward.
     """
     samples = job.batch_size
     total = _seconds(footprint.work, samples, parts, rates)
     total += sum(_seconds(footprint.blocks[index].forward, samples, parts, rates) for index in recomputed)
-    if not job.graphs:  # else the host launches one thing a pass
+    if not job.graphs:  # else the host launches one graph per pass
         launches = footprint.work.launches + sum(footprint.blocks[index].forward.launches for index in recomputed)
         total = max(total, parts * launches * rates.host_launch_s)
     fetched = 2 * parts * sum(footprint.blocks[index].weight_bytes for index in offloaded)

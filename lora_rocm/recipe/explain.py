@@ -1,4 +1,4 @@
-"""Pydantic's findings in the user's words: expected what, got what, and what to do."""
+"""Turns pydantic's errors into problems for users: the expected value, the given value, and the remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPARED = {
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value for a message: at most ``limit`` letters, one line, printable anywhere."""
+    """A value for a message: one printable line of at most ``limit`` characters."""
     if isinstance(value, dict):
         return "a section"
     if value is None:
@@ -44,13 +44,14 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kinds: Kinds) -> list[Problem]:
-    """One problem a place, the first MAX_PROBLEMS of them.
+    """One problem per place, at most MAX_PROBLEMS.
 
     Args:
         error: of ``kinds.recipe``.
-        data: what was validated.
+        data: the validated data.
         where: turns a key into "file.yaml:12 lora.rank".
-        kinds: of ``data``. Which keys a section of an unknown kind has is not known: they are not judged.
+        kinds: the kinds of ``data``. Unknown keys in a section of an unknown kind are not reported, because its valid
+            keys are unknown.
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
@@ -67,7 +68,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
         phrase = EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
             phrases = expected.setdefault(key, {})
-            phrases[phrase] = None  # a set in order: thousands of items of a list can have the same problem
+            phrases[phrase] = None  # an ordered set: thousands of list items may share a problem
             value = _value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
                 problems[key] = Problem(
@@ -79,13 +80,13 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
-        elif key not in problems or detail["type"] == "too_long":  # the list that a text could stand for
+        elif key not in problems or detail["type"] == "too_long":  # replaces the error of a union's other member
             problems[key] = Problem(where(key), *_sentence_and_fix(detail, key, kinds))
     return list(problems.values())
 
 
 def _real_key(detail: ErrorDetails, data: Any) -> Key:
-    """The location without pydantic's own names of union members."""
+    """The location without pydantic's names of union members."""
     key: list[str | int] = []
     for index, part in enumerate(detail["loc"]):
         last = index == len(detail["loc"]) - 1
@@ -100,7 +101,7 @@ def _real_key(detail: ErrorDetails, data: Any) -> Key:
 
 
 def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
-    """What was written for a key; pydantic's own input of a union's member may be a part of it."""
+    """The value that the user wrote for a key. Pydantic's own input for a union member may be only part of it."""
     for part in key:
         try:
             data = data[part]
@@ -110,7 +111,7 @@ def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
 
 
 def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], str]) -> Problem:
-    """A rule about several keys of a section: at the one that was written last, where there is one."""
+    """The problem of a rule about several keys of a section, placed at the last given one."""
     context = detail.get("ctx", {})
     section = _value_at(data, key, {})
     given = [name for name in section if name in context["keys"]]
@@ -164,7 +165,7 @@ def _quote_advice(expected: Collection[str], value: Any) -> str:
 
 
 def _section_at(key: Key, model: type[BaseModel]) -> type[BaseModel]:
-    """The section of ``model`` that holds the keys below ``key``."""
+    """The section class that holds the keys below ``key``."""
     for part in key:
         if isinstance(part, str):
             found = section_class(model.model_fields[part].annotation)
@@ -207,7 +208,7 @@ def _description(key: Key, model: type[BaseModel]) -> str:
 
 
 def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> Iterator[Problem]:
-    """Problems for true and false where a number is wanted: pydantic would take them for 1 and 0."""
+    """Problems for true and false in place of a number; pydantic would read them as 1 and 0."""
     yield from _booleans(data, kinds.recipe, (), where)
 
 

@@ -1,4 +1,4 @@
-"""What a family says about keys that all families share: which of them it reads, and which sizes it takes."""
+"""Rules of a family for shared keys: unread keys are refused, and sizes have to fit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SIDES: dict[Key, int] = {
     ("sample", "width"): MAX_SIDE_PX,
     ("sample", "height"): MAX_SIDE_PX,
 }
-"""Keys of lengths in pixels that have to suit the family, and how large each can be."""
+"""Keys of lengths in pixels that have to fit the family, with their upper limits."""
 
 
 def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) -> Iterator[Problem]:
-    """Problems of given keys that the family does not read, and of sizes that it cannot take.
+    """Problems with keys that the family does not read and with sizes that it cannot use.
 
     Args:
-        data: of a recipe file, not yet validated. What is of another type than it should be is left to pydantic.
+        data: unvalidated data of a recipe file. Values of a wrong type are left to pydantic.
         where: turns a key into "file.yaml:12 data.bucket_step".
-        spec: of the family that the recipe is for.
+        spec: the recipe's family.
     """
     for key in given_unread(data, spec):
         yield Problem(where(key), f"{spec.title} does not read this key", "Remove it.")
@@ -42,7 +42,7 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
-    """The keys in recipe data that the family does not read, also in the entries of ``data.sources``."""
+    """The given keys that the family does not read, also in the entries of ``data.sources``."""
     for name in sorted(spec.unread):
         section, _, leaf = name.partition(".")
         sources = _get(data, (section, "sources")) if section == "data" else None

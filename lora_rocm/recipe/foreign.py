@@ -1,6 +1,6 @@
-"""Files of other trainers, handed to us in the place of a recipe: whose they are, by the keys that they hold.
+"""Recognises files of other trainers by their keys, for users who pass one as a recipe.
 
-Nothing is run and no other file is read. The text is not longer than a recipe may be.
+Nothing is executed and no other file is read. The text is at most as long as a recipe may be.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lora_rocm.recipe.peer_names import SAME_VALUE
 from lora_rocm.recipe.schema import Recipe
 
 MAX_NAMED = 6
-MAX_DEPTH = 6  # of keys that are looked at
+MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
-MAX_DOTS = 1000  # in a line of TOML: the library takes very long for keys with many parts
+MAX_DOTS = 1000  # in a line of TOML: keys with many parts take the library very long
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 NAMES_IN_OTHER_TRAINERS = "docs/recipe.md, 'Names in other trainers'"
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """How files of another trainer are told. Keys are dotted, in small letters, without numbers of lists.
+    """Marks of another trainer's file. Keys are dotted, in lower case, without list indices.
 
     Attributes:
-        file: what the file is, with an article.
+        file: name of the kind of file, with an article.
         any_of: one of these keys is enough.
-        all_of: all of these are needed; empty: they do not count.
+        all_of: all of these are needed; ignored if empty.
     """
 
     file: str
@@ -44,7 +44,7 @@ def _keys(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-# In this order: who shares keys with a more general one stands before it.
+# The first match decides: special formats come before general ones that share their keys.
 TRAINERS: tuple[Trainer, ...] = (
     Trainer("a configuration of ai-toolkit", _keys("config.process", "config.process.network"), _keys("job", "config")),
     Trainer(
@@ -106,12 +106,12 @@ SCRIPTS = {
 
 
 def recognised(text: str, path: str, value: Any) -> Problem | None:
-    """What another trainer's file is, in one problem; None for a recipe, and for what nobody knows.
+    """The problem that names another trainer's file; None for a recipe or an unknown file.
 
     Args:
-        text: of the file.
-        path: of the file, for the problem.
-        value: of the file as YAML, which JSON is too; None if it is no YAML.
+        text: content of the file.
+        path: path of the file, for the problem.
+        value: content parsed as YAML (which includes JSON); None if it is no YAML.
     """
     if _is_ours(value):
         return None
@@ -134,7 +134,7 @@ def _problem(path: str, what: str, renamed: str) -> Problem:
 
 
 def _mapping(text: str) -> Any:
-    """Mappings and lists of a file in JSON, TOML or lines of KEY=VALUE; None for another file."""
+    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -142,7 +142,7 @@ def _mapping(text: str) -> Any:
     if max(map(str.count, text.splitlines(), repeat(".")), default=0) <= MAX_DOTS:
         try:
             return tomllib.loads(text)
-        except (ValueError, RecursionError):  # also paths of Windows, which are written with one backslash
+        except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
     return dict.fromkeys(ASSIGNMENT.findall(text)) or None
 
@@ -162,7 +162,7 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether this is meant for a recipe, however wrong: it has a base, or two of our sections or more."""
+    """Whether the data is meant as a recipe, however wrong: it has ``base``, or at least two of our sections."""
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]

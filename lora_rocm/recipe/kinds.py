@@ -1,4 +1,4 @@
-"""The kinds that a recipe is of: which family, which adapter, which optimizer, and so which keys its sections have."""
+"""The kinds of a recipe (family, adapter, optimizer), which decide the keys of its sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_rocm.recipe.sections import Section
 
 FAMILY, ADAPTER, OPTIMIZER = ("model", "family"), ("lora", "type"), ("optim", "optimizer")
 NAMED_BY = (FAMILY, ADAPTER, OPTIMIZER)
-"""Keys that name a kind: which keys their section has is decided by them."""
+"""Keys that name a kind. Each decides which keys its section has."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Kinds:
     """The kinds of a recipe.
 
     Attributes:
-        registry: the families there are.
+        registry: the available families.
         family: of the base model.
-        adapter: section of the adapter.
-        optimizer: section of the optimizer.
-        unknown: keys that name a kind that does not exist; the default is taken in its place.
+        adapter: class of the adapter's section.
+        optimizer: class of the optimizer's section.
+        unknown: keys with the name of a kind that does not exist; the default is used for them.
     """
 
     registry: Registry
@@ -36,16 +36,16 @@ class Kinds:
 
     @property
     def recipe(self) -> type[Recipe]:
-        """The class of such recipes."""
+        """The recipe class of these kinds."""
         return recipe_class(self.family, self.adapter, self.optimizer)
 
     def choices(self, key: tuple[str | int, ...]) -> tuple[str, ...]:
-        """The names that a key which names a kind can have; empty for every other key."""
+        """The valid values of a key that names a kind; empty for any other key."""
         tables = {FAMILY: self.registry.names, ADAPTER: tuple(ADAPTERS), OPTIMIZER: tuple(OPTIMIZERS)}
         return next((names for named, names in tables.items() if named == key), ())
 
     def name_of(self, section: str) -> str:
-        """The name of this kind of section, as a recipe has it."""
+        """The name of this kind of section in a recipe."""
         if section == ADAPTER[0]:
             return next(name for name, found in ADAPTERS.items() if found is self.adapter)
         if section == OPTIMIZER[0]:
@@ -53,7 +53,7 @@ class Kinds:
         return self.family.name
 
     def owners(self, section: str, key: str) -> str:
-        """The other kinds that have a key in a section, as "optim.optimizer: adamw"; empty if none has."""
+        """The other kinds whose section has a key, as "optim.optimizer: adamw"; empty if there is none."""
         named_by = FAMILY if section == "objective" else next((k for k in NAMED_BY if k[0] == section), None)
         if named_by is None:
             return ""
@@ -62,14 +62,17 @@ class Kinds:
         return f"{'.'.join(named_by)}: {' or '.join(names)}" if names else ""
 
     def section(self, name: str) -> type[Section]:
-        """The class of the section that a kind decides about."""
+        """The class of a section that depends on the kind."""
         found = self.recipe.model_fields[name].annotation
         assert isinstance(found, type) and issubclass(found, Section)
         return found
 
 
 def every_kind(section: str, registry: Registry = PRODUCT) -> list[Kinds]:
-    """The default kinds with each that the section can have, the default first; of other sections the default alone."""
+    """The default kinds with every possible kind of one section, the default first.
+
+    A section that has no kinds gives the default alone.
+    """
     default = kinds_of({}, registry)
     if section == FAMILY[0]:
         return [replace(default, family=spec) for spec in registry]
@@ -81,11 +84,11 @@ def every_kind(section: str, registry: Registry = PRODUCT) -> list[Kinds]:
 
 
 def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
-    """The kinds that recipe data names, or the default ones.
+    """The kinds that recipe data names, with defaults for the others.
 
     Args:
-        data: sections by name, of unchecked values; a section may be a section object already.
-        registry: the families there are.
+        data: unvalidated sections by name; a section may already be a section object.
+        registry: the available families.
     """
     families = {spec.name: spec for spec in registry}
     tables: dict[tuple[str, str], Mapping[str, Any]] = {FAMILY: families, ADAPTER: ADAPTERS, OPTIMIZER: OPTIMIZERS}
@@ -97,7 +100,7 @@ def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
 
 
 def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
-    """A recipe of data that a program wrote: the sections by name, as ``Recipe.model_dump`` gives them.
+    """Build a recipe from data written by this program: sections by name, as ``Recipe.model_dump`` gives them.
 
     Raises:
         pydantic.ValidationError: the data is no recipe.

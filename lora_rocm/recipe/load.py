@@ -1,4 +1,4 @@
-"""A recipe file to a ``Recipe``: base recipe, ``--set``, every problem at once with file, line and key."""
+"""Loads a recipe file into a ``Recipe``: base recipe, ``--set``, and all problems at once with file, line and key."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from lora_rocm.recipe.yaml_tree import (
     parse_yaml,
 )
 
-MAX_RECIPE_BYTES = 1 << 18  # reading YAML takes a few seconds for this
-# Of these pairs a recipe gives one; a layer that gives one of them takes back the other given below it.
+MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
+# A recipe gives one key of each pair; a layer that sets one removes the other from the layers below.
 EITHER_OR: dict[Key, Key] = {
     ("data", "path"): ("data", "sources"),
     ("data", "sources"): ("data", "path"),
     ("train", "max_train_steps"): ("train", "epochs"),
     ("train", "epochs"): ("train", "max_train_steps"),
 }
-# Processes that train together may differ in these: they say where and how each of them does the same work.
+# Ranks may differ in these keys: they say where and how each rank does the same work.
 OF_A_PROCESS = frozenset({
     "cache.dir", "output.dir", "train.gradient_checkpointing", "runtime.device", "runtime.workers",
     "runtime.worker_timeout_s", "runtime.persistent_workers", "runtime.workers_on_windows", "runtime.pin_memory",
@@ -54,14 +54,14 @@ OF_A_PROCESS = frozenset({
 })  # fmt: skip
 AnySection = TypeVar("AnySection", bound=BaseModel)
 BUILTIN = "builtin:"
-NEXT_LINE = "\x85"  # YAML 1.1 takes it for the end of a line (section 5.4)
-PATH_LETTERS = 400  # of a path the end is what is wrong
+NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
+PATH_LETTERS = 400  # long, because the wrong part of a path is usually its end
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a file and line, or ``--set``. name: the key there, if it has moved since."""
+    """The origin of a value: a file and line, or ``--set``. name: the old name of a key that has moved."""
 
     origin: str
     line: int | None = None
@@ -73,21 +73,21 @@ class Place:
 
 @dataclass
 class Layered:
-    """Recipe data after merging, and where each key of it was written."""
+    """Merged recipe data with the origin of each key."""
 
     origin: str
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, Place] = field(default_factory=dict)
 
     def where(self, key: Key) -> str:
-        """Place and name of a key, as in ``file.yaml:12 lora.rank``; of a missing key the line of its section."""
+        """Origin and name of a key ("file.yaml:12 lora.rank"); a missing key gets the line of its section."""
         near = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in self.places), ())
         known = self.places.get(near)
         name = dotted((known.name, *key[len(near) :])) if known and known.name else dotted(key)
         return f"{known or self.origin} {name}".rstrip()
 
     def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
-        """Lay ``data`` on top: sections merge, everything else (lists too) replaces."""
+        """Merge ``data`` on top: sections are merged, all other values (lists too) are replaced."""
         for key, other in EITHER_OR.items():
             if _get(data, key) is not None and _get(data, other) is None:
                 self._drop(other)
@@ -132,7 +132,7 @@ class LoadedRecipe:
         file of lora.init_from, whose effect is in the checkpoints.
 
         Raises:
-            RecipeError: with a problem for each that does not.
+            RecipeError: with one problem per path.
         """
         problems = []
         for key, value, rule in _paths(self.recipe):
@@ -159,12 +159,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     """Read, merge and validate a recipe.
 
     Args:
-        path: a file; when there is none, a recipe of that name that ships with the program.
-        overrides: ``section.key=value``, the value read as YAML.
-        registry: the families there are.
+        path: a file, or if there is none, the name of a recipe that ships with the program.
+        overrides: ``section.key=value``; the value is parsed as YAML.
+        registry: the available families.
 
     Raises:
-        RecipeError: with everything that is wrong.
+        RecipeError: with all problems.
     """
     notices: list[str] = []
     found = _find(Path(path), notices)
@@ -179,7 +179,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         problems += _lay_override(layers, override)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
-    problems += [problem for problem in more if problem.where not in spoiled]  # one problem a place
+    problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
     if recipe is not None:
         problems += unwritable(recipe, layers)
     if problems or recipe is None:
@@ -195,7 +195,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
-    """A problem where the result is asked for in a form that its kind of adapter has not."""
+    """A problem if ``output.formats`` has a format in which the adapter cannot be written."""
     lora = recipe.lora
     wrong = [form for form in recipe.output.formats if form not in lora.formats]
     if not wrong:
@@ -205,7 +205,7 @@ def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
-    """Sentences about values that are possible and hardly ever meant."""
+    """Notices about valid but unusual values."""
     found = []
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
@@ -232,7 +232,7 @@ NEED_ANOTHER: dict[Key, Key] = {
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
-    """By file and line; what has no line comes after the lines of its file."""
+    """The problems sorted by file and line; those without a line come last in their file."""
     origins = list(dict.fromkeys([layers.origin, *(place.origin for place in layers.places.values())]))
 
     def order(problem: Problem) -> tuple[int, float]:
@@ -246,7 +246,7 @@ def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the program, by file name: in the package, or beside it in a checkout."""
+    """The recipes that ship with the program, by file name: in the package, or beside it in a checkout."""
     package = Path(str(files("lora_rocm")))
     found: dict[str, Path] = {}
     for folder in (package.parent / "recipes", package / "recipes"):
@@ -255,7 +255,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML with every default written out; ``load_recipe`` reads it back to the same recipe.
+    """The whole recipe as YAML with all defaults written out. ``load_recipe`` reads it back to an equal recipe.
 
     Keys that the family does not read are left out.
     """
@@ -267,7 +267,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """The value, with texts in double quotes that the YAML library would write as they are and read with a space."""
+    """The value, with strings quoted that contain NEXT_LINE: the YAML library would not read them back unchanged."""
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -276,24 +276,24 @@ def _quoted(value: Any) -> Any:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """SHA-256 over every value that has to stay the same when a run is resumed."""
+    """SHA-256 over all values that must not change when a run is resumed."""
     return hashlib.sha256(json.dumps(fixed_values(recipe), sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def fixed_values(recipe: Recipe) -> dict[str, Any]:
-    """Key -> JSON value of every value that has to stay the same when a run is resumed."""
+    """Key -> JSON value of all values that must not change when a run is resumed."""
     return {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
 
 
 def shared_values(recipe: Recipe) -> dict[str, Any]:
-    """Key -> JSON value of every value that has to be the same for processes that train together."""
+    """Key -> JSON value of all values that have to be equal on all ranks."""
     return {dotted(key): value for key, value, _ in _leaves(recipe) if dotted(key) not in OF_A_PROCESS}
 
 
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
-    """What differs between the recipe of a run and the one to resume it with, and may not."""
+    """The forbidden differences between a run's recipe and the recipe to resume it with."""
     after = {key: value for key, value, _ in _leaves(new)}
-    return [  # a key that only one of them has is of another kind, and the key that names the kind differs too
+    return [  # a key of only one recipe belongs to another kind, whose naming key differs too
         Problem(dotted(key), f"{shown(before)} -> {shown(after[key])}")
         for key, before, may_change in _leaves(old)
         if not may_change and key in after and before != after[key]
@@ -315,7 +315,7 @@ def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[
 def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     """The file itself, or a shipped recipe of that name."""
     here = (folder or Path()) / path
-    if os.path.isfile(here):  # os.path says no where pathlib raises: a name that is too long
+    if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
@@ -346,7 +346,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, Place]]:
-    """Data and places of one file. What is wrong inside goes to ``problems``; a file that is no mapping raises."""
+    """Data and origins of one file. Problems inside go to ``problems``; a file without a mapping raises."""
     text, unreadable = _read_text(path), None
     try:
         tree = parse_yaml(text)
@@ -394,14 +394,14 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
     origin = f"--set {shown(override)}"
     if not equals or not all(key) or not is_clean(override):
         return [Problem(origin, "expected section.key=value", "For example --set lora.rank=8")]
-    if text.count("[") + text.count("{") > MAX_OPEN_BRACKETS:  # as text it could not be read back from recipe.yaml
+    if text.count("[") + text.count("{") > MAX_OPEN_BRACKETS:  # recipe.yaml could not be read back
         return [Problem(f"--set {name}", "too many brackets for a value")]
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError:
-        tree = YamlTree(text)  # text that YAML would want in quotes, which the shell has already taken
+        tree = YamlTree(text)  # a string whose quotes the shell has removed
     if isinstance(tree.value, str) and text.strip().startswith(tree.value):
-        tree = YamlTree(text.strip())  # in a file "#" after a space begins a comment; here it belongs to the name
+        tree = YamlTree(text.strip())  # "#" after a space begins a comment only in files
     if tree.problems:
         return tree.place_problems(origin)
     if len(key) == 1 and not isinstance(tree.value, dict):
@@ -420,7 +420,7 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
 def _moved(
     data: dict[str, Any], places: dict[Key, Place], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[Key, Place]]:
-    """Data and places of one layer with each key of ``MOVED`` at its new place; ``problems``: both were given."""
+    """A layer with each key of ``MOVED`` at its new place. A key given at both places becomes a problem."""
     data, places = dict(data), dict(places)
     for old, new in MOVED.items():
         section = data.get(old[0])
@@ -441,7 +441,7 @@ def _moved(
 
 
 def _notice_of_moved(layers: Layered) -> list[str]:
-    """One sentence about the keys that were given where they were in earlier versions."""
+    """One notice about the keys given at their old place."""
     given = [(layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name]
     if not given:
         return []
@@ -470,7 +470,7 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
 
 
 def _made_absolute(value: str, rule: PathRule) -> str:
-    """A path as it is found from any folder; a hub id and what ships with the program stay what they are."""
+    """The absolute form of a path; hub ids and built-in names are unchanged."""
     path = os.path.abspath(os.path.expanduser(value))
     if rule.absolute == "always":
         return path
@@ -478,7 +478,7 @@ def _made_absolute(value: str, rule: PathRule) -> str:
 
 
 def _with_absolute_paths(section: AnySection) -> AnySection:
-    """Paths were relative to where the command runs; the worker and a later resume run elsewhere."""
+    """The section with absolute paths, because the worker and a later resume run in other folders."""
     changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
@@ -492,7 +492,7 @@ def _with_absolute_paths(section: AnySection) -> AnySection:
 
 
 def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
-    """(key, path, rule) of every path that a recipe, or a section of it, holds."""
+    """(key, path, rule) of every path in a recipe or section."""
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
         if isinstance(value, BaseModel):
@@ -506,5 +506,5 @@ def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, Pat
 
 
 def paths_of(section: BaseModel) -> list[str]:
-    """The paths and hub ids that a section holds, without those that ship with the program."""
+    """The paths and hub ids in a section, without built-in names."""
     return [value for _, value, _ in _paths(section) if not value.startswith(BUILTIN)]

@@ -1,8 +1,8 @@
-"""What keys and values of other trainers are called here: the tables behind did-you-mean and docs/recipe.md.
+"""Names and values of other trainers with our keys: the tables behind did-you-mean and docs/recipe.md.
 
 The trainers are kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples,
-diffusion-pipe and musubi-tuner. Names are in small letters. ``section.name`` stands for the name in that section only,
-and goes before the name alone.
+diffusion-pipe and musubi-tuner. Names are in lower case. ``section.name`` holds in that section only and takes
+precedence over the name alone.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ SAME_VALUE: dict[str, str] = {
     "model.compile": "runtime.compile",
     "train.compile": "runtime.compile",
 }
-"""Name -> our key, where the value means the same and has the same unit."""
+"""Name -> our key with the same meaning and unit."""
 
 PER_EPOCH = "multiply by the steps an epoch, which lora-rocm check prints"
 SAVING = "output.save_every_n_steps counts optimizer updates"
@@ -161,7 +161,7 @@ DRAWING = "sample.every_n_steps counts optimizer updates"
 KEEPING = "LoRA files are all kept; output.keep_last is how many checkpoints are kept for resuming."
 V_PREDICTION = "Write model.prediction_type: v_prediction where this is true; auto reads the checkpoint's own mark."
 TRIGGER = (
-    "data.trigger_word is put in front of each caption that lacks it; with data.caption_fallback: trigger a picture "
+    "data.trigger_word is put in front of each caption that lacks it; with data.caption_fallback: trigger an image "
     "without a caption has it alone."
 )
 EMA = "Write train.ema_decay: 0.999 to keep an average of the LoRA; 0 switches it off."
@@ -211,10 +211,10 @@ ADVICE: dict[str, str] = {
         "optim.text_encoder_learning_rate is for both text encoders.",
     ),
     "bucket_no_upscale": "data.upscale says the opposite: leave it out, for false is its default.",
-    "caption_strategy": "Captions are files beside the pictures; data.caption_fallback is for pictures without one.",
-    "default_caption": "data.caption_fallback says what a picture without a caption file gets.",
+    "caption_strategy": "Captions are files beside the images; data.caption_fallback is for images without one.",
+    "default_caption": "data.caption_fallback says what an image without a caption file gets.",
     "caption_prefix": "data.trigger_word is put in front of each caption that lacks it.",
-    "balancing": "data.repeats is how often each picture is seen in an epoch, a whole number.",
+    "balancing": "data.repeats is how often each image is seen in an epoch, a whole number.",
     "full_bf16": "lora.weight_dtype: bf16 keeps the trained weights in that format.",
     "full_fp16": "Trained weights are kept in float32, or with lora.weight_dtype: bf16 in that format; leave it out.",
     "network_train_unet_only": "This is the default; lora.train_text_encoder: true is the other way.",
@@ -230,7 +230,7 @@ ADVICE: dict[str, str] = {
     "validation": "train.validation_every_n_steps and data.validation_split give a held-out loss; sample draws.",
     **dict.fromkeys(
         ("is_reg", "reg_data_dir", "prior_loss_weight"),
-        "Regularisation pictures are an entry of their own in data.sources; a weight of their loss is not supported.",
+        "Regularisation images are an entry of their own in data.sources; a weight of their loss is not supported.",
     ),
     "output_model_destination": "output.dir is the folder of the run directories, output.name the title in the file.",
     # decided here
@@ -248,7 +248,7 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(
         ("save_model_as", "save_format"), "Files are always .safetensors; output.formats names their forms."
     ),
-    "vae_batch_size": "The program decides how many pictures are encoded at once; leave it out.",
+    "vae_batch_size": "The program decides how many images are encoded at once; leave it out.",
     "noise_scheduler": "The noise schedule is that of the base model; leave it out.",
     "walk_seed": "Each preview has the next seed; leave it out.",
     **dict.fromkeys(
@@ -308,10 +308,10 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("unmasked_probability", "control_path", "num_frames", "fps", "train_embedding"), FREE),
     **dict.fromkeys(("additional_embeddings", "diff_output_preservation", "do_differential_guidance"), FREE),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hf_repo_id", "save_every_n_minutes"), FREE),
-    "metadata_file": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
-    "in_json": "Captions are text files beside the pictures, or a column of a dataset; this file is not read.",
+    "metadata_file": "Captions are text files beside the images, or a column of a dataset; this file is not read.",
+    "in_json": "Captions are text files beside the images, or a column of a dataset; this file is not read.",
 }
-"""Name -> a sentence: what is to be written instead where the value has to change, or why nothing takes its place."""
+"""Name -> a sentence: what to write instead if the value has to change, or why there is no such key."""
 
 NUMBER_FORMATS = {
     **dict.fromkeys(("fp16", "float16", "float_16", "half"), "fp16"),
@@ -324,9 +324,9 @@ ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_fused", "torch.optim.adamw")
 
 
 def value_advice(key: str, value: object, steps: object = None) -> str:
-    """What to write in place of a value that other trainers take for ``key`` (dotted); empty where nothing is known.
+    """Advice for a value of ``key`` (dotted) as other trainers write it; empty if none is known.
 
-    steps: ``train.max_train_steps`` of the recipe, where it is a whole number.
+    ``steps`` is the recipe's ``train.max_train_steps`` if it is an integer.
     """
     if key == "optim.lr_warmup_steps":
         return _warmup_advice(value, steps)
@@ -373,7 +373,7 @@ def _optimizer_advice(plain: str) -> str:
 
 def _warmup_advice(value: object, steps: object) -> str:
     try:
-        share = float(value)  # type: ignore[arg-type]  # what is no number raises
+        share = float(value)  # type: ignore[arg-type]  # raises for anything but a number
     except (TypeError, ValueError):
         return ""
     if not 0 < share < 1:

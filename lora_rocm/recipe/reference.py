@@ -1,6 +1,6 @@
-"""The recipe's JSON Schema and its reference page, both made from the schema classes.
+"""The recipe's JSON Schema and its reference page, generated from the schema classes.
 
-``python -m lora_rocm.recipe.reference`` writes the page (docs/recipe.md) to standard output.
+``python -m lora_rocm.recipe.reference`` prints the page (docs/recipe.md) to standard output.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lora_rocm.recipe.yaml_tree import dotted
 
 HEAD = """# The recipe
 
-Every key of a recipe. This page is made from `lora_rocm/recipe/schema.py`; do not edit it
+Every key of a recipe. This page is generated from `lora_rocm/recipe/schema.py`; do not edit it
 (`python -m lora_rocm.recipe.reference > docs/recipe.md`).
 
 A recipe is YAML: sections with keys. Only `model.name_or_path`, one of `data.path` and `data.sources`, and one of
-`train.max_train_steps` and `train.epochs` have to be given. Relative paths start where the command runs; the path of
+`train.max_train_steps` and `train.epochs` are required. Relative paths start where the command runs; the path of
 a `base` starts at the file that names it. `--set section.key=value` on the command line overrides a key.
 Keys marked *resume* may change when a run is resumed.
 
@@ -32,20 +32,20 @@ Keys marked *resume* may change when a run is resumed.
 """
 NAMES_HEAD = """## Names in other trainers
 
-What kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples, diffusion-pipe and
-musubi-tuner call these keys. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
-meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Where they leave a key out, their own default holds:
-kohya, OneTrainer and ai-toolkit take alpha 1, and kohya trains the text encoders too.
+Names of these keys in kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples,
+diffusion-pipe and musubi-tuner. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
+meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Their defaults differ: kohya, OneTrainer and ai-toolkit
+use alpha 1, and kohya trains the text encoders too.
 
 | here | elsewhere |
 |---|---|"""
 GENERAL = {
-    "model": "The base model. Which keys there are is decided by its family.",
-    "lora": "The adapter. Which keys there are is decided by its type.",
-    "optim": "Optimizer and schedule. Steps are optimizer updates. Which keys there are is decided by the optimizer.",
-    "objective": "What the model is trained towards. Which keys there are is decided by the family of the model.",
+    "model": "The base model. Its keys depend on the family.",
+    "lora": "The adapter. Its keys depend on the type.",
+    "optim": "Optimizer and schedule. Steps are optimizer updates. The keys depend on the optimizer.",
+    "objective": "The training objective. Its keys depend on the model's family.",
 }
-"""What the reference says of a section of several kinds."""
+"""Descriptions of sections that have several kinds."""
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 LIMITS = {
     "exclusiveMinimum": ">",
@@ -58,15 +58,15 @@ LIMITS = {
 def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe file, for editors.
 
-    With ``base`` nothing is required, since the base may give it, also the keys that name kinds. ``resume: may change``
-    is an annotation.
+    With ``base`` nothing is required, not even the keys that name kinds, because the base may give them. ``resume: may
+    change`` is an annotation.
     """
     default = kinds_of({}, registry)
     schema, sections = _schema_of(default)
     required = schema.pop("required")
     needed = {name: sections[_ref(schema["properties"][name])].pop("required", []) for name in required}
     for value in schema["properties"].values():
-        value.pop("default", None)  # a section's defaults stand at its keys
+        value.pop("default", None)  # the keys have the defaults
     then = {name: {"required": keys} for name, keys in needed.items() if keys}
     for section, key in NAMED_BY:
         refs = _sections_of_kinds(section, registry, sections)
@@ -91,13 +91,13 @@ def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
 
 
 def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a class of recipes, and that of each of its sections by name."""
+    """The schema of a recipe class, and the schemas of its sections by name."""
     schema = kinds.recipe.model_json_schema()
     return schema, schema.pop("$defs")
 
 
 def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """References to the section of each kind, the default one first; their schemas are added to ``sections``."""
+    """References to the section of each kind, the default first. Adds their schemas to ``sections``."""
     refs = []
     for kinds in every_kind(section, registry):
         schema, own = _schema_of(kinds)
@@ -108,7 +108,7 @@ def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any
 
 
 def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Family -> what a recipe for it keeps to in sections that all families share."""
+    """Family -> its rules for sections that all families share."""
     rules = {}
     for kinds in every_kind(FAMILY[0], registry):
         spec = kinds.family
@@ -129,7 +129,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
 
 
 def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """What holds for recipes of each family: without a base also where no family is named, for that of the default."""
+    """Conditional rules per family. Those of the default also hold if neither a base nor a family is given."""
     rules = _rules_of_families(registry, sections)
     if len(rules) == 1:
         return list(rules.values())
@@ -146,7 +146,7 @@ def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, 
 
 
 def reference_page(registry: Registry = PRODUCT) -> str:
-    """Markdown: a table for each section, one for each kind of it, and one for the entries of ``data.sources``."""
+    """The page in Markdown: a table per section, per kind of a section, and for the entries of ``data.sources``."""
     schema, sections = _schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: ".".join(key) for key in NAMED_BY}, "objective": ".".join(FAMILY)}
     parts = [HEAD]
@@ -163,7 +163,7 @@ def reference_page(registry: Registry = PRODUCT) -> str:
 
 
 def _tables_of_kinds(name: str, discriminator: str, kinds: Sequence[Kinds], registry: Registry) -> Iterator[str]:
-    """A table of the keys that all kinds of a section have, then one for each kind with its own keys and defaults."""
+    """A table of the keys that all kinds of a section share, then one per kind with its own keys and defaults."""
     found = {}
     for kind in kinds:
         schema, sections = _schema_of(kind)
@@ -188,7 +188,7 @@ def _tables_of_kinds(name: str, discriminator: str, kinds: Sequence[Kinds], regi
 
 
 def _moved_table() -> str:
-    """Places of keys that are still read."""
+    """The old places of keys, which are still read."""
     return "\n".join([
         "## Keys that have moved",
         "",
@@ -202,7 +202,7 @@ def _moved_table() -> str:
 
 
 def _names_table() -> str:
-    """Names of other trainers: by our key, and in alphabetical order those that want more than another name."""
+    """Names of other trainers by our key, then alphabetically those that need more than another name."""
     by_key: dict[str, list[str]] = {}
     for name, key in SAME_VALUE.items():
         by_key.setdefault(key, []).append(f"`{name}`")
@@ -221,7 +221,7 @@ def _names_table() -> str:
 
 
 def _ref(value: dict[str, Any]) -> str:
-    """Name of the section that a property refers to."""
+    """Name of the section that a property references."""
     return _name(value["$ref"])
 
 

@@ -1,8 +1,8 @@
-"""The recipe: frozen, typed sections. One place knows every key, its default and its meaning.
+"""The recipe as frozen, typed sections: all keys with their defaults and descriptions.
 
-The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are made from this file.
-Units are pixels, steps (optimizer updates) and seconds unless a name says otherwise. Numbers have limits far beyond
-what anybody trains with, so that a slip of the finger is found before it takes the machine's memory.
+The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are generated from this file. Units are pixels,
+steps (optimizer updates) and seconds unless a name says otherwise. Limits of numbers lie far beyond useful values, to
+catch typing errors before they exhaust the machine's memory.
 """
 
 from __future__ import annotations
@@ -51,25 +51,26 @@ Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no 
 
 
 class SourceOptions(Section):
-    """What can be said of each source of images; written under ``data`` it is the default of all sources."""
+    """Options of a source of images. Under ``data`` they are the defaults of all sources."""
 
     resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
-    repeats: Repeats = Field(1, description="How often each image is seen in an epoch.")
+    repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
-        description="Caption of an image without a caption file: its file name, the trigger word, or nothing.",
+        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
+        "error.",
     )
-    trigger_word: str | None = Field(None, description="Put in front of every caption that does not contain it.")
+    trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: Tags = Field(0, description="How many tags at the front are never shuffled or moved.")
-    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption instead.")
+    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or moved.")
+    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
-        description="Files and sub-folders of a folder to leave out: names, or paths below it with slashes. * stands "
-        "for anything, also slashes; case does not count.",
+        description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
+        "anything, also slashes; case does not matter.",
     )
     mask_path: InputFolder | None = Field(
         None,
@@ -79,7 +80,7 @@ class SourceOptions(Section):
 
 
 class DataSource(Section):
-    """One source: a folder of images, or a ``datasets`` source. Unset options come from ``data``."""
+    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -114,7 +115,7 @@ class DataSource(Section):
 
 
 class DataSection(SourceOptions):
-    """Where the images are and how they are cut."""
+    """Sources of images, captions and buckets."""
 
     path: InputFolder | None = Field(None, description="A folder of images (for several, use sources).")
     sources: tuple[DataSource, ...] = Field(
@@ -126,7 +127,7 @@ class DataSection(SourceOptions):
     bucket_max_aspect: float = Field(2.5, ge=1.0, le=100.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
-    caption_variants: int = Field(4, gt=0, le=1000, description="How many shuffles of each caption are cached.")
+    caption_variants: int = Field(4, gt=0, le=1000, description="Number of shuffles of each caption that are cached.")
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the images held out for the validation loss."
     )
@@ -148,7 +149,7 @@ class DataSection(SourceOptions):
         return self
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
-        """Every source with no option left open."""
+        """Every source with the defaults of ``data`` filled in."""
         sources = self.sources or (DataSource(path=self.path),)
         names = SourceOptions.model_fields
         resolved = []
@@ -161,7 +162,7 @@ class DataSection(SourceOptions):
 
 
 class ResolvedSource(SourceOptions):
-    """A source after the defaults of ``data`` are filled in (not written by users)."""
+    """A source with the defaults of ``data`` filled in (not written by users)."""
 
     path: str | None
     dataset: str | None
@@ -173,7 +174,7 @@ class ResolvedSource(SourceOptions):
 class AdapterSection(Section):
     """The adapter: the keys that every kind of adapter reads.
 
-    formats: of ``output.formats``, those in which such an adapter can be written.
+    formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
@@ -190,17 +191,18 @@ class AdapterSection(Section):
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     weight_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Of the trained weights and their moments. bf16 takes less memory, and loses small updates."
+        "fp32",
+        description="Dtype of the trained weights and their moments. bf16 takes less memory, but loses small updates.",
     )
     init_from: InputFile | None = Field(
         None,
-        description="Start from this file (kohya, diffusers or PEFT), of the same type. Modules of a lower rank are "
-        "filled up to rank; the effect is the file's.",
+        description="Start from this file (kohya, diffusers or PEFT) of the same type. Modules of a lower rank are "
+        "padded to rank; the effect is that of the file.",
     )
 
     @property
     def title(self) -> str:
-        """What people call such an adapter."""
+        """The usual name of the adapter."""
         return self.type
 
     @property
@@ -230,12 +232,10 @@ class LokrSection(AdapterSection):
         -1,
         ge=-1,
         le=MAX_RANK,
-        description="Size of the first matrix; a side that it does not divide is cut by the next smaller number that "
-        "does. -1: near the square root of each side.",
+        description="Size of the first matrix. If it does not divide a side, the next smaller divisor is used. -1: "
+        "near the square root of each side.",
     )
-    decompose_both: bool = Field(
-        False, description="The first matrix, too, is a product of rank rank where that is smaller."
-    )
+    decompose_both: bool = Field(False, description="Factorise the first matrix to rank as well, if that is smaller.")
 
     @property
     def title(self) -> str:
@@ -246,8 +246,8 @@ class OptimSection(Section):
     """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
 
     Attributes:
-        usual_rates: lowest and highest learning rate that is not questioned.
-        rate_advice: half a sentence on the rate that it usually takes.
+        usual_rates: (lowest, highest) learning rate without a notice.
+        rate_advice: half a sentence about its usual learning rate.
     """
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
@@ -261,9 +261,9 @@ class OptimSection(Section):
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(
-        0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w is made with i / (w + 1) of the rate."
+        0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w uses i / (w + 1) of the rate."
     )
-    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 switches it off.")
+    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
 
     @property
     def text_rate(self) -> float:
@@ -299,37 +299,37 @@ class ProdigySection(OptimSection):
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
     beta3: Decay | None = Field(
-        None, description="Decay of the sums that the estimate is made of; unset means the root of the second beta."
+        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
     )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
-    use_bias_correction: bool = Field(False, description="Adam's correction of the moments, which are zero at first.")
+    use_bias_correction: bool = Field(False, description="Adam's bias correction of the moments.")
     safeguard_warmup: bool = Field(
         False,
-        description="Keep a warm-up of the learning rate from raising the estimate; for lr_warmup_steps.",
+        description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate.",
     )
 
 
 class TrainSection(Section):
-    """How long, how large, how precise."""
+    """Length of training, batch size and precision."""
 
     max_train_steps: int | None = on_resume(None, "Optimizer updates. Give this or epochs.", gt=0, le=MAX_STEPS)
     epochs: int | None = on_resume(None, "Passes over the data. Give this or max_train_steps.", gt=0, le=MAX_EPOCHS)
     batch_size: Batch = Field(1, description="Samples in one forward pass.")
-    gradient_accumulation_steps: Batch = Field(1, description="Forward passes for one update.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from this.")
+    gradient_accumulation_steps: Batch = Field(1, description="Micro-batches per update.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of all random numbers.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
     )
     gradient_checkpointing: bool = on_resume(
-        False, "Recompute activations: less memory, slower. false leaves it to runtime.memory."
+        False, "Recompute activations: less memory, slower. false leaves the choice to runtime.memory."
     )
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="Keep an average of the adapter and export that; 0 switches it off, 0.999 is usual."
+        0.0, description="Keep a moving average (EMA) of the adapter and export it; 0 disables it, 0.999 is usual."
     )
     validation_every_n_steps: int = on_resume(
-        0, "Compute the held-out loss this often; 0 means never.", ge=0, le=MAX_STEPS
+        0, "Updates between two held-out losses; 0 means never.", ge=0, le=MAX_STEPS
     )
 
     @model_validator(mode="after")
@@ -340,15 +340,17 @@ class TrainSection(Section):
 
 
 class SampleSection(Section):
-    """Preview images. All may change on resume."""
+    """Preview images. All keys may change on resume."""
 
-    every_n_steps: int = on_resume(0, "Draw previews this often; 0 means only before and after.", ge=0, le=MAX_STEPS)
-    prompts: tuple[str, ...] = on_resume((), "What to draw; empty means no previews.", max_length=MAX_ITEMS)
-    control_prompts: tuple[str, ...] = on_resume(
-        (), "Prompts without the concept, which the LoRA should leave alone.", max_length=MAX_ITEMS
+    every_n_steps: int = on_resume(
+        0, "Updates between two rounds of previews; 0 means only before and after training.", ge=0, le=MAX_STEPS
     )
-    negative_prompt: str = on_resume("", "What to stay away from.")
-    seed: int = on_resume(1234, "Seed of the first image; the next ones count up.", ge=0, lt=2**31)
+    prompts: tuple[str, ...] = on_resume((), "Prompts of the previews; empty means no previews.", max_length=MAX_ITEMS)
+    control_prompts: tuple[str, ...] = on_resume(
+        (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
+    )
+    negative_prompt: str = on_resume("", "Negative prompt of the previews.")
+    seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
     guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
@@ -356,116 +358,117 @@ class SampleSection(Section):
 
 
 class RuntimeSection(Section):
-    """The machine. All may change on resume, but the bytes promise holds for one thread count only."""
+    """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
 
-    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Where to train.")
+    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device.")
     workers: int = on_resume(
         0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0, le=MAX_WORKERS
     )
     worker_timeout_s: float = on_resume(
         300.0,
-        "Loader workers silent for this long are given up; half as many go on, in the end none.",
+        "Seconds of silence after which loader workers are given up. Half as many continue, in the end none.",
         gt=0,
         le=MAX_TIMEOUT_S,
     )
     persistent_workers: bool = on_resume(
-        False, "Keep the workers when reading begins anew (validation, a repaired cache entry) instead of new ones."
+        False,
+        "Keep the workers when reading restarts (validation, a repaired cache entry), instead of starting new ones.",
     )
     workers_on_windows: bool = on_resume(False, "On Windows runtime.workers counts as 0 unless this is true.")
-    pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Page-locked batches; auto means on a GPU.")
-    deterministic: bool = on_resume(False, "Only deterministic GPU kernels: slower, and a resume is exact to the byte.")
+    pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Pinned memory for batches; auto means yes on a GPU.")
+    deterministic: bool = on_resume(
+        False, "Use deterministic GPU kernels only: slower, but a resume is exact to the byte."
+    )
     graphs: Literal["auto", "off"] = on_resume(
         "auto",
-        "auto: on a GPU each step is captured and replayed as one graph, once that has given the same gradients; not "
-        "with lora.dropout.",
+        "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
+        "lora.dropout.",
     )
     compile: Literal["auto", "off", "regional", "full"] = on_resume(
         "auto",
-        "torch.compile on a GPU: regional: the repeated blocks; full: whole components; each size of images is "
-        "compiled before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
+        "torch.compile on a GPU. regional: the repeated blocks; full: whole components. Each image size is compiled "
+        "before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
     )
     memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
         "auto",
-        "What of a step stays in the GPU's memory. keep: everything; selective: the activations of as many blocks as "
-        "must be are computed again; recompute: those of all; offload: the frozen weights of blocks wait in main "
-        "memory besides. auto: the fastest that fits, also cutting micro-batches into parts (lora-rocm plan shows it).",
+        "How a step uses GPU memory. keep: all activations are kept; selective: those of as few blocks as possible are "
+        "recomputed; recompute: those of all blocks; offload: in addition the frozen weights of blocks stay in main "
+        "memory. auto: the fastest that fits, also with micro-batches cut into parts (lora-rocm plan shows it).",
     )
     canary_every_n_steps: int = on_resume(
         250,
-        "Kernels with known answers, and the frozen base, are checked again this often; always at the start and before "
-        "anything is written. 0: only then.",
+        "Updates between two checks of kernels with known results and of the frozen base. Both are always checked at "
+        "the start and before anything is written; 0: only then.",
         ge=0,
         le=MAX_STEPS,
     )
     profile: Literal["safe", "fast"] = on_resume(
-        "safe", "fast: also the faster GPU libraries, where the self-test has cleared them on this very software."
+        "safe", "fast: use faster GPU libraries too, if the self-test has cleared them on exactly this software."
     )
     self_test: Literal["auto", "no"] = on_resume(
         "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
     )
     max_restarts: int = on_resume(
         10,
-        "How often a worker that failed is started again; a start that came no further than the one before counts "
-        "two, and each checkpoint gives one back. 0: never.",
+        "Budget of restarts after failures. A restart that gets no further than the one before counts twice, and each "
+        "checkpoint gives one back. 0: never restart.",
         ge=0,
         le=10_000,
     )
-    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's choice.", gt=0, le=1024)
+    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
 
     def workers_on(self, system: str) -> int:
-        """The workers that count on a system (named as in ``sys.platform``): on Windows none unless asked for twice."""
+        """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""
         return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
 class TimeoutsSection(Section):
-    """How long the worker may be silent before it is ended and started again, in seconds, by what it does.
+    """Seconds of silence per phase before the worker is killed and restarted.
 
-    Unset: a generous first limit, then a multiple of what the run itself has shown to be usual.
+    Unset: a generous first limit, then a multiple of the usual time measured in the run.
     """
 
     start: float | None = on_resume(
-        None, "From the start of the process to its first phase, and between two phases.", gt=0, le=MAX_TIMEOUT_S
+        None, "From the start of the process to its first phase, and between phases.", gt=0, le=MAX_TIMEOUT_S
     )
     load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
-    cache: float | None = on_resume(None, "One image or caption while caching.", gt=0, le=MAX_TIMEOUT_S)
-    compile: float | None = on_resume(None, "With runtime.compile: each part that is compiled.", gt=0, le=MAX_TIMEOUT_S)
+    cache: float | None = on_resume(None, "Caching one image or caption.", gt=0, le=MAX_TIMEOUT_S)
+    compile: float | None = on_resume(None, "Compilation of each part (runtime.compile).", gt=0, le=MAX_TIMEOUT_S)
     first_step: float | None = on_resume(
-        None, "The first step of a start: kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
+        None, "The first step after a start, in which kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
     )
-    step: float | None = on_resume(
-        None, "Every further step, and each batch of a held-out pass.", gt=0, le=MAX_TIMEOUT_S
-    )
+    step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
     checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
     preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
     export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
 
 
 class CacheSection(Section):
-    """Where encoded images and captions are kept between runs."""
+    """The cache of encoded images and captions, kept between runs."""
 
     dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
 
 
 class OutputSection(Section):
-    """What is written, and where."""
+    """Output files and folders."""
 
-    name: str = on_resume("lora", "Title in the file's metadata.")
-    dir: OutputFolder = on_resume("runs", "Run directories are made in here, relative to where the command runs.")
-    save_every_n_steps: int = on_resume(500, "Checkpoint (and a usable LoRA file) this often.", gt=0, le=MAX_STEPS)
-    keep_last: int = on_resume(
-        2, "How many checkpoints are kept for resuming; LoRA files are all kept.", gt=0, le=10_000
+    name: str = on_resume("lora", "Title in the metadata of the file.")
+    dir: OutputFolder = on_resume("runs", "Folder of the run directories, relative to where the command runs.")
+    save_every_n_steps: int = on_resume(
+        500, "Updates between two checkpoints, each with a usable LoRA file.", gt=0, le=MAX_STEPS
     )
+    keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
     formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
         ("kohya",), "What to write at the end.", min_length=1, max_length=MAX_ITEMS
     )
-    dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Number format of the exported weights.")
-    author: str | None = on_resume(None, "Metadata.")
-    description: str | None = on_resume(None, "Metadata.")
-    license: str | None = on_resume(None, "Metadata.")
+    dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
+    author: str | None = on_resume(None, "Author in the metadata of the file.")
+    description: str | None = on_resume(None, "Description in the metadata of the file.")
+    license: str | None = on_resume(None, "License in the metadata of the file.")
 
 
 class Recipe(Section):
-    """A whole recipe. Its instances are of the classes that ``recipe_class`` makes; ``spec`` is that of the family."""
+    """A whole recipe. Instances have a class made by ``recipe_class``, whose ``spec`` is that of the family."""
 
     spec: ClassVar[FamilySpec]
 
@@ -487,28 +490,25 @@ class Recipe(Section):
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as asked, else the resolution, cut to what the family takes."""
+        """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
         step = self.spec.shapes.multiple_px
         side = max(self.data.resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
-"""The section of each ``lora.type``; the first is that of a recipe that names none."""
+"""The section of each ``lora.type``; the first is the default."""
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
 TEXT_KEY = "train_text_encoder"
 """The key of ``lora`` that a family without text encoders refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
-"""Places of keys that are still read, and where each of them is now."""
+"""Old place -> new place of keys that have moved; the old places are still read."""
 
 
 @cache
 def recipe_class(family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
-    """The class of recipes of these kinds: ``Recipe`` with their sections in the place of the general ones.
-
-    The same kinds give the same class.
-    """
+    """The recipe class of these kinds: ``Recipe`` with their sections. The same kinds give the same class."""
     made = create_model(
         "Recipe",
         __base__=Recipe,

@@ -1,4 +1,4 @@
-"""What the sections of a recipe are made of, and those that families build on."""
+"""Field types and limits of recipe sections, and the sections that families build on."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ MAX_RANK = 2048
 MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
 MAX_TAGS = 1000
-MAX_SAMPLE_STEPS = 1000  # a base model has so many noise levels
+MAX_SAMPLE_STEPS = 1000  # the number of noise levels of a base model
 MAX_GUIDANCE = 1000.0
 MAX_WORKERS = 256
 MAX_TIMEOUT_S = 604_800.0  # a week
-MAX_ITEMS = 1000  # of a list
+MAX_ITEMS = 1000  # in a list
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
-PathText = Annotated[str, Field(min_length=1)]  # an empty path would be the current folder
+PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the current folder
 
 
 @dataclass(frozen=True)
 class PathRule:
-    """What the program does with a path of a recipe.
+    """Handling of a path in a recipe.
 
     Attributes:
-        absolute: when it is made absolute, since the worker and a later resume run elsewhere. A hub id stays as it is,
-            "if there"; what ships with the program is no path, "unless builtin".
-        must_be: what has to be there before a run; "": nothing, or what is there is looked at later.
+        absolute: when it is made absolute, because the worker and a later resume run in other folders. "if there"
+            leaves a hub id unchanged, "unless builtin" a built-in name.
+        must_be: what has to exist before a run; "": nothing, or it is checked later.
     """
 
     absolute: Literal["always", "unless builtin", "if there"]
@@ -56,7 +56,7 @@ OutputFolder = Annotated[PathText, PathRule("always")]
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
-    """The rule for the path that a field holds; None if it holds none."""
+    """The path rule of a field; None if the field holds no path."""
     return next(
         (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
     )
@@ -69,12 +69,12 @@ def _metadata_in(annotation: Any) -> Iterator[Any]:
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
-    """A field whose value may differ when a run is resumed (more steps, sample, output, runtime)."""
+    """A field whose value may change when a run is resumed (more steps, sample, output, runtime)."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
 
 
 def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
-    """The error where not exactly one of two keys is given. Its context is for ``explain``: the keys that are given."""
+    """The error if not exactly one of two keys is given. Its context lists the given keys for ``explain``."""
     given = [name for name in (first, second) if getattr(section, name)]
     fix = f"Remove one of them: {first} or {second}." if given else f"Add {first} or {second}."
     what = f"give exactly one of {first} and {second}"
@@ -82,7 +82,7 @@ def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values cannot be changed afterwards."""
+    """Base class of all sections: unknown keys are refused, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False, protected_namespaces=())
 
@@ -100,15 +100,15 @@ class ModelSection(Section):
 
 
 class ObjectiveSection(Section):
-    """What the model is trained towards. Which keys there are is the family's matter."""
+    """The training objective. Its keys depend on the family."""
 
     def metadata(self) -> Mapping[str, object]:
-        """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
+        """The ``ss_`` fields of kohya for these keys, for the metadata of a LoRA file. None leaves a field out."""
         return {}
 
 
 class DdpmSection(ObjectiveSection):
-    """What the model is trained towards: the noise, or the velocity, of discrete-time diffusion."""
+    """The training objective of discrete-time diffusion: predict the noise or the velocity."""
 
     min_snr_gamma: float = Field(
         0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
@@ -118,8 +118,8 @@ class DdpmSection(ObjectiveSection):
     )
     zero_terminal_snr: bool = Field(
         False,
-        description="Rescale the noise schedule (arXiv 2305.08891). Min-SNR weights are of the rescaled schedule, as "
-        "in diffusers; kohya's are of the one before, which changes gradients by 2 to 10 %.",
+        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
+        "rescaled schedule, as in diffusers; kohya uses the original one, which changes gradients by 2 to 10 %.",
     )
 
     def metadata(self) -> Mapping[str, object]:

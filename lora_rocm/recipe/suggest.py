@@ -1,7 +1,7 @@
-"""Did-you-mean for unknown keys: the names of other trainers, the same key in another section, then spelling.
+"""Did-you-mean for unknown keys: names of other trainers, the same key in another section, then similar spelling.
 
-An answer is followed, so a wrong one does harm. A key is only proposed where it means the same: another trainer's name
-by the table; by its spelling where nothing but letters differ, never a word, a number or the unit.
+Users follow a suggestion, so a wrong one does harm. A key is proposed only if it means the same: by the table of other
+trainers' names, or if only letters differ, never a word, a number or the unit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lora_rocm.recipe.peer_names import ADVICE, PER_EPOCH, SAME_VALUE
 from lora_rocm.recipe.schema import DataSection, DataSource, Recipe
 
 MAX_KEY_LETTERS = 64
-ALIKE_JOINED = 0.9  # of two keys without their underscores
-ALIKE = 0.8  # difflib's ratio of two words of which one is misspelt: more than this (lora, rslora: 0.8)
+ALIKE_JOINED = 0.9  # minimum ratio of two keys without underscores
+ALIKE = 0.8  # difflib's ratio of a word and its misspelling exceeds this (lora, rslora: 0.8)
 UNITS = {
     "step": "optimizer updates",
     "epoch": "epochs",
@@ -34,20 +34,20 @@ SPEAK_ALONE = frozenset({
     "threads", "workers", "seed", "device", "deterministic", "graphs", "revision", "family", "upscale", "author",
     "license", "description",
 })  # fmt: skip
-"""Keys of one word that mean the same wherever somebody writes them."""
+"""Keys of one word with one meaning in every section."""
 NEED_THEIR_SECTION = frozenset({"every_n_steps", "keep_last", "first_step"})
-"""Keys of several words that do not."""
+"""Keys of several words whose meaning depends on the section."""
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The section behind an annotation: ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """The section class in an annotation: ``X``, ``X | None`` or ``tuple[X, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_class(part))), None)
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe class as ``section.key``, in schema order; the sections themselves too."""
+    """Every key of a recipe class as ``section.key`` in schema order, the sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_class(field.annotation)
@@ -62,19 +62,19 @@ def _portable_keys(recipe: type[Recipe]) -> tuple[str, ...]:
 
 
 def is_portable(leaf: str) -> bool:
-    """Whether a key says what it is without its section."""
+    """Whether a key's meaning is clear without its section."""
     return leaf in SPEAK_ALONE if "_" not in leaf else leaf not in NEED_THEIR_SECTION
 
 
 def suggest(name: str, siblings: list[str], section: str, value: str, recipe: type[Recipe]) -> str:
-    """What the writer of the unknown key ``name`` probably wanted, as a sentence; empty when nothing is near.
+    """A suggestion for the unknown key ``name`` as a sentence. Without a similar key it lists the known ones.
 
     Args:
         name: the key.
-        siblings: the keys that ``section`` (dotted, "" at the top) does have.
-        section: where the key stands.
-        value: what was written for it, ready to show.
-        recipe: the class of recipes of these kinds.
+        siblings: the keys that ``section`` has.
+        section: dotted name of the section that holds the key; "" at the top.
+        value: the value given for it, formatted for a message.
+        recipe: the recipe class of these kinds.
     """
     plain = name.lower().replace("-", "_")
     here = f"{section}." if section else ""
@@ -88,7 +88,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
             return f"Did you mean {_for(SAME_VALUE[known], siblings, section)}? (Other trainers call it {name}.)"
         if known in ADVICE:
             return ADVICE[known]
-    if len(plain) > MAX_KEY_LETTERS:  # comparing long texts takes long
+    if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
     near = [here + key for key in siblings if alike(plain, key)][:2]
@@ -103,23 +103,23 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
 
 
 def _for(target: str, siblings: list[str], section: str) -> str:
-    """Our key as it is called where the unknown one stands: an entry of ``data.sources`` has most keys of ``data``."""
+    """Our key at the place of the unknown one: an entry of ``data.sources`` has most keys of ``data``."""
     owner, _, leaf = target.rpartition(".")
     return f"{section}.{leaf}" if owner == "data" and leaf in siblings and leaf in DataSection.model_fields else target
 
 
 def _words(name: str) -> list[str]:
-    """The words of a key, each in the singular."""
+    """The words of a key in the singular."""
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in name.split("_") if word]
 
 
 def unit_of(key: str) -> frozenset[str]:
-    """What a key counts in, by the words of its last part."""
+    """The units that the words of a key's last part name."""
     return frozenset(UNITS[word] for word in _words(key.rpartition(".")[2]) if word in UNITS)
 
 
 def alike(name: str, key: str) -> bool:
-    """Whether only the spelling differs: no word more or less, no other number, the same unit."""
+    """Whether two keys differ in spelling only: equal number of words, equal digits, equal unit."""
     if unit_of(name) != unit_of(key) or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     words, own = _words(name), _words(key)
@@ -131,7 +131,7 @@ def alike(name: str, key: str) -> bool:
 
 
 def _near(word: str, own: str) -> bool:
-    """Slips of the finger leave the first letter as it is; another word (type, dtype) often has another one."""
+    """Whether a word is a misspelling of another. Typing errors keep the first letter; other words often do not."""
     return word == own or (word[:1] == own[:1] and _ratio(word, own) > ALIKE)
 
 

@@ -1,7 +1,7 @@
-"""YAML text to plain values that remember their lines.
+"""Parses YAML text into plain values with their line numbers.
 
-Built on ruamel's node tree and not on its constructors: only text, numbers, true/false, null, lists and mappings come
-out, whatever tags a file carries, and every problem of a file is found in one pass.
+It uses ruamel's node tree, not its constructors: the result holds only strings, numbers, true/false, null, lists and
+mappings, whatever tags a file has, and all problems of a file are found in one pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lora_rocm.errors import Problem
 Key = tuple[str | int, ...]
 
 MAX_DEPTH = 20
-MAX_NODES = 20_000  # counted after aliases are followed: a few lines of aliases can stand for billions of values
+MAX_NODES = 20_000  # with aliases expanded: a few lines of aliases can stand for billions of values
 MAX_PROBLEMS = 50
 MAX_OPEN_BRACKETS, BRACKET = 200, re.compile(r"[][{}]")
 STANDARD_TAG = "tag:yaml.org,2002:"
@@ -38,7 +38,12 @@ class YamlSyntaxError(Exception):
 
 @dataclass
 class YamlTree:
-    """value: plain Python. lines: line (from 1) of every key and list item. problems: (key, line, what, fix)."""
+    """A parsed document.
+
+    value: plain Python values.
+    lines: line (from 1) of every key and list item.
+    problems: (key, line, what, fix).
+    """
 
     value: Any = None
     lines: dict[Key, int] = field(default_factory=dict)
@@ -49,7 +54,7 @@ class YamlTree:
 
 
 def dotted(key: Key) -> str:
-    """``("data", "sources", 0, "path")`` as a user would write it: ``data.sources[0].path``."""
+    """``("data", "sources", 0, "path")`` as users write it: ``data.sources[0].path``."""
     text = ""
     for part in key:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -57,15 +62,15 @@ def dotted(key: Key) -> str:
 
 
 def parse_yaml(text: str) -> YamlTree:
-    """Read one YAML document.
+    """Parse one YAML document.
 
     Raises:
-        YamlSyntaxError: no YAML, more than one document, or nested without end.
+        YamlSyntaxError: the text is no YAML, has several documents, or is nested too deeply.
     """
     _refuse_deep_brackets(text)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReusedAnchorWarning)  # legal YAML: the newest counts
+            warnings.simplefilter("ignore", ReusedAnchorWarning)  # legal YAML: the last one counts
             node = YAML(typ="rt", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -82,7 +87,7 @@ def parse_yaml(text: str) -> YamlTree:
 
 
 def _refuse_deep_brackets(text: str) -> None:
-    """The library's scanner looks at every open bracket with each further token: thousands of them take minutes."""
+    """Refuse deep nesting of brackets. The library's scanner is quadratic in them: thousands take minutes."""
     depth = 0
     for bracket in BRACKET.finditer(text):
         depth += 1 if bracket[0] in "[{" else -1
@@ -101,7 +106,7 @@ def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:
 
 
 class _Reader:
-    """Walks the nodes once; what cannot be used becomes None and a problem."""
+    """Walks the nodes once. An unusable value becomes None and a problem."""
 
     def __init__(self, tree: YamlTree) -> None:
         self.tree, self.count = tree, 0
@@ -130,7 +135,7 @@ class _Reader:
     def read_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            self.counted(key_node, key)  # also of a key that is given twice, and so not read
+            self.counted(key_node, key)  # duplicate keys count too
             name = key_node.value
             if not isinstance(key_node, ScalarNode) or not is_clean(name):
                 self.problem(key_node, key, "a key has to be plain text")
@@ -162,12 +167,12 @@ class _Reader:
 
 
 def is_clean(text: Any) -> bool:
-    """Whether this is text that can name a file and be printed: no NUL, no lone surrogates."""
+    """Whether the value is a string that can be printed and used in file names: no NUL, no lone surrogates."""
     return isinstance(text, str) and "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _scalar(tag: str, text: str) -> Any:
-    """Value of a scalar. Raises ValueError or KeyError for what is no plain value."""
+    """The value of a scalar. Raises ValueError or KeyError for anything but a plain value."""
     match tag.removeprefix(STANDARD_TAG):
         case "str" | "timestamp":
             return text

@@ -1,4 +1,4 @@
-"""HTML building blocks of the report. Everything that comes from outside is escaped here."""
+"""HTML building blocks of the report. All external text is escaped here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_rocm.foundation.bounded_read import check_plain
 
 MAX_SIDE_PX = 512
-MAX_PICTURE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
+MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 MAX_ROWS = 200
 
@@ -58,7 +58,7 @@ circle.raw { fill: var(--raw); }
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole document without anything to load from elsewhere."""
+    """A whole, self-contained HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -69,24 +69,24 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A titled box; empty text where all parts are empty."""
+    """A titled box; an empty string if all parts are empty."""
     content = "".join(parts)
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
 def header(title: str, *parts: str) -> str:
-    """The top of the page."""
+    """The head of the page."""
     return f"<header><h1>{escape(title)}</h1>{''.join(parts)}</header>"
 
 
 def paragraph(text: object, kind: str = "") -> str:
-    """``kind``: soft, good, bad or big."""
+    """A paragraph. ``kind``: soft, good, bad or big."""
     attribute = f' class="{kind}"' if kind else ""
     return f"<p{attribute}>{escape(str(text))}</p>"
 
 
 def preformatted(text: str) -> str:
-    """Text as it is, line by line."""
+    """Preformatted text."""
     return f"<pre>{escape(text)}</pre>"
 
 
@@ -101,16 +101,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return f"<table>{first}{body}</table>{more}"
 
 
-def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
-    """An ``<img>`` with the picture inside, reduced to ``max_side_px``; a dash where it cannot be read.
+def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
+    """An ``<img>`` with the image data inline, reduced to ``max_side_px``; a dash if it cannot be read.
 
-    Only PNG, which is what a run draws: a file in somebody's run directory is of the format that its content says, and
-    for some formats other programs would be started.
+    Only PNG is read, the format of previews. A file in somebody's run directory has the format that its content says,
+    and for some formats Pillow would start other programs.
     """
     from PIL import Image
 
     try:
-        check_plain(path, MAX_PICTURE_BYTES)
+        check_plain(path, MAX_IMAGE_BYTES)
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
                 raise OSError("no preview is so large")
@@ -126,8 +126,8 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
 
 
-def picture_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """rows: (label, ``picture`` texts)."""
+def image_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table of images. ``rows``: (label, results of ``image_tag``)."""
     first = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
     body = "".join(
         f"<tr><td>{escape(label)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -1,4 +1,4 @@
-"""Failures, changes and restarts of a run, in words and as a part of the report."""
+"""Failures, mitigations and restarts of a run as text, and their section of the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_NOISE = (
 
 
 def failure_text(event: Event) -> str:
-    """What happened, in one line; the end of a log that may follow in ``what`` is left out."""
+    """A failure in one line, without the end of the log that may follow in ``what``."""
     if event["silent_s"] is None:
         what = next(iter(event["what"].splitlines()), event["code"])
         return f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {what}"
@@ -41,7 +41,7 @@ def failure_text(event: Event) -> str:
 
 
 def change_text(event: Event) -> str:
-    """What is done otherwise from here on, in one line."""
+    """A mitigation in one line."""
     before = event["seen"] == "remembered"
     because = "because of an earlier run on this machine" if before else f"because of: {event['seen']}"
     kept = "no number changes" if event["effect"] == "exact" else "numbers are rounded otherwise"
@@ -49,7 +49,7 @@ def change_text(event: Event) -> str:
 
 
 def restart_text(event: Event) -> str:
-    """Where it goes on, in one line."""
+    """A restart in one line."""
     noise = f", with other noise (attempt {event['attempt']})" if event["attempt"] else ""
     return (
         f"Restart {event['number']}: going on from step {event['from_updates']}{noise}; {event['spent']} of "
@@ -61,7 +61,7 @@ TEXTS = {"failure": failure_text, "change": change_text, "restart": restart_text
 
 
 def promise(events: Iterable[Event]) -> str:
-    """Which of the promises about the result holds after these events."""
+    """The statement about the result's reproducibility that holds after these events."""
     found = list(events)
     if any(event["type"] == "restart" and event["attempt"] for event in found):
         return OTHER_NOISE
@@ -70,7 +70,7 @@ def promise(events: Iterable[Event]) -> str:
 
 
 def trouble_section(events: list[Event]) -> str:
-    """The part of the report; empty where nothing went wrong."""
+    """The section of the report; empty if nothing went wrong."""
     if not events:
         return ""
     restarts = [event for event in events if event["type"] == "restart"]
@@ -91,7 +91,7 @@ def trouble_section(events: list[Event]) -> str:
 
 
 def _logs(failure: Event) -> Iterator[str]:
-    """What the worker and the kernel had said before a failure."""
+    """The last lines of the worker's log and the kernel log before a failure."""
     said = failure["what"].splitlines()[1:]
     for whose, lines in (("Worker's log", said), ("Kernel log", failure["kernel_log"])):
         if lines:

@@ -1,8 +1,7 @@
-"""Steps whose loss or gradient stands out from those before it. A pure function over ``step`` events, and its table.
+"""Finds steps whose loss or gradient norm is an outlier: a pure function over ``step`` events, and its table.
 
-The loss of a diffusion model depends most of all on the timestep that was drawn: in a sound run with small batches one
-step in a hundred is five times the usual. So the bar is the higher one of a fixed factor and of the noise that the run
-itself shows.
+The loss of a diffusion model depends mostly on the timestep drawn: in a healthy run with small batches, one step in a
+hundred has five times the usual loss. So the threshold is the higher of a fixed factor and the run's own noise.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from lora_rocm.foundation.units import number_text
 from lora_rocm.report.html import paragraph, section, table
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
-"""The usual is the median of so many steps before; with fewer than the second number nothing is said."""
+"""The usual value is the median of the last WINDOW_STEPS steps; before LEAST_STEPS steps there is none."""
 LOSS_TIMES, NORM_TIMES = 5.0, 10.0
 NOISE_TIMES = 6.0
 """And so many standard deviations of the logarithm, as estimated from the median deviation in the window."""
 SIGMA_OF_MAD = 1.4826
-"""For normally distributed numbers."""
+"""Standard deviation over median absolute deviation of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """One step that stands out, with what was usual then; a usual value is None where too little was known."""
+    """One outlier step with the usual values at that time; None if there were too few steps."""
 
     updates: int
     iteration: int
@@ -39,7 +38,7 @@ class Spike:
 
 
 class Usual:
-    """The last values of one series, as logarithms; what is not finite and positive is passed over."""
+    """The last values of a series, as logarithms. Values that are not finite and positive are skipped."""
 
     def __init__(self, times: float) -> None:
         self._least, self._logs = math.log(times), deque[float](maxlen=WINDOW_STEPS)
@@ -49,7 +48,7 @@ class Usual:
         return math.exp(median(self._logs)) if len(self._logs) >= LEAST_STEPS else None
 
     def stands_out(self, value: float | None) -> bool:
-        """Whether a value is far above the usual; it is one of the last values from then on."""
+        """Whether a value is far above the usual. Adds it to the window."""
         if value is None or not math.isfinite(value) or value <= 0:
             return False
         found, log = False, math.log(value)
@@ -62,7 +61,7 @@ class Usual:
 
 
 def spikes(steps: Iterable[dict[str, Any]]) -> list[Spike]:
-    """The steps that stand out, in their order. ``steps``: as ``events.current_steps`` gives them."""
+    """The outlier steps in order. ``steps``: as given by ``events.current_steps``."""
     losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
     for step in steps:
         usual_loss, usual_norm = losses.value, norms.value
@@ -76,7 +75,7 @@ def spikes(steps: Iterable[dict[str, Any]]) -> list[Spike]:
 
 
 def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
-    """The part of the report; empty where there are too few steps to say anything."""
+    """The section of the report; empty if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return ""
     title, found = "Steps that stand out", spikes(steps)
@@ -84,7 +83,7 @@ def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
         return section(title, paragraph("None: no step's loss or gradient is far above those before it.", "good"))
     note = (
         f"Usual: the median of the last {WINDOW_STEPS} steps. One such step now and then does no harm; many speak of "
-        "bad pictures or captions, or of too high a learning rate."
+        "bad images or captions, or of too high a learning rate."
     )
     rows = [
         (

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: drawn from events and from nothing else."""
+"""The progress display of a run, drawn from events alone."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ LINES: dict[str, Callable[[Event], str]] = {
 
 
 class View(Protocol):
-    """Where progress is drawn."""
+    """The output of a progress display."""
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a permanent line."""
 
     def show(self, what: str, done: int, total: int, details: str) -> None:
-        """Show how far something is."""
+        """Show the progress of an activity."""
 
     def end(self) -> None:
-        """Draw no more bars."""
+        """Stop drawing bars."""
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``slow.spill_bytes``."""
+    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``vram_spill.spill_bytes``."""
 
     def __init__(self, view: View, spill_bytes: int | None = None) -> None:
         self.view, self.spilling = view, Spilling(spill_bytes)
@@ -78,7 +78,7 @@ class ProgressDisplay:
         self.view.say(text)
 
     def on_event(self, event: Event) -> None:
-        """Draw one event; types that are not for the screen are passed over."""
+        """Show one event; event types without a display are ignored."""
         draw = getattr(self, f"_on_{event['type']}", None)
         if event["type"] in LINES:
             self.say(LINES[event["type"]](event))
@@ -174,7 +174,7 @@ class BarView:
 
 
 class LineView:
-    """Plain lines for a file or a pipe: how far at most every ``every_s`` seconds, and always at the end."""
+    """Plain lines for a file or a pipe: progress at most every ``every_s`` seconds, and always at the end."""
 
     def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
         self.stream, self.every_s = stream, every_s
@@ -196,9 +196,9 @@ class LineView:
 
 @contextmanager
 def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) -> Iterator[ProgressDisplay]:
-    """A display on a terminal or a plain stream (standard output unless given); the bar is taken down at the end.
+    """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
 
-    ``spill_bytes``: see ``slow.spill_bytes``.
+    ``spill_bytes``: see ``vram_spill.spill_bytes``.
     """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)

@@ -1,4 +1,4 @@
-"""``report.html`` of a run: one file that needs nothing else. Every part renders without the others."""
+"""``report.html`` of a run: one self-contained file. Every section renders without the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.report.html import header, page, paragraph, picture, picture_table, preformatted, section, table
+from lora_rocm.report.html import header, image_table, image_tag, page, paragraph, preformatted, section, table
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
@@ -45,7 +45,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the report is drawn from."""
+    """The data of the report."""
 
     run_dir: RunDir
     events: list[Event]
@@ -54,13 +54,13 @@ class Facts:
     result: dict[str, Any]
     environment: dict[str, Any]
     trouble: list[Event]
-    """Failures, changes and restarts, of the worker's events and of the supervisor's."""
+    """Failures, mitigations and restarts, from the events of worker and supervisor."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
 
     def since_start(self) -> list[Event]:
-        """The events since the last start of the worker."""
+        """The events since the worker's last start."""
         starts = [number for number, event in enumerate(self.events) if event["type"] == "start"]
         return self.events[starts[-1] :] if starts else self.events
 
@@ -114,7 +114,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where the file is missing or torn, or nothing that this program has written."""
+    """A JSON object; empty if the file is missing, truncated or no object."""
     try:
         value = json.loads(read_plain(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -175,8 +175,8 @@ def _concept(facts: Facts) -> str:
         return ""
     control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
     meaning = (
-        "The chance that a picture drawn after training is nearer to the training pictures than one drawn before: "
-        "0.50 says that nothing changed, 1.00 that every picture is nearer. The control is the same for prompts "
+        "The chance that an image drawn after training is nearer to the training images than one drawn before: "
+        "0.50 says that nothing changed, 1.00 that every image is nearer. The control is the same for prompts "
         "without the concept; the score is worth what it is above the control."
     )
     details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
@@ -186,13 +186,13 @@ def _concept(facts: Facts) -> str:
         paragraph(f"{found['score']:.2f}", "big"),
         paragraph(control, "soft"),
         paragraph(meaning),
-        table(("mean distance to the nearest training picture", ""), rows),
+        table(("mean distance to the nearest training image", ""), rows),
     )
 
 
 def _before_after(facts: Facts) -> str:
     path = facts.run_dir.before_after
-    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
+    return section("Before and after", image_tag(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
 
 
 def _curves(facts: Facts) -> str:
@@ -237,13 +237,13 @@ def _previews(facts: Facts) -> str:
         )
         for updates, files in rounds
     ]
-    return section("Previews over time", picture_table(head, rows))
+    return section("Previews over time", image_table(head, rows))
 
 
 def _preview(path: Path) -> str:
     """An image, or a text; a dash if it cannot be read."""
     if path.suffix != ".txt":
-        return picture(path, path.name, PREVIEW_SIDE_PX)
+        return image_tag(path, path.name, PREVIEW_SIDE_PX)
     try:
         return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
     except OSError:
@@ -274,7 +274,7 @@ def _guard(facts: Facts) -> str:
 
 
 def _canaries(facts: Facts) -> str:
-    """How often known answers were asked for again, and what was wrong where they were."""
+    """The number of reference checks, and their failures."""
     found = facts.all("canary")
     wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
     if not found:
@@ -300,7 +300,7 @@ def _repaired(facts: Facts) -> str:
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:
-    """Checks and failures over all sessions: the counters start anew with each."""
+    """(checks, failures) over all sessions, because the counters restart with each session."""
     highest: dict[int, Event] = {event["session"]: event for event in events if event["type"] == "step"}
     return (
         sum(step["transfer_checks"] for step in highest.values()),

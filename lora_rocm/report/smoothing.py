@@ -1,4 +1,4 @@
-"""Averages that follow a noisy series; used by the progress bar and the report."""
+"""Running averages of noisy series, for the progress bar and the report."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 
 
 class Smoothed:
-    """Exponential average without the pull of its start (divided by the weight that it has seen).
+    """Exponential moving average with bias correction (divided by the weight seen so far).
 
-    weight: share of the old average that stays at each value. Values that are not finite are passed over.
+    weight: share of the old average that stays at each value. Non-finite values are skipped.
     """
 
     def __init__(self, weight: float = 0.97) -> None:
         self.weight, self._sum, self._seen = weight, 0.0, 0.0
 
     def add(self, value: float) -> float | None:
-        """Take in a value; returns the average so far."""
+        """Add a value; return the current average, or None if there is none."""
         if math.isfinite(value):
             self._sum = self.weight * self._sum + (1 - self.weight) * value
             self._seen = self.weight * self._seen + (1 - self.weight)

@@ -1,4 +1,4 @@
-"""Line plots as SVG text: no script, colours from the page (light and dark)."""
+"""Line plots as SVG text without scripts; colours come from the page (light and dark)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line. kind: CSS class (raw, smooth, plain, dots). Points with values that are not finite are left out."""
+    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are left out."""
 
     name: str
     points: Sequence[Point]
@@ -24,7 +24,7 @@ class Series:
 
 
 def line_plot(series: Sequence[Series], x_label: str) -> str:
-    """An ``<svg>`` of some lines over one pair of axes; empty text where there is nothing finite to draw."""
+    """An ``<svg>`` of several lines on common axes; an empty string without finite points."""
     kept = [Series(one.name, thinned(_finite(one.points)), one.kind) for one in series]
     points = [point for one in kept for point in one.points]
     if not points:
@@ -58,7 +58,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about MAX_POINTS points, evenly chosen, the last one always."""
+    """At most about MAX_POINTS points, evenly chosen, always including the last."""
     stride = max(1, math.ceil(len(points) / MAX_POINTS))
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
@@ -67,7 +67,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers that lie within ``low`` to ``high`` (low < high), about ``wanted`` of them and at least one."""
+    """About ``wanted`` round numbers within ``low`` to ``high`` (low < high), at least one."""
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -80,7 +80,7 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest, spread apart where they are the same."""
+    """(lowest, highest), spread apart if they are equal."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) * 0.1 or 1.0

@@ -1,7 +1,7 @@
-"""Memory of the GPU that spills: on Windows, and on GPUs that share main memory, a full one makes training slow.
+"""Detects GPU memory that spills into main memory, which makes training slow on Windows and on APUs.
 
-There the driver moves tensors to main memory without a word, where a discrete card under Linux would fail with an
-error. Sources: AMD radeon-ryzen docs, limitations of Ryzen AI Max; unsloth#8482.
+There the driver silently moves tensors to main memory; a discrete GPU under Linux would raise an error. Sources: AMD
+radeon-ryzen docs, limitations of Ryzen AI Max; unsloth#8482.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FULL_SHARE = 0.9
 
 
 def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | None:
-    """What tensors may take before the driver of this GPU spills; None where it does not, or nothing is known.
+    """Bytes that tensors may take before this GPU's driver spills; None if it does not spill or is unknown.
 
     ``device``: as in ``runtime.device``.
     """
@@ -35,7 +35,7 @@ def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | No
 
 
 def spilled(environment: Mapping[str, Any], device: str, events: Iterable[dict[str, Any]]) -> list[str]:
-    """What ``Spilling`` says of a whole run, on the machine of its environment.json; nothing where that is damaged."""
+    """The messages of ``Spilling`` for a whole run on the machine of its environment.json; empty if that is damaged."""
     try:
         facts = facts_from_json(environment.get("machine"), "environment.json")
     except UserError:
@@ -45,9 +45,9 @@ def spilled(environment: Mapping[str, Any], device: str, events: Iterable[dict[s
 
 
 class Spilling:
-    """Looks at ``start``, ``change`` and ``step`` events; says once that training is slow because memory is full.
+    """Watches ``start``, ``change`` and ``step`` events, and reports once that full memory makes training slow.
 
-    A run that spills from its first steps on has no fast ones to compare with, and is not found.
+    A run that spills from its first steps has no fast steps to compare with, and is not detected.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -55,8 +55,8 @@ class Spilling:
         self._recent, self._best_s = deque[float](maxlen=WINDOW_STEPS), float("inf")
 
     def on_event(self, event: dict[str, Any]) -> str:
-        """A sentence for the user, or nothing. Waiting for the loader is no part of the time that counts."""
-        if event["type"] in ("start", "change"):  # with other settings another speed is usual
+        """A message for the user, or an empty string. Waiting for the loader does not count."""
+        if event["type"] in ("start", "change"):  # other settings have another usual speed
             self._recent.clear()
             self._best_s = float("inf")
         if event["type"] != "step" or self._limit_bytes is None or self._said:

@@ -1,1 +1,1 @@
-"""What a machine needs: environment variables, mitigations after failures, and their store."""
+"""Rules for a machine: environment variables, mitigations after failures, and their store."""

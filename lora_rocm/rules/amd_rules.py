@@ -1,4 +1,4 @@
-"""Rules for AMD GPUs: the owner's two first, then the table. Values of the user's that harm are in ``harms``."""
+"""Rules for AMD GPUs: the owner's two first, then the table. Harmful user values are in ``harmful_values``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SDMA_BAD_FROM, SDMA_BAD_BELOW = "6.18", "7.1"
 SDMA_BAD = When(
     systems=("linux",), wsl=False, generations=("rdna3",), kernel_from=SDMA_BAD_FROM, kernel_below=SDMA_BAD_BELOW
 )
-"""Kernels whose copy engine faults with these cards."""
+"""Linux kernels with which the copy engine of these GPUs faults."""
 RDNA2_WITHOUT_KERNELS = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
-# From this AOTriton, below that one: architectures whose fused attention it has, but calls experimental.
+# (from this AOTriton, below that one, architectures whose fused attention it marks as experimental)
 EXPERIMENTAL: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
     ("0.10", "0.11", ("gfx1101", "gfx1150", "gfx1151", "gfx1200")),
     ("0.11", "0.11.1", ("gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1200")),
@@ -41,7 +41,7 @@ def _global_override(situation: Situation) -> str | None:
 
 
 def _node_override(situation: Situation) -> str | None:
-    """For an APU that the global form does not reach; also where a value for its node would hide the global one."""
+    """The per-node override, for an APU that the global one does not reach or whose node's value would hide it."""
     gpu = _strix_halo(situation)
     if gpu is None or gpu.node is None:
         return None
@@ -55,7 +55,7 @@ def _strix_halo_node(situation: Situation) -> str:
 
 
 def _override_name(situation: Situation) -> str:
-    """Of the chosen GPU: the form of its node where the machine has others, which the global form would change, too."""
+    """The override variable of the chosen GPU: per node if there are others, which the global one would change too."""
     several = len(situation.facts.amd_gpus) > 1
     return f"{OVERRIDE}_{situation.gpu.node}" if several and situation.gpu else OVERRIDE
 
@@ -78,7 +78,7 @@ def _hide_from_all(situation: Situation) -> str | None:
 
 
 def _miopen_folder(last: str) -> Value:
-    """A folder for each architecture and ROCm version: what MIOpen found on one is wrong on another."""
+    """A folder per architecture and ROCm version, because MIOpen's results for one are wrong for another."""
 
     def planned(situation: Situation) -> str | None:
         gpu, torch = situation.gpu, situation.facts.torch
@@ -236,7 +236,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
             "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
             "1",
             f"AOTriton {low} has fused attention for this GPU but calls it experimental; without it attention needs "
-            "memory with the square of the picture's size. The self-test compares it before it is used",
+            "memory with the square of the image's size. The self-test compares it before it is used",
             "AOTriton releases; ComfyUI main.py",
             When(gfx=gfx, aotriton_from=low, aotriton_below=below),
         )
@@ -305,7 +305,7 @@ SYSTEM_RULES: tuple[Rule, ...] = (
 
 AMD_RULES: tuple[Rule, ...] = OWNER_RULES + OVERRIDE_RULES + VISIBILITY_RULES + BLAS_RULES + KERNEL_RULES + SYSTEM_RULES
 
-# Variables that other programs set, and this one leaves alone on purpose; for the documentation.
+# Variables that other programs set and this one does not, on purpose; for the documentation.
 LEFT_ALONE: tuple[tuple[str, str, str], ...] = (
     (
         "PYTORCH_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF",

@@ -1,8 +1,8 @@
-"""The environment of the heavy processes, planned from the machine and the recipe; a pure function over a table.
+"""Plans the environment of the heavy processes from the machine and the recipe: a pure function over a table.
 
-Variables have to exist before a process starts (a GPU runtime copies the environment once, and Python reads some of its
-own at start), which is why the parent plans them. A value that the user exported wins and is warned about where it is
-known to harm, but for the rules that say otherwise (``Rule.over_user``).
+Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads some
+variables at its start. That is why the parent plans them. A value that the user exported wins, unless the rule says
+otherwise (``Rule.over_user``); if it is known to harm, the user is warned.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ PACKAGES = (
 class EnvRow:
     """One planned variable or setting.
 
-    from_user: the value was there and stays; planned is then what the rule would have set, where that differs.
-    replaced: a value that was there and does not stay.
+    from_user: the user's value stays; ``planned`` is the rule's value if it differs.
+    replaced: the previous value if it does not stay.
     """
 
     rule: str
@@ -63,7 +63,7 @@ class EnvRow:
 
 @dataclass(frozen=True)
 class Warned:
-    """A variable of the user's that is known to harm; the cure is to unset it."""
+    """A harmful variable of the user; the remedy is to unset it."""
 
     rule: str
     variable: str
@@ -75,14 +75,14 @@ class Warned:
 
 @dataclass(frozen=True)
 class EnvPlan:
-    """What a heavy process's environment will hold beside what it inherits."""
+    """The planned variables and settings of a heavy process, in addition to its inherited environment."""
 
     rows: tuple[EnvRow, ...]
     warnings: tuple[Warned, ...] = ()
 
     @property
     def settings(self) -> Settings:
-        """What the rows with ``setting:`` say."""
+        """The settings of the rows with ``setting:``."""
         chosen = {row.variable.removeprefix(SETTING): json.loads(row.value) for row in self.setting_rows}
         return Settings(**chosen)
 
@@ -95,14 +95,14 @@ class EnvPlan:
         return tuple(row for row in self.rows if not row.variable.startswith(SETTING))
 
     def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """A whole environment for a child."""
+        """The complete environment of a child."""
         planned = {row.variable: row.value for row in self.variables}
         return {**environ, **planned, VARIABLE: self.settings.to_text()}
 
 
 def plan(situation: Situation) -> EnvPlan:
-    """The table for one start of a heavy process on this machine."""
-    planned: dict[str, EnvRow] = {}  # of two rules for a variable the later counts: what the self-test saw comes last
+    """Plan the environment for one start of a heavy process on this machine."""
+    planned: dict[str, EnvRow] = {}  # the last rule for a variable wins; those of the self-test come late
     for rule in RULES:
         if not rule.when.holds(situation):
             continue
@@ -134,7 +134,7 @@ def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
 
 
 def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:
-    """What a run saves about where it ran: versions, machine, planned variables (no others: they may be secret)."""
+    """The record of a run's environment: versions, machine, planned variables (no others, they may be secret)."""
     return {
         "lora_rocm": __version__,
         "python_build": sys.version,

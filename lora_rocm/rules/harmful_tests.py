@@ -1,4 +1,4 @@
-"""When a value that the user set harms: the tests of the rows in ``harms``, each a function of value and situation."""
+"""Tests whether a user's value harms: functions of value and situation for the rows of ``harmful_values``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_rocm.rules.rule import Situation
 Test = Callable[[str, Situation], bool]
 Numbers = tuple[int, ...]
 
-# In the order in which torch reads them: the first that is set counts.
+# In the order in which torch reads them: the first one that is set wins.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OPTION = r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)"
 LEGAL: dict[str, Callable[[str], bool]] = {
@@ -26,27 +26,27 @@ LEGAL: dict[str, Callable[[str], bool]] = {
 
 
 def is_on(value: str, situation: Situation) -> bool:
-    """A switch that is on."""
+    """Whether a switch is on."""
     return value.strip().lower() not in ("", "0", "false", "off", "no")
 
 
 def is_off(value: str, situation: Situation) -> bool:
-    """A switch that is off."""
+    """Whether a switch is off."""
     return not is_on(value, situation)
 
 
 def is_set(value: str, situation: Situation) -> bool:
-    """Any value."""
+    """True for any value."""
     return True
 
 
 def at_least(limit: int) -> Test:
-    """A number of at least ``limit``."""
+    """A test whether the value is a number of at least ``limit``."""
     return lambda value, situation: value.strip().isdecimal() and int(value) >= limit
 
 
 def _numbers(value: str) -> Numbers | None:
-    """Major, minor and step of a value as libhsakmt reads it; None for one that it refuses."""
+    """Major, minor and stepping of an override as libhsakmt parses it; None if it refuses the value."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", value)
     numbers = tuple(int(part) for part in found.groups()) if found else ()
     return numbers if numbers and numbers[0] <= 63 and max(numbers[1:]) <= 255 else None
@@ -58,7 +58,7 @@ def _own_numbers(gpu: Gpu) -> Numbers | None:
 
 
 def _overridden(value: str, situation: Situation) -> list[Gpu]:
-    """The GPUs of this run for which ``value`` counts. Those of Strix Halo are seen to by the owner's rules."""
+    """The GPUs of this run that ``value`` applies to. Strix Halo is left out; the owner's rules handle it."""
     environ = situation.environ
     reached = visible(situation.facts, environ) if situation.selection.by_user else None
     gpus = reached or ([situation.gpu] if situation.gpu else [])
@@ -67,19 +67,19 @@ def _overridden(value: str, situation: Situation) -> list[Gpu]:
 
 
 def malformed_override(value: str, situation: Situation) -> bool:
-    """A value that libhsakmt refuses."""
+    """Whether libhsakmt refuses the value."""
     return _numbers(value) is None and bool(_overridden(value, situation))
 
 
 def other_generation(value: str, situation: Situation) -> bool:
-    """It makes a GPU of this run one of another major version."""
+    """Whether the value turns a GPU of this run into one of another major version."""
     theirs = _numbers(value)
     own = [_own_numbers(gpu) for gpu in _overridden(value, situation)]
     return theirs is not None and any(numbers is not None and numbers[0] != theirs[0] for numbers in own)
 
 
 def other_card(value: str, situation: Situation) -> bool:
-    """It makes a GPU of this run another of its generation, and nobody is known to need that."""
+    """Whether the value turns a GPU of this run into another of its generation without a known need."""
     theirs = _numbers(value)
     if theirs is None or other_generation(value, situation):
         return False
@@ -90,7 +90,7 @@ def other_card(value: str, situation: Situation) -> bool:
 
 
 def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
-    """The value is what the plan would set, or what is known to work where the architectures of torch are unknown."""
+    """Whether the value is the planned one, or a known working one if torch's architectures are unknown."""
     planned = [rule.value(situation) for rule in OVERRIDE_RULES if callable(rule.value) and rule.when.holds(situation)]
     torch, arch = situation.facts.torch, arch_of(gpu.gfx)
     lacking = has_kernels(torch.arch_list if torch else None, gpu.gfx) is not True
@@ -98,7 +98,7 @@ def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
 
 
 def _options(value: str) -> dict[str, str] | None:
-    """The options of an allocator variable; None for what torch refuses to read."""
+    """The options of an allocator variable; None if torch refuses the value."""
     if value.strip() and not re.fullmatch(f"{OPTION}(,{OPTION})*,?", value):
         return None
     return {name: text.strip() for name, text in re.findall(OPTION, value)}
@@ -109,7 +109,7 @@ def _counts(value: str, situation: Situation) -> bool:
 
 
 def expandable(with_split: bool) -> Test:
-    """With expandable_segments on, with or without max_split_size_mb."""
+    """A test whether expandable_segments is on, with or without max_split_size_mb."""
 
     def harmful(value: str, situation: Situation) -> bool:
         options = _options(value) or {}
@@ -120,12 +120,12 @@ def expandable(with_split: bool) -> Test:
 
 
 def expandable_at_all(value: str, situation: Situation) -> bool:
-    """With expandable_segments on."""
+    """Whether expandable_segments is on."""
     return expandable(True)(value, situation) or expandable(False)(value, situation)
 
 
 def bad_options(value: str, situation: Situation) -> bool:
-    """A value that torch refuses."""
+    """Whether torch refuses the value."""
     options = _options(value)
     if not _counts(value, situation):
         return False
@@ -133,40 +133,43 @@ def bad_options(value: str, situation: Situation) -> bool:
 
 
 def hidden_by(*others: str) -> Test:
-    """One of ``others`` is set, too, and read in its place."""
+    """A test whether one of ``others`` is set too and read instead."""
     return lambda value, situation: any(name in situation.environ for name in others)
 
 
 def hides_all(value: str, situation: Situation) -> bool:
-    """No AMD GPU is left."""
+    """Whether no AMD GPU is left."""
     return situation.selection.by_user and situation.gpu is None and bool(situation.facts.amd_gpus)
 
 
 def chooses_apu(value: str, situation: Situation) -> bool:
-    """An APU is chosen although there is a card. Strix Halo is left out: it has more memory than most cards."""
+    """Whether an APU is chosen although there is a discrete GPU.
+
+    Strix Halo is left out: it has more memory than most cards.
+    """
     gpu, cards = situation.gpu, [gpu for gpu in situation.facts.amd_gpus if gpu.integrated is False]
     is_small = gpu is not None and gpu.integrated is True and gpu.gfx != STRIX_HALO
     return situation.selection.by_user and is_small and bool(cards) and bool(value)
 
 
 def longer_than_rocr(value: str, situation: Situation) -> bool:
-    """HIP's list is longer than ROCr's."""
+    """Whether HIP's list is longer than ROCr's."""
     rocr = situation.environ.get(ROCR)
     return rocr is not None and len(value.split(",")) > len(rocr.split(","))
 
 
 def empty(value: str, situation: Situation) -> bool:
-    """Nothing but blanks."""
+    """Whether the value is blank."""
     return not value.strip()
 
 
 def shadows_wheel(value: str, situation: Situation) -> bool:
-    """A folder of libraries that torch's own have to compete with."""
+    """Whether the path has ROCm libraries that compete with torch's own."""
     torch = situation.facts.torch
     has_rocm = torch is not None and torch.hip is not None
     return has_rocm and any(folder.startswith("/opt/rocm") for folder in value.split(":"))
 
 
 def is_temporary(value: str, situation: Situation) -> bool:
-    """A folder that is emptied now and then."""
+    """Whether the folder is emptied regularly."""
     return value.startswith(("/tmp", "/var/tmp", "/dev/shm")) or "\\temp\\" in value.lower()

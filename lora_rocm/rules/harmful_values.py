@@ -1,4 +1,4 @@
-"""Values that users set and that harm on AMD: they stay, and the user is told. The cure is always to unset them."""
+"""Harmful values that users set on AMD. They stay, and the user is warned; the remedy is to unset them."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ HARMS: tuple[Harm, ...] = (
         ("PYTORCH_TUNABLEOP_ENABLED",),
         is_on,
         "1",
-        "Each shape of a product is tuned when it is first met; with pictures in buckets that goes on for long.",
+        "Each shape of a product is tuned when it is first met; with images in buckets that goes on for long.",
         "torch/cuda/tunable.py",
         level="slows",
     ),

@@ -1,4 +1,4 @@
-"""What lines of the kernel log mean for the GPU: a pattern, its meaning, its cure; and which came since a moment."""
+"""Interprets lines of the kernel log about the GPU (pattern, meaning, remedy), and reads those since a moment."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lora_rocm.rules.rule import Level
 SELF_TEST = "lora-rocm doctor"
 RESUME = "lora-rocm train RECIPE --resume latest"
 NEEDED = r"amdgpu/(?:\w+_(?:pfp|me|mec|rlc|imu|sos|sdma|smc)|sdma_\w+|smu_\w+)\.bin"
-"""Firmware without which a GPU does not compute; others (camera, video) may be missing from a sound machine."""
+"""Firmware that a GPU needs to compute. Other firmware (camera, video) may be missing on a healthy machine."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A line of the log. One line counts for the first pattern that it matches."""
+    """A pattern of log lines with its meaning and remedy. A line counts for the first pattern that it matches."""
 
     id: str
     regex: str
@@ -98,13 +98,13 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def pattern_of(line: str) -> Pattern | None:
-    """What a line of the kernel log means; None where it means nothing bad."""
+    """The first pattern that a line of the kernel log matches; None if the line is harmless."""
     return next((pattern for pattern in PATTERNS if re.search(pattern.regex, line, re.IGNORECASE)), None)
 
 
 FAULT, HANG = "log-page-fault", "log-hang"
 KILLED = re.compile(r"out of memory: Killed process (\d+)", re.IGNORECASE)
-"""Also of a memory cgroup (mm/oom_kill.c)."""
+"""Also matches kills of a memory cgroup (mm/oom_kill.c)."""
 STAMP = re.compile(r"\[ *(\d+\.\d+)\] ")
 TOOL_TIMEOUT_S = 10.0
 MAX_LINES, MAX_LETTERS = 20, 300
@@ -114,7 +114,7 @@ Run = Callable[[Sequence[str], float], str]
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in time: of the wall clock, and of the clock that the kernel stamps its lines with."""
+    """A point in time on the wall clock and on the clock of the kernel's line stamps."""
 
     wall_s: float
     kernel_s: float
@@ -125,15 +125,15 @@ class Moment:
 
 
 def lines_since(moment: Moment, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
-    """The newest lines since then that mean something; none where there are none, or where this user may not read them.
+    """The newest relevant lines since then; empty if there are none or this user may not read them.
 
-    Takes a moment: a tool is run.
+    It runs a tool, which takes a moment.
     """
     if system != "linux":
         return ()
     since = f"@{int(moment.wall_s)}"
     lines = _lines(run, ["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q", "--since", since])
-    if not lines:  # also where the journal is not shown
+    if not lines:  # or the journal may not be read
         lines = [line for line in _lines(run, ["dmesg"]) if _stamp(line) >= moment.kernel_s]
     wanted = [line for line in lines if KILLED.search(line) or pattern_of(line)]
     return tuple(STAMP.sub("", line.strip(), count=1)[:MAX_LETTERS] for line in wanted[-MAX_LINES:])
@@ -152,11 +152,11 @@ def _stamp(line: str) -> float:
 
 
 def device_fault(lines: Sequence[str]) -> bool:
-    """Whether the GPU reported a fault or was reset; not where it was its copy engine that failed."""
+    """Whether the GPU reported a fault or was reset, unless its copy engine failed."""
     met = {pattern.id for line in lines if (pattern := pattern_of(line)) is not None}
     return FAULT in met or (HANG in met and "log-sdma" not in met)
 
 
 def killed_for_memory(lines: Sequence[str], pid: int) -> bool:
-    """Whether the kernel ended this process because memory ran out."""
+    """Whether the kernel killed this process because memory ran out."""
     return any((found := KILLED.search(line)) and int(found.group(1)) == pid for line in lines)

@@ -1,4 +1,4 @@
-"""Settings about memory: what the allocator may take, and how mapped files reach the device."""
+"""Settings about memory: the allocator's limit, and the way of mapped files to the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lora_rocm.hardware.memory_budget import GIB, budget
 from lora_rocm.rules.rule import Rule, Situation, When
 
 MIN_LIMIT_BYTES = GIB
-"""No limit is lower: not even the libraries of a GPU would start, and the error would name the wrong thing."""
+"""No limit is lower: the GPU's libraries would not even start, and the error would be misleading."""
 
 
 def _limit(situation: Situation) -> str | None:

@@ -1,4 +1,4 @@
-"""The records of what past runs on this machine made necessary. Standard library only."""
+"""Records of the mitigations that past runs on this machine needed. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a run, as far as it decides about memory. ``id``: short and stable; ``text``: for people."""
+    """The properties of a run that decide its memory use. ``id``: short and stable; ``text``: for people."""
 
     id: str
     text: str
@@ -15,7 +15,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Kept:
-    """One change: because of what (``changes.Seen``), since which day (ISO), and for which runs (None: all)."""
+    """A stored mitigation.
+
+    change: its id.
+    seen: the failure that it answers (``mitigations.Seen``).
+    when: day of the failure (ISO).
+    workload: the runs that it is for; None: all.
+    """
 
     change: str
     seen: str
@@ -25,7 +31,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Remembered:
-    """What the file of this stack says. ``damaged``: there is one that cannot be read; it counts as empty."""
+    """The stored mitigations of a software stack. ``damaged``: the file cannot be read and counts as empty."""
 
     entries: tuple[Kept, ...] = ()
     damaged: bool = False

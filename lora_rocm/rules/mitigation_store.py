@@ -1,8 +1,8 @@
-"""What past runs on this machine made necessary, kept for the next ones until the software changes or it is forgotten.
+"""Stores the mitigations that past runs on this machine needed, until the software changes or the user forgets them.
 
-One small JSON file for each machine and software stack, in the program's folder. What is for runs of one size
-(``Change.size``) counts for such runs only. Nothing here is needed to train: where the folder cannot be written
-the next run learns it again, and where two runs write at once one of them may have to. Standard library only.
+There is one small JSON file per machine and software stack in the program's folder. Mitigations for runs of one size
+(``Change.size``) count for such runs only. Training does not depend on the store: if the folder cannot be written, the
+next run learns again; if two runs write at once, one of them may have to. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ FORGET = "lora-rocm forget"
 
 
 def key_of(facts: HostFacts, selection: Selection) -> str:
-    """Of the machine and its software; without a GPU that torch can use, of its torch alone."""
+    """The key of the machine and its software; without a GPU that torch can use, of its torch alone."""
     torch = facts.torch.version if facts.torch is not None else "none"
     return (stack_of(facts, selection) or Stack(torch, "cpu", "", "")).key
 
 
 def path_of(folder: Path, key: str) -> Path:
-    """Where the changes for a stack are kept."""
+    """The file of a stack's mitigations."""
     return folder / f"{PREFIX}{key}.json"
 
 
 def workload_of(recipe: Recipe, size: Size) -> Workload:
-    """What of a recipe decides how much memory its training, or its previews, take. A default adds no word."""
+    """The workload of a recipe's training or previews. Values at their default add no word to the text."""
     text = ", ".join(_words_of_training(recipe) if size == "training" else _words_of_previews(recipe))
     return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
 
 
 def workloads_of(recipe: Recipe | None) -> frozenset[str]:
-    """``Workload.id`` of each kind of size that a recipe has; none without a recipe."""
+    """The ``Workload.id`` of the recipe's training and previews; empty without a recipe."""
     return frozenset(workload_of(recipe, size).id for size in get_args(Size)) if recipe is not None else frozenset()
 
 
@@ -88,14 +88,14 @@ def _words_of_training(recipe: Recipe) -> list[str]:
 
 
 def recall(folder: Path, key: str) -> Remembered:
-    """Everything that is remembered for a stack, for runs of any size."""
+    """All stored mitigations of a stack, for runs of any size."""
     return _read(path_of(folder, key))
 
 
 def in_force(remembered: Remembered, workloads: Collection[str]) -> tuple[str, ...]:
-    """Names for ``Situation.changes``: those for every run, and those for runs of these sizes (``workloads_of``).
+    """Names for ``Situation.changes``: mitigations for all runs and for these workloads (``workloads_of``).
 
-    Names that this version does not know are left out.
+    Names unknown to this version are left out.
     """
     entries = remembered.entries
     return known(entry.change for entry in entries if entry.workload is None or entry.workload.id in workloads)
@@ -107,14 +107,14 @@ def _to_stderr(text: str) -> None:
 
 
 def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callable[[str], None] = _to_stderr) -> None:
-    """Remember changes that were made, for the next runs on this machine: all of them in one write, or none.
+    """Store mitigations for the next runs on this machine, all in one write or none.
 
-    A change that goes further each time is remembered as often as it is in force in ``situation``, which has it
-    already, however often this is called. One for runs of a size is remembered only where a recipe tells the size.
-    Where nothing can be written, ``say`` gets a sentence and the run goes on.
+    A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is called.
+    One for runs of a size is stored only if the situation has a recipe. If the file cannot be written, ``say`` gets a
+    message and the run continues.
 
     Raises:
-        KeyError: there is no such change.
+        KeyError: there is no such mitigation.
     """
     path = path_of(Path(situation.app_dir), key_of(situation.facts, situation.selection))
     old = _read(path)
@@ -139,7 +139,7 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
-    """Delete what is remembered, for every stack; what it was, file by file (a damaged one has no entries).
+    """Delete the stored mitigations of every stack; return (file, its entries). A damaged file has no entries.
 
     Raises:
         StorageError: a file cannot be deleted.
@@ -156,7 +156,7 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
 
 
 def said(entries: Iterable[Kept]) -> list[str]:
-    """Entries in words: each change once for runs of a size, with the day since when and what it answers."""
+    """Entries as text: each mitigation once per workload, with its first day and the failures that it answers."""
     groups: dict[tuple[str, Workload | None], list[Kept]] = {}
     for entry in entries:
         groups.setdefault((entry.change, entry.workload), []).append(entry)
@@ -172,7 +172,7 @@ def _said(change: str, workload: Workload | None, same: list[Kept]) -> str:
 
 
 def notices(situation: Situation) -> list[str]:
-    """What the user has to know at the start of a run: the remembered changes that are in force, each once."""
+    """Messages for the start of a run: the stored mitigations in force, each once."""
     remembered = situation.remembered
     if remembered is None:
         return []
@@ -202,10 +202,10 @@ def _read(path: Path) -> Remembered:
 
 
 def _entry(value: dict[str, Any]) -> Kept:
-    """One entry of the file.
+    """Parse one entry of the file.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: it is no entry.
     """
     workload = value["workload"]
     size = Workload(**workload) if workload is not None else None

@@ -1,8 +1,8 @@
-"""Degrading on purpose: what was seen in a run, and what is changed at the next start because of it.
+"""Mitigations: the changes that are made at the next start because of a failure in a run.
 
-One table. A change is a set of rules like every other: ``environ.plan`` applies those in ``Situation.changes``, so that
-``lora-rocm env --explain`` shows them. What the user set stays, here too: a change that would alter nothing is passed
-over.
+One table. A mitigation is a set of rules like all others: ``environment.plan`` applies those in ``Situation.changes``,
+so ``lora-rocm env --explain`` shows them. The user's own values win here too: a mitigation that would alter nothing is
+skipped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ Seen = Literal[
     "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
     "died",
 ]  # fmt: skip
-"""loader-hang: waiting for the next batch. hang: anywhere else. corruption: data or weights did not arrive as sent,
-or have changed since; no update makes a weight or moment that is not finite, so one that is found has changed, too.
-sum: gradients of several GPUs were added up wrongly. graph: a captured graph computes wrong. illegal-access: the
-device reported a fault, or was lost. died: the process ended without a word."""
+"""Kinds of failure.
+
+loader-hang: waiting for the next batch.
+hang: anywhere else.
+corruption: data or weights did not arrive as sent, or changed since. A non-finite weight or moment counts too, because
+no update makes one.
+sum: the sum of several GPUs' gradients was wrong.
+graph: a captured graph computes wrong results.
+illegal-access: the device reported a fault, or was lost.
+died: the process ended without an error message.
+"""
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
-"""exact: the bytes of the undisturbed run are still promised. rounding: its meaning is."""
+"""exact: the results stay equal to the bit to those of an undisturbed run. rounding: they agree to rounding."""
 
 SEEN_OF_CODE: dict[RestartCode, Seen] = {
     "transfer-failed": "corruption",
@@ -47,37 +54,38 @@ SEEN_OF_CODE: dict[RestartCode, Seen] = {
     "ranks-parted": "corruption",
     "sum-wrong": "sum",
 }
-"""Codes of errors that a new start, with or without changes, may cure. After any other error there is none."""
+"""Error codes after which a new start, with or without mitigations, may help. After any other error there is none."""
 
 ALWAYS = When(amd=False)
 
 
 @dataclass(frozen=True)
 class Sets:
-    """One variable, or a "setting:" with its value as JSON. ``when``: else as of the change."""
+    """One variable, or a "setting:" with its value as JSON. ``when``: None means that of the mitigation."""
 
     variable: str
     value: str | Callable[[Situation], str]
     shown: str = ""
-    """The value in words, where it depends on the situation."""
+    """The value as text if it depends on the situation."""
     when: When | None = None
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row.
+    """One mitigation.
 
     Attributes:
-        id: its name in events, in the memory of this machine and in ``Situation.changes``.
-        seen: what it answers.
-        effect: what it does to the promise of equal bytes.
-        sets: what it sets.
+        id: its name in events, in the store and in ``Situation.changes``.
+        seen: the failures that it answers.
+        effect: its effect on bit-exact results.
+        sets: the variables and settings that it sets.
         text: what the user reads.
-        phases: of the worker, in which it can help; empty: in any.
-        applies: whether it can mean anything in this run, beside ``when``.
-        most: how often it can be made (each time it goes further).
-        size: it is for runs of this size, not for the machine: remembered for such runs only. Of what the size
-            counts: see ``kept.workload_of``.
+        source: who says that it helps.
+        when: the machines that it is for.
+        phases: phases of the worker in which it can help; empty: all.
+        applies: whether it can have an effect in this run, in addition to ``when``.
+        most: how often it can be applied (each time it goes further).
+        size: None, or it is stored for runs of this size only (see ``mitigation_store.workload_of``).
     """
 
     id: str
@@ -105,7 +113,7 @@ def change_event(change_id: str, seen: str) -> ChangeEvent:
 
 
 def parts(situation: Situation) -> int:
-    """Into how many parts a micro-batch is cut: doubled by each change."""
+    """The number of parts of a micro-batch; each mitigation doubles it."""
     return 1 << situation.changes.count("micro-batch-halved")
 
 
@@ -124,7 +132,7 @@ def _on_gpu(situation: Situation) -> bool:
 
 
 def _pins(situation: Situation) -> bool:
-    """Whether batches would be pinned: asked for, or neither refused nor found to fail by the self-test."""
+    """Whether batches would be pinned: "yes", or "auto" unless the self-test found pinned copies to fail."""
     asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
     fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
     return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
@@ -135,7 +143,7 @@ def _captures(situation: Situation) -> bool:
 
 
 def _convolves_without_miopen(situation: Situation) -> bool:
-    """Only where the self-test saw torch's own convolutions pass: see ``rules_verdict.avoids_miopen``."""
+    """Whether torch's own convolutions passed the self-test: see ``selftest_rules.avoids_miopen``."""
     verdict = situation.verdict
     sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
     return sound and _on_gpu(situation)
@@ -149,8 +157,8 @@ def _recomputes_not(situation: Situation) -> bool:
     return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
 
 
-# In this order they are tried: of those for one thing seen the exact ones first, but for caching-off, with which every
-# step is several times slower.
+# Tried in this order: exact ones before others for the same failure. caching-off comes late, because it makes every
+# step several times slower.
 CHANGES: tuple[Change, ...] = (
     Change(
         "workers-0",
@@ -322,7 +330,10 @@ BY_ID: dict[str, Change] = {change.id: change for change in CHANGES}
 
 
 def known(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of this version, each as often as it can be made: what a file says may be of another one, or damaged."""
+    """The names that this version knows, each at most as often as it can be applied.
+
+    The names may come from a file of another version, or a damaged one.
+    """
     counts: Counter[str] = Counter()
     found = []
     for name in names:
@@ -333,17 +344,17 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def made(situation: Situation) -> list[Change]:
-    """The changes in force, each once, in the order of the table; unknown names (of another version) are left out."""
+    """The mitigations in force, each once, in the order of the table. Unknown names are left out."""
     counts = Counter(situation.changes)
     return [change for change in CHANGES if counts[change.id]]
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
-    """What can still be changed because of this, met in ``phase``; the mildest first.
+    """The mitigations that are left for a failure in ``phase``, the mildest first.
 
-    ``environ.plan`` says whether it would alter anything. Empty: the same is tried again, or the run ends. There is
-    nothing for memory that runs out while the base is loaded, for a loader that hangs without workers and pinning, nor,
-    on the CPU, for a hang, wrong results, an illegal access or numbers that are not finite.
+    ``environment.plan`` decides whether one would alter anything. If the list is empty, the same is tried again, or the
+    run ends. There is no mitigation if memory runs out while the base is loaded, or if a loader hangs without workers
+    and pinning. On the CPU there is none for a hang, wrong results, an illegal access or non-finite numbers.
     """
     return [
         change
@@ -376,7 +387,7 @@ def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
-    """Evidence: the day and what was met, where it is remembered from an earlier run."""
+    """Evidence: day and failure, if the mitigation is stored from an earlier run."""
 
     def evidence(situation: Situation) -> str:
         entries = situation.remembered.entries if situation.remembered is not None else ()

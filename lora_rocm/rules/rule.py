@@ -1,7 +1,7 @@
-"""What a rule about a machine is: data that says where it holds, what it sets, why, and who says so.
+"""The structure of a rule: where it holds, what it sets, why, and the source.
 
-The rows are in ``rules_amd`` (AMD), ``rules_general``, ``rules_memory``, ``rules_verdict`` and ``harms``;
-``environ.plan`` applies them.
+The rows are in ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and ``harmful_values``;
+``environment.plan`` applies them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from lora_rocm.hardware.gpu_select import Selection
 from lora_rocm.hardware.selftest_result import Verdict
 
 if TYPE_CHECKING:
-    from lora_rocm.recipe.schema import Recipe  # pydantic takes longer than the whole plan
+    from lora_rocm.recipe.schema import Recipe  # importing pydantic takes longer than the plan
     from lora_rocm.rules.mitigation_records import Remembered
 
 Profile = Literal["safe", "fast"]
 SETTING = "setting:"
-"""A rule whose variable begins so sets a field of ``host.settings.Settings``; its value is JSON."""
+"""The variable of a rule that sets a field of ``hardware.settings.Settings`` starts with this; its value is JSON."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a rule may look at."""
+    """The input of all rules."""
 
     facts: HostFacts
     selection: Selection
     environ: Mapping[str, str]
     app_dir: str
-    """The program's own folder for caches and verdicts, written as the machine of ``facts`` writes paths."""
+    """The program's folder for caches and self-test results, in the path syntax of the machine of ``facts``."""
     recipe: Recipe | None = None
     profile: Profile = "safe"
     verdict: Verdict | None = None
     ranks: int = 1
-    """Processes that train together, each on a GPU of its own."""
+    """Processes that train together, each on its own GPU."""
     changes: tuple[str, ...] = ()
-    """Names of what past failures made necessary (``host.changes``); one that went further is there several times."""
+    """Names of the mitigations in force (``rules.mitigations``); one that was applied several times is repeated."""
     remembered: Remembered | None = None
-    """What is kept about this machine for runs of any size; None: it was not asked for (a recorded machine)."""
+    """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -52,22 +52,22 @@ class Situation:
 
 @dataclass(frozen=True)
 class When:
-    """Where a rule holds: every condition that is given has to be met. As data, so that docs and tests can read it.
+    """Conditions of a rule; all given ones have to hold. They are data, so that docs and tests can read them.
 
-    A version that is not known meets no condition about it.
+    An unknown version meets no condition about it.
     """
 
     amd: bool = True
-    """Only with an AMD GPU selected."""
+    """Only if an AMD GPU is selected."""
     systems: tuple[System, ...] = ()
     generations: tuple[Generation, ...] = ()
     gfx: tuple[str, ...] = ()
     unknown_too: bool = False
-    """Also for a GPU that the table of architectures does not know."""
+    """Also for a GPU that is not in the table of architectures."""
     torch_from: str | None = None
     torch_below: str | None = None
     safe_profile: bool = False
-    """Only in the profile "safe", or where "fast" was not cleared by the self-test."""
+    """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
     hip_below: str | None = None
     aotriton_from: str | None = None
@@ -79,12 +79,12 @@ class When:
     """The machine has several AMD GPUs, visible or not."""
     several_ranks: bool | None = None
     lacks_kernels: bool = False
-    """The installed torch is known to have no kernels for this GPU."""
+    """The installed torch is known to lack kernels for this GPU."""
     wheel_has: str | None = None
     """The installed torch is known to have kernels for this architecture."""
 
     def holds(self, situation: Situation) -> bool:
-        """Whether a rule with these conditions is for this machine."""
+        """Whether a rule with these conditions applies to this machine."""
         facts, gpu = situation.facts, situation.gpu
         return (
             (gpu is not None or not self.amd)
@@ -123,11 +123,11 @@ class When:
 
 
 AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
-"""The AOTriton that a torch from this version on brings (pytorch cmake/External/aotriton.cmake)."""
+"""(torch version, AOTriton that torch bundles from that version on) (pytorch cmake/External/aotriton.cmake)."""
 
 
 def aotriton_of(facts: HostFacts) -> str | None:
-    """Version of the fused attention library: as read, else the one that this version of torch brings."""
+    """Version of the fused attention library: as read, else the one bundled with this version of torch."""
     if facts.torch is None or facts.torch.hip is None:
         return None
     if facts.torch.aotriton is not None:
@@ -137,7 +137,7 @@ def aotriton_of(facts: HostFacts) -> str | None:
 
 
 def is_fast(situation: Situation) -> bool:
-    """The profile "fast" is asked for, and the self-test has cleared it on this very stack."""
+    """Whether the profile "fast" is asked for and the self-test has cleared it on this stack."""
     return situation.profile == "fast" and situation.verdict is not None and situation.verdict.clears_fast
 
 
@@ -147,7 +147,11 @@ Value = str | Callable[[Situation], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row. ``value`` None: it does not apply after all. ``over_user``: it replaces even a value of the user."""
+    """One row.
+
+    value: None (from the function) means that the rule does not apply after all.
+    over_user: it replaces even a value of the user.
+    """
 
     id: str
     variable: Text
@@ -158,36 +162,36 @@ class Rule:
     over_user: bool = False
     reviewed: str = "2026-11-21"
     shown: tuple[str, str] = ("", "")
-    """For the documentation: variable and value in words, where they depend on the machine."""
+    """Variable and value as text for the documentation, if they depend on the machine."""
     evidence: Callable[[Situation], str] | None = None
-    """What on this very machine it rests on; added to ``why`` in its plan."""
+    """Evidence for the rule on this machine, appended to ``why`` in the plan."""
 
 
 Level = Literal["breaks", "harms", "slows", "note"]
-"""Of a finding, in order of harm: training cannot work or is wrong; it may break; it is slower; good to know."""
+"""Severity of a finding: training is impossible or wrong; it may break; it is slower; good to know."""
 
 
 @dataclass(frozen=True)
 class Harm:
-    """A value that the user set and that harms. It stays (the user's value wins), and is warned about.
+    """A harmful value that the user set. It stays, because the user's value wins, and the user is warned.
 
-    The cure is always the same: the variable is unset. ``variables`` may end in ``*``.
+    The remedy is always to unset the variable. ``variables`` may end in ``*``.
     """
 
     id: str
     variables: tuple[str, ...]
     harmful: Callable[[str, Situation], bool]
     values: str
-    """The harmful values in words, for the documentation."""
+    """The harmful values as text, for the documentation."""
     what: str
-    """What it does to training."""
+    """The effect on training."""
     source: str
     when: When = field(default_factory=When)
     level: Level = "harms"
     reviewed: str = "2026-11-21"
 
     def found(self, situation: Situation) -> list[tuple[str, str]]:
-        """Variables of the user that harm here, with their values."""
+        """The user's variables that harm here, with their values."""
         if not self.when.holds(situation):
             return []
         return [
@@ -198,7 +202,7 @@ class Harm:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.13.0+rocm7.2" is (2, 13, 0); () where there are none."""
+    """The numbers of a version: "2.13.0+rocm7.2" is (2, 13, 0); () without numbers."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 

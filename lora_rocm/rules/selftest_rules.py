@@ -1,6 +1,6 @@
-"""What follows from the self-test on this very stack: number format, attention, pinning, convolutions.
+"""Rules that follow from this stack's self-test: precision, attention, pinning, convolutions.
 
-Without a verdict no row fires, but for the number format of architectures that are known to have no bf16.
+Without a verdict only one rule applies: the precision of architectures known to have no bf16.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lora_rocm.rules.rule import Rule, Situation, When
 NAMED = 3
 FUSED = ("attention.flash", "attention.efficient", "attention.cudnn")
 ANY = When(amd=False)
-"""A verdict comes from the machine itself, whoever made the GPU."""
+"""A verdict comes from the machine itself, so the GPU's vendor does not matter."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A variable that is tried where a group of the self-test failed, and kept if the group then fails less."""
+    """A variable that is tried if a group of the self-test failed, and kept if the group then fails less."""
 
     id: str
     group: str
@@ -65,14 +65,14 @@ REMEDIES: tuple[Remedy, ...] = (
 
 
 def uses(result: Result, dtype: str) -> bool:
-    """Whether a check is one of this number format ("gemm.lora-bf16-TN" of "bf16")."""
+    """Whether a check uses a dtype ("gemm.lora-bf16-TN" uses "bf16")."""
     return dtype in re.split(r"[.-]", result.name)
 
 
 def trains_in(verdict: Verdict, dtype: str) -> bool:
-    """Whether what training in ``dtype`` needs was tried and passed: products, convolutions, plain attention, steps.
+    """Whether all checks that training in ``dtype`` needs passed: products, convolutions, plain attention, steps.
 
-    A fused attention that failed is left out (another row switches it off), and so is MIOpen where torch's own kernels
+    A failed fused attention is ignored, because another rule disables it. MIOpen is ignored if torch's own kernels
     passed.
     """
     convolutions = "conv.native" if avoids_miopen(verdict) else "conv.miopen"
@@ -83,10 +83,10 @@ def trains_in(verdict: Verdict, dtype: str) -> bool:
 
 
 def avoids_miopen(verdict: Verdict) -> bool:
-    """Convolutions fail through MIOpen and pass through torch's own kernels.
+    """Whether convolutions fail with MIOpen and pass with torch's own kernels.
 
-    Those make one product of a picture, with as many rows as it has pixels: where such tall products are wrong
-    (ROCm#6595, beyond 2**19 rows), a VAE would be wrong with them on pictures that the self-test does not try.
+    Torch's kernels compute one product per image with as many rows as the image has pixels. If such tall products are
+    wrong (ROCm#6595, beyond 2**19 rows), a VAE would be wrong on image sizes that the self-test does not try.
     """
     tall_is_wrong = bool(verdict.failed("gemm.tall"))
     return bool(verdict.failed("conv.miopen")) and verdict.passed("conv.native") and not tall_is_wrong
@@ -100,7 +100,7 @@ def _precision(situation: Situation) -> str | None:
         return None if native else json.dumps("fp16")
     wanted = ("bf16", "fp16") if native else ("fp16",)
     if gpu is None and trains_in(verdict, "bf16"):
-        return None  # another vendor's: the heavy half knows which of them have bf16
+        return None  # another vendor: the heavy half asks torch for bf16
     return json.dumps(next((dtype for dtype in wanted if trains_in(verdict, dtype)), "no"))
 
 
@@ -110,7 +110,7 @@ def _where(holds: Callable[[Verdict], object], value: str) -> Callable[[Situatio
 
 
 def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
-    """Evidence: the failed checks, the first ones by name."""
+    """Evidence: names of the first failed checks."""
 
     def evidence(situation: Situation) -> str:
         verdict = situation.verdict

@@ -1,6 +1,6 @@
-"""This machine's plan, for every command that starts a heavy process.
+"""This machine's situation and plan, for every command that starts a heavy process.
 
-Facts, stored verdict, remembered changes and recipe are put together here.
+It combines facts, stored self-test result, stored mitigations and recipe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDED_APP_DIR = {
     "linux": "~/.cache/lora-rocm",
     "macos": "~/Library/Caches/lora-rocm",
 }
-"""The program's folder on a recorded machine, where no user's home is known."""
+"""The program's folder on a recorded machine, whose user's home is unknown."""
 
 
 def situation_here(
@@ -41,9 +41,9 @@ def situation_here(
     *,
     deep: bool = False,
 ) -> Situation:
-    """The situation of a start on this machine (or on a recorded one, whose variables count instead of ours).
+    """The situation of a start on this machine, or on a recorded one with its own variables.
 
-    ``deep``: with the facts that take seconds to read.
+    ``deep``: also read slow facts.
     """
     live = facts is None
     found = probe(deep) if facts is None else facts
@@ -59,17 +59,17 @@ def situation_here(
 
 
 def _with_changes(situation: Situation, folder: Path) -> Situation:
-    """With what past runs on this machine made necessary."""
+    """The situation with the mitigations stored for this machine."""
     remembered = recall(folder, key_of(situation.facts, situation.selection))
     changes = in_force(remembered, workloads_of(situation.recipe))
     return replace(situation, changes=changes, remembered=remembered)
 
 
 def forget_here() -> str:
-    """Forget what past runs on this machine made necessary, with whatever software; what it was, in words.
+    """Forget the stored mitigations of this machine for all software stacks; return them as text.
 
     Raises:
-        StorageError: it cannot be deleted.
+        StorageError: they cannot be deleted.
     """
     system = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")
     gone = forget(app_dir(os.environ, system))

@@ -62,7 +62,7 @@ if %LR_CODE% equ 0 goto %LR_DO%
 goto back
 
 :train
-if not defined LR_ARGS echo Drop a recipe or a folder of pictures onto train.bat, or name one: train.bat RECIPE 1>&2
+if not defined LR_ARGS echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
 if not defined LR_ARGS set "LR_CODE=2"
 if not defined LR_ARGS goto back
 set "LR_ONE=%LR_ARGS:"=%"

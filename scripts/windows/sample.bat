@@ -1,5 +1,5 @@
 @echo off
-rem Draws pictures with a LoRA.   sample.bat RUN_FOLDER_OR_LORA --prompt "a cat"
+rem Draws images with a LoRA.   sample.bat RUN_FOLDER_OR_LORA --prompt "a cat"
 setlocal disabledelayedexpansion
 set "LR_FILE=%~f0"
 set "LR_DO=sample"

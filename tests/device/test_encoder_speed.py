@@ -59,7 +59,7 @@ def test_a_slow_encoder_is_switched_for_its_size(said: list[str]) -> None:
     assert gpu.ways == [True, True, False, False, False]
     assert all(torch.equal(tensor, torch.full((4,), 1.0 + 1e-6)) for tensor in kept)
     assert said == [
-        "Pictures of 1280x1280 are encoded slowly: 22.0 s each with cuDNN, 0.7 s without. From here on without it."
+        "Images of 1280x1280 are encoded slowly: 22.0 s each with cuDNN, 0.7 s without. From here on without it."
     ]
     encode(BIG[:, :640])
     assert gpu.ways[5:] == [True, True, False]  # another size is measured for itself
@@ -80,7 +80,7 @@ def test_a_sound_encoder_keeps_its_library(gpu: FakeGpu, ways: list[bool], said:
     assert gpu.ways == ways
 
 
-def test_small_pictures_are_not_looked_into(said: list[str]) -> None:
+def test_small_images_are_not_looked_into(said: list[str]) -> None:
     gpu = FakeGpu(with_s=7.0, without_s=0.1)
     watch(gpu, said)(SMALL)
     assert gpu.ways == [True] and said == []

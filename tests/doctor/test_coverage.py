@@ -92,12 +92,12 @@ LIBRARIES = (
 CONVOLUTIONS = (
     ("the default search times the driver out", "rule:miopen-find variable-miopen-search"),
     ("the exhaustive search crashes gfx1030", "code:lora_rocm/device/backend_settings.py"),
-    ("a first picture can take very long", "code:lora_rocm/device/encoder_speed.py"),
+    ("a first image can take very long", "code:lora_rocm/device/encoder_speed.py"),
     ("MIOpen can be left out, but for tall products", "rule:verdict-miopen selftest-conv"),
     ("ROCm 10.0.0 on gfx1151", "rocm-conv"),
     ("channels-last is slow", "rule:miopen-nhwc variable-nhwc-on"),
     ("caches that last", "rule:miopen-db rule:miopen-cache variable-miopen-temporary variable-miopen-no-cache"),
-    ("large pictures in tiles", "code:lora_rocm/families/ldm/encoders.py"),
+    ("large images in tiles", "code:lora_rocm/families/ldm/encoders.py"),
 )
 NOT_FROM_THERE = {
     "remembered",

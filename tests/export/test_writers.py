@@ -1,4 +1,4 @@
-"""Exported files, in the hands of their readers: the same keys, the same alphas, the same pictures."""
+"""Exported files, in the hands of their readers: the same keys, the same alphas, the same images."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_diffusers_draws_the_same(folder: Path, tmp_path: Path, kind: str, dtype
         assert_same_effect(ours, theirs, base_outputs(folder), dtype)
 
 
-def test_pictures_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_path: Path) -> None:
+def test_images_by_diffusers_are_those_of_the_live_model(folder: Path, tmp_path: Path) -> None:
     import numpy as np
 
     from lora_rocm.families.base import PreviewRequest

@@ -16,9 +16,9 @@ def raiser(error: BaseException) -> int:
     ("error", "code", "words"),
     [
         (
-            DataError("c", "No pictures.", where="pics", fix="Add some."),
+            DataError("c", "No images.", where="pics", fix="Add some."),
             2,
-            "No pictures.\n  where: pics\n  fix:   Add some.",
+            "No images.\n  where: pics\n  fix:   Add some.",
         ),
         (StorageError("c", "Disk full."), 3, "Disk full."),
         (KeyboardInterrupt(), 130, "Stopped."),

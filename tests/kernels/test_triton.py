@@ -72,7 +72,7 @@ def test_kernels_equal_their_plain_forms_on_the_gpu() -> None:
 
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """(kernel, its constants as the launches set them at the largest pictures, warps)."""
+    """(kernel, its constants as the launches set them at the largest images, warps)."""
     from lora_rocm.kernels import fingerprint_triton, geglu_triton, group_norm_triton, layer_norm_triton
 
     of_module = {

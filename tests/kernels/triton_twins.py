@@ -39,8 +39,8 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], tuple[Te
     def normal(*shape: int, mean: float = 0.0) -> Tensor:
         return (torch.randn(*shape) + mean).to(DEVICE, dtype)
 
-    rows, pictures = nn.LayerNorm(70), nn.GroupNorm(4, 72)
-    for norm in (rows, pictures):
+    rows, images = nn.LayerNorm(70), nn.GroupNorm(4, 72)
+    for norm in (rows, images):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
         norm.requires_grad_(False).to(DEVICE, dtype)
@@ -48,12 +48,12 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], tuple[Te
         "geglu": (lambda ag, f: geglu(ag.clone(), f), (normal(3, 5, 140),)),
         "norm": (lambda x, f: add_layer_norm(x, None, rows, f), (normal(3, 5, 70, mean=3),)),
         "sum and norm": (lambda x, d, f: add_layer_norm(x, d, rows, f), (normal(4, 70, mean=3), normal(4, 70))),
-        "residual": (lambda x, y, f: residual(x, y, pictures.bias, f), (normal(2, 72, 5, 8), normal(2, 72, 5, 8))),
+        "residual": (lambda x, y, f: residual(x, y, images.bias, f), (normal(2, 72, 5, 8), normal(2, 72, 5, 8))),
     }
     for side in (5,) if FEW else (5, 9):
         x, shift = normal(2, 72, side, 8, mean=5), normal(2, 72)
-        found[f"group norm, {side}"] = (lambda x, f: group_norm(x, pictures, f, silu=False), (x,))
-        found[f"sum, group norm, silu, {side}"] = (lambda x, s, f: group_norm(x, pictures, f, s), (x, shift))
+        found[f"group norm, {side}"] = (lambda x, f: group_norm(x, images, f, silu=False), (x,))
+        found[f"sum, group norm, silu, {side}"] = (lambda x, s, f: group_norm(x, images, f, s), (x, shift))
     return found
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on addre
 ROOT = Path(__file__).parents[2]
 SIDE_PX, BATCH, STEPS = 320, 8, 2
 SPARE_BYTES = 165 * 2**20
-"""Whole batches do not fit into 250 MiB, and parts of two pictures fit into 100 (measured with other numbers here)."""
+"""Whole batches do not fit into 250 MiB, and parts of two images fit into 100 (measured with other numbers here)."""
 
 
 def start(run_dir: RunDir, spare_bytes: int) -> tuple[int, str]:
@@ -41,16 +41,16 @@ def start(run_dir: RunDir, spare_bytes: int) -> tuple[int, str]:
 
 
 def prepare(root: Path, name: str) -> RunDir:
-    pictures = root / "pictures"
-    pictures.mkdir(exist_ok=True)
+    images = root / "images"
+    images.mkdir(exist_ok=True)
     for number in range(BATCH):
         pixels = random.Random(number).randbytes(3 * SIDE_PX**2)
-        Image.frombytes("RGB", (SIDE_PX, SIDE_PX), pixels).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text("a cat", encoding="utf-8")
+        Image.frombytes("RGB", (SIDE_PX, SIDE_PX), pixels).save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text("a cat", encoding="utf-8")
     run_dir = RunDir(root / name).create()
     run_dir.recipe.write_text(
         "model: {name_or_path: 'builtin:tiny-sdxl'}\n"
-        f"data: {{path: '{pictures}', resolution: {SIDE_PX}}}\n"
+        f"data: {{path: '{images}', resolution: {SIDE_PX}}}\n"
         "lora: {rank: 2, targets: 'mid_block.*(to_q|to_v)'}\n"
         f"train: {{max_train_steps: {STEPS}, batch_size: {BATCH}, mixed_precision: 'no'}}\n"
         f"runtime: {{device: cpu, threads: 1}}\ncache: {{dir: '{root / 'cache'}'}}\noutput: {{dtype: fp32}}\n",

@@ -32,7 +32,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 
-def pictures(run_dir: Path) -> list[bytes]:
+def images(run_dir: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((run_dir / "samples").rglob("*.png"))]
 
 
@@ -43,7 +43,7 @@ def test_what_is_kept_changes_no_byte_nor_does_a_change_on_the_way(material: Pat
     for way in ("keep", "recompute", "offload"):
         assert start(recipe(way), tmp_path / way)
         assert bytes_of(tmp_path / way) == bytes_of(tmp_path / "keep")
-        assert pictures(tmp_path / way) == pictures(tmp_path / "keep") != []
+        assert images(tmp_path / way) == images(tmp_path / "keep") != []
         assert not [event for event in read_events(RunDir(tmp_path / way).events()) if event["type"] == "incident"]
     assert not start(recipe("keep"), tmp_path / "changed", stop_at=1)
     assert start(recipe("offload"), tmp_path / "changed")

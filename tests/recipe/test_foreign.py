@@ -31,7 +31,7 @@ enable_bucket = true
 resolution = 1024
 batch_size = 4
   [[datasets.subsets]]
-  image_dir = 'C:/pictures'
+  image_dir = 'C:/images'
   num_repeats = 10
 """
 EASY_SCRIPTS = """
@@ -61,7 +61,7 @@ config:
     - type: sd_trainer
       network: {type: lora, linear: 16, linear_alpha: 16}
       datasets:
-        - folder_path: /pictures
+        - folder_path: /images
           resolution: [512, 768]
       train: {steps: 2000, lr: 1e-4, dtype: bf16}
       model: {name_or_path: a/b, is_flux: true}
@@ -82,15 +82,15 @@ rank = 32
 type = 'adamw_optimi'
 lr = 2e-5
 """
-DIFFUSION_PIPE_DATASET = "resolutions = [512]\n[[directory]]\npath = '/pictures'\nnum_repeats = 1\n"
+DIFFUSION_PIPE_DATASET = "resolutions = [512]\n[[directory]]\npath = '/images'\nnum_repeats = 1\n"
 SIMPLE_TUNER = {"--model_family": "sdxl", "--data_backend_config": "config/multidatabackend.json", "--lora_rank": 16}
 SIMPLE_TUNER_ENV = (
     "export MODEL_FAMILY='sdxl'\nexport DATALOADER_CONFIG=config/multidatabackend.json\nexport LORA_RANK=16\n"
 )
-SIMPLE_TUNER_DATA = [{"id": "a", "type": "local", "instance_data_dir": "/pictures", "caption_strategy": "textfile"}]
+SIMPLE_TUNER_DATA = [{"id": "a", "type": "local", "instance_data_dir": "/images", "caption_strategy": "textfile"}]
 MUSUBI = 'dit = "wan.safetensors"\nnetwork_module = "networks.lora_wan"\nnetwork_dim = 32\n'
 MUSUBI_DATASET = "[general]\nbatch_size = 1\n[[datasets]]\nimage_directory = '/a'\ncache_directory = '/b'\n"
-COMMAND_LINE = "accelerate launch sdxl_train_network.py \\\n  --network_dim=32 --train_data_dir=/pictures\n"
+COMMAND_LINE = "accelerate launch sdxl_train_network.py \\\n  --network_dim=32 --train_data_dir=/images\n"
 
 FILES = {
     "kohya.toml": (KOHYA_TOML, "kohya's sd-scripts", "network_dim is lora.rank"),

@@ -70,14 +70,14 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
     **dict.fromkeys(("model.prediction_type", "objective.min_snr_gamma", "objective.noise_offset"), "another formula"),
     "objective.zero_terminal_snr": "another table",
-    **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which pictures"),
-    **dict.fromkeys(("data.recursive", "data.exclude"), "which pictures"),
+    **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which images"),
+    **dict.fromkeys(("data.recursive", "data.exclude"), "which images"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask"), "one number a latent"),
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
-    "data.upscale": "which bucket a small picture has",
+    "data.upscale": "which bucket a small image has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
     **dict.fromkeys(("lora.alpha", "lora.use_rslora", "lora.init_from"), "another number in the same tensors"),
     "lora.type": "the adapter's title says it",
@@ -392,7 +392,7 @@ def test_each_key_of_a_recipe_was_decided_whether_it_is_part_of_the_size() -> No
 
 
 def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(start: Situation) -> None:
-    """And never for the pictures that are trained on."""
+    """And never for the images that are trained on."""
     large = changed(of_size(), "sample.width", 4096)
     (change,) = candidates("out-of-memory", "preview", replace(start, recipe=large))
     make(replace(start, recipe=large), change.id, "out-of-memory")
@@ -403,7 +403,7 @@ def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(s
     assert "4096 x 1024 px" in notices(situation_here(large))[0]
 
 
-def test_tiles_for_training_pictures_are_for_runs_of_that_size_whatever_their_previews(start: Situation) -> None:
+def test_tiles_for_training_images_are_for_runs_of_that_size_whatever_their_previews(start: Situation) -> None:
     (change,) = candidates("out-of-memory", "cache", start)
     make(start, change.id, "out-of-memory")
     for recipe_ in (of_size(), changed(of_size(), "sample.width", 4096)):

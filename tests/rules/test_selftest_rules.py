@@ -133,7 +133,7 @@ def test_convolutions() -> None:
     untried = verdict("conv.miopen", left_out=("conv.native",))
     assert "setting:miopen" not in rows(machine("windows-rx9070xt", untried))
     tall = verdict("conv.miopen", "gemm.tall-fp32-4")
-    assert "setting:miopen" not in rows(machine("windows-rx9070xt", tall)), "torch's own make tall products of pictures"
+    assert "setting:miopen" not in rows(machine("windows-rx9070xt", tall)), "torch's own make tall products of images"
     assert "setting:miopen" in rows(machine("windows-rx9070xt", verdict("conv.miopen", "gemm.lora")))
 
 

@@ -9,7 +9,10 @@ from torch import nn
 
 
 def blocks_of(unet: Any) -> list[nn.Module]:
-    """ResNets and transformer blocks that diffusers can compute again, in forward order: all but the middle's first."""
+    """ResNets and transformer blocks in forward order, except the first ResNet of the middle.
+
+    These are the blocks that diffusers can recompute.
+    """
     found: list[nn.Module] = []
     none: list[nn.Module] = []
     for part in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:

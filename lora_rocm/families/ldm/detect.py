@@ -1,4 +1,4 @@
-"""Is this a base model of a family, and one that can be trained on? Answered from configs and headers alone."""
+"""Checks from configs and headers alone that a base belongs to a family and can be trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
 MAX_NAMED = 3
 FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
-REFINER = "an SDXL refiner, which makes no pictures of its own"
+REFINER = "an SDXL refiner, which makes no images of its own"
 SD1, SD2, SD, SDXL = (
     "a Stable Diffusion 1.x model",
     "a Stable Diffusion 2.x model",
@@ -29,7 +29,7 @@ SD1, SD2, SD, SDXL = (
     "an SDXL model",
 )
 
-# The start of a pipeline's name, longest first, and what the model is.
+# (prefix of the pipeline class, description of the model); longer prefixes come first.
 PIPELINES = (
     ("StableDiffusionXLInpaint", "an SDXL inpainting model"),
     ("StableDiffusionXL", SDXL),
@@ -51,7 +51,7 @@ PIPELINES = (
     ("Kandinsky", "a Kandinsky model"),
 )
 
-# (texts in tensor names, what the file is). The first row of which every text is in some name decides.
+# (substrings of tensor names, description of the file). The first row whose substrings all occur decides.
 # Sources: CHECKPOINT_KEY_NAMES of diffusers, model_detection.py of ComfyUI.
 MARKERS = (
     (("lora_down.weight",), "a LoRA file, not a base model"),
@@ -84,22 +84,23 @@ MARKERS = (
     (("encoder.block.0.layer.0.SelfAttention.",), "a T5 text encoder"),
 )
 NO_TEXT = "a UNet alone, without text encoders and VAE"
-# Width of the text that a UNet's first attention reads: told where the file has a UNet and nothing else tells.
+# Text width that the first attention of a UNet reads -> description, for files that hold a UNet alone.
 UNETS = {768: "a Stable Diffusion 1.x UNet", 1024: "a Stable Diffusion 2.x UNet", 2048: "an SDXL UNet"}
-# The text encoders of a checkpoint, where nothing else told what it is.
+# (prefix of text encoder tensors, description), for checkpoints that no row of MARKERS recognises.
 TEXT_ENCODERS = (("conditioner.embedders.1.", SDXL), ("conditioner.embedders.0.model.", REFINER))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """By what the models of a family are recognised.
+    """Marks by which the models of a family are recognised.
 
-    title: for people. with_article: as it stands in a sentence.
-    own: what such a model is called in ``PIPELINES`` and ``MARKERS``.
-    pipeline: start of the class in a folder's model_index.json.
-    text_prefix: of the tensors of a text encoder in a one-file checkpoint that no other family has.
-    has_sizes: the UNet is conditioned on sizes and a pooled text (SDXL).
-    width: of the text that the UNet's attention reads.
+    title: name for people.
+    with_article: the name with its article.
+    own: descriptions in ``PIPELINES`` and ``MARKERS`` that belong to this family.
+    pipeline: prefix of the class in a folder's model_index.json.
+    text_prefix: prefix of text encoder tensors in a one-file checkpoint that no other family has.
+    has_sizes: the UNet is conditioned on sizes and pooled text (SDXL).
+    width: width of the text that the UNet's attention reads.
     """
 
     title: str
@@ -116,11 +117,11 @@ class Expected:
 
 
 def check(source: Source, expected: Expected) -> tuple[str, ...]:
-    """Refuse what is not a base model of the family, or cannot be trained on as it is; what is left to say of it.
+    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
 
     Raises:
         ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised,
-            config-absurd, or what reading a config or header raises.
+            config-absurd, or an error of reading a config or header.
     """
     if source.single_header is not None:
         _check_single(source, expected, source.single_header)
@@ -136,7 +137,7 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
 
 
 def _check_component(source: Source, expected: Expected, name: str) -> str:
-    """Refuse a component that is not what its config says; what is to be said of it, or nothing."""
+    """Refuse a component whose weights do not match its config. Returns a notice, or an empty string."""
     headers, prefix = source.weights(name)
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
     for header in headers:
@@ -160,18 +161,18 @@ def _check_component(source: Source, expected: Expected, name: str) -> str:
 
 
 def _named_beside(source: Source, header: Header) -> str:
-    """A sentence on tensors of a checkpoint that belong to nothing that is trained with."""
+    """A notice about tensors of a checkpoint that no component uses, or an empty string."""
     others = beside(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
     return f"The base holds tensors that are not used ({len(others)}): {named}." if others else ""
 
 
 def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
-    """Refuse a noise schedule, or a target of the prediction, that nothing here trains towards.
+    """Refuse a noise schedule or prediction type that is not supported.
 
     Args:
-        source: of the base.
-        config: of the scheduler, with the recipe's choices.
+        source: the base.
+        config: its scheduler config with the recipe's choices applied.
 
     Raises:
         ModelError: prediction-unknown, scheduler-unreadable.
@@ -191,7 +192,7 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
         levels_T = ddpm.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
         if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
             raise ValueError("the noise that it describes is none")
-        if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # previews are drawn by it
+        if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
             raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
     except UNFIT_ERRORS as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -226,11 +227,11 @@ def _check_folder(source: Source, expected: Expected) -> None:
             fix="Download the whole model.",
         )
     for name in source.layout.parts:
-        source.weights(name)  # refuses pickles, notices damage
+        source.weights(name)  # refuses pickles and damaged files
 
 
 def _is_listed(index: Mapping[str, Any], name: str) -> bool:
-    """Whether a pipeline has a part: [library, class], and [null, null] where it has none."""
+    """Whether a pipeline has a component: the index lists [library, class], or [null, null] for none."""
     entry = index.get(name)
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
@@ -259,7 +260,7 @@ def _has(header: Header, prefix: str) -> bool:
 
 
 def _unet_alone(header: Header, expected: Expected) -> str:
-    """What a file is that holds a UNet with diffusers' names, or with the original ones and no prefix."""
+    """Description of a file that holds only a UNet (diffusers names, or original names without prefix); else ""."""
     for end in (".attn2.to_k.weight", ".transformer_blocks.0.attn2.to_k.weight"):
         for name, entry in header.tensors.items():
             if name.endswith(end) and len(entry.shape) == 2:

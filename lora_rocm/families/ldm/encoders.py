@@ -1,4 +1,4 @@
-"""What SDXL caches: the VAE's posterior, and the text encoders' embeddings (only token ids when those are trained)."""
+"""SDXL's cached entries: the VAE's posterior, and text embeddings or token ids (if the text encoders are trained)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 
-ENCODING_VERSION = 1  # raised when the same weights would give other tensors
-TILING_PIXELS = 1_200_000  # larger pictures are encoded and decoded in tiles (the VAE's own, overlapping and blended)
+ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+TILING_PIXELS = 1_200_000  # larger images use the VAE's own overlapping, blended tiles
 CPU = torch.device("cpu")
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
-SMALL_TILE_PX = 512  # side of a tile where memory is short; the VAE's own tiles are of 1024, which saves little
+SMALL_TILE_PX = 512  # tile side if memory is short; the VAE's default of 1024 saves little
 
 
 class VaeEncoder:
-    """Pictures to the mean and standard deviation of the VAE's posterior, unscaled; all in float32."""
+    """Encodes images to the unscaled mean and standard deviation of the VAE's posterior, in float32.
+
+    Args:
+        source: the base model.
+        whole: the untiled encoder of the same weights, for an encoder with small tiles.
+    """
 
     entry = EntrySpec(
         "image",
@@ -40,7 +45,7 @@ class VaeEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        if self._whole is not None:  # the same weights: they are read once
+        if self._whole is not None:  # same weights, so their digest is reused
             return f"{self._whole.fingerprint}-tiles{SMALL_TILE_PX}"
         return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}"
 
@@ -65,9 +70,9 @@ class VaeEncoder:
 
 
 class TextEncoder:
-    """Captions to one CLIP's part of what ``StableDiffusionXLPipeline.encode_prompt`` makes, in float32.
+    """Encodes captions with one CLIP, its part of ``StableDiffusionXLPipeline.encode_prompt``, in float32.
 
-    The pipeline lays the states of both side by side; the pooled embedding is the second one's.
+    The pipeline concatenates the states of both encoders in width; the pooled embedding is the second one's.
     """
 
     def __init__(self, source: Source, number: int) -> None:
@@ -103,7 +108,7 @@ class TextEncoder:
 
 
 class TokenEncoder:
-    """Captions to token ids, for when the text encoders themselves are trained."""
+    """Encodes captions to token ids, used if the text encoders are trained."""
 
     entry = EntrySpec(
         "tokens", (CAPTION,), {"input_ids_1": TensorSpec("int64", "S"), "input_ids_2": TensorSpec("int64", "S")}
@@ -132,7 +137,10 @@ class TokenEncoder:
 
 
 def load_vae(source: Source, device: torch.device, small_tiles: bool = False) -> Any:
-    """The VAE in float32 (SDXL's overflows in half precision); ``small_tiles``: what its tiling is, once it is on."""
+    """Load the VAE in float32, because SDXL's overflows in half precision.
+
+    ``small_tiles`` sets the tile size that is used if tiling is turned on.
+    """
     vae: Any = source.load("vae", torch.float32, device)
     if small_tiles:
         vae.tile_sample_min_size = SMALL_TILE_PX
@@ -141,7 +149,7 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
 
 
 def tokenizer_identity(source: Source, names: Sequence[str]) -> str:
-    """A digest of the files of some tokenizers."""
+    """SHA-256 over the files of the named tokenizers."""
     folders = [source.tokenizer_path(name) for name in names]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     return _digest([f"{path.parent.name}/{path.name} {_file_digest(path)}" for path in files])

@@ -1,4 +1,4 @@
-"""What the families with a UNet, a VAE and CLIP text encoders have in common.
+"""The shared implementation of families with a UNet, a VAE and CLIP text encoders.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -28,7 +28,7 @@ from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensor
 from lora_rocm.families.ldm import detect, fused_unet, keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
-from lora_rocm.families.ldm.preview import draw_pictures
+from lora_rocm.families.ldm.preview import sample_images
 from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
 from lora_rocm.families.recompute import TOGETHER, Recomputing
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
 
 
 class LdmFamily(ABC):
-    """Implements ``ModelFamily`` but for what is a family's own.
-
-    A family sets the attributes and defines the abstract methods.
+    """Implements the shared part of ``ModelFamily``. A family sets the attributes and defines the abstract methods.
 
     Attributes:
-        layout: of its models.
-        expected: by what its models are recognised.
-        pipeline: diffusers' class, which reads LoRA files and draws previews.
+        layout: the components of its models.
+        expected: marks by which its models are recognised.
+        pipeline: diffusers' class, which loads LoRA files and samples previews.
     """
 
     name: str
@@ -72,19 +70,19 @@ class LdmFamily(ABC):
 
     @abstractmethod
     def text_example(self, rows: int) -> Tensors:
-        """What ``example`` has beside the latents."""
+        """The text tensors of ``example``: zeros with ``rows`` samples."""
 
     @abstractmethod
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
-        """The UNet's arguments beside latents and timesteps, in the model's number format."""
+        """The UNet's arguments besides latents and timesteps, in the model's dtype."""
 
     @abstractmethod
     def prompt_arguments(self, model: LoadedModel, batch: Tensors) -> dict[str, Tensor]:
-        """The pipeline's arguments of a prompt ("prompt_embeds", ...), from cached tensors on the model's device."""
+        """The pipeline's prompt arguments ("prompt_embeds", ...) from cached tensors on the model's device."""
 
     @abstractmethod
     def make_pipeline(self, unet: nn.Module, scheduler: Any) -> Any:
-        """A pipeline around UNet and scheduler alone."""
+        """A pipeline that consists of the UNet and the scheduler alone."""
 
     @abstractmethod
     def export_key(self, component: str, module: str) -> str: ...
@@ -103,10 +101,10 @@ class LdmFamily(ABC):
 
     @property
     def source(self) -> Source:
-        """The base model that the recipe names, found and recognised, with nothing loaded.
+        """The recipe's base model, found and checked but not loaded.
 
         Raises:
-            ModelError: it is missing, damaged, or not of this family, or cannot be trained on.
+            ModelError: it is missing, damaged, of another family, or cannot be trained on.
         """
         return self._recognised[0]
 
@@ -131,7 +129,7 @@ class LdmFamily(ABC):
 
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
-        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's own marks filled in."""
+        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's marks applied."""
         return self._scheduler_config(self.source)
 
     def _scheduler_config(self, source: Source) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class LdmFamily(ABC):
         return source.config("scheduler")
 
     def marks(self, source: Source) -> set[str]:
-        """What a one-file checkpoint says of its noise schedule (see ``DdpmSettings.decided``)."""
+        """Tensor names of a one-file checkpoint, which may mark its noise schedule (see ``DdpmSettings.decided``)."""
         return set() if source.single_header is None else set(source.single_header.tensors)
 
     @property
@@ -150,7 +148,7 @@ class LdmFamily(ABC):
         return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """The tokenizer of each text encoder, and how many tokens it reads."""
+        """The tokenizer and the token limit of each text encoder."""
         paths = [self.source.tokenizer_path(name) for name in self.layout.tokenizers]
         return [clip.token_limit(clip.load_tokenizer(path)) for path in paths]
 
@@ -165,11 +163,11 @@ class LdmFamily(ABC):
         return DENSE
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
-        """ResNets and transformer blocks of the UNet that diffusers can compute again: all but the middle's first."""
+        """ResNets and transformer blocks of the UNet that diffusers can recompute (see ``blocks_of``)."""
         return blocks_of(model.components["unet"])
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
-        """Of the UNet: the text encoders' activations are small."""
+        """Recompute the UNet's activations. Those of the text encoders are small and are kept."""
         unet: Any = model.components["unet"]
         unet.enable_gradient_checkpointing(run or Recomputing(model, together=TOGETHER))
 
@@ -188,7 +186,7 @@ class LdmFamily(ABC):
 
     @cached_property
     def latents(self) -> LatentSpace:
-        """The model sees ``(latents - shift) * scale``, as the pipeline decodes."""
+        """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
         config = self.source.config("vae")
         channels, factor = int(config["latent_channels"]), float(config.get("scaling_factor", 0.18215))
         if config.get("latents_mean") is not None and config.get("latents_std") is not None:
@@ -214,7 +212,7 @@ class LdmFamily(ABC):
             tensors = {name: tensor[None].to(model.device) for name, tensor in text(prompt).items()}
             return self.prompt_arguments(model, tensors)
 
-        return draw_pictures(
+        return sample_images(
             self.source,
             self.scheduler_config,
             model,
@@ -235,7 +233,7 @@ class LdmFamily(ABC):
 
     @cached_property
     def _identity(self) -> str:
-        """Of what is trained on, and of what it is trained towards. The encoders' are in the cache keys."""
+        """Identity of the trained components and of the noise schedule. The encoders' are in the cache keys."""
         parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The attention of a UNet: query, key and value of one input by one product. See ``fused_unet``."""
+"""Attention of a UNet with one matrix product for query, key and value of the same input. See ``fused_unet``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.kernels.lora_linear import lora_projections
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
-    """Give an attention layer a ``MergedProjections``, where it is the plain case and this is asked for."""
+    """Give an attention layer a ``MergedProjections`` if ``how`` asks for it and the layer is a plain one."""
     if how.projections and type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
         attention.set_processor(MergedProjections(attention))
     if isinstance(attention.processor, MergedProjections):
@@ -23,11 +23,11 @@ def merge_projections(attention: Attention, how: Fusion) -> None:
 
 
 class MergedProjections:
-    """An attention processor (diffusers' public way) that makes query, key and value of one input by one product.
+    """An attention processor that computes the projections of one input by one product.
 
-    In self-attention those are all three; in cross-attention key and value, of the text. The weights of the merged
-    layers become views of one tensor. A layer that is not the plain case, or whose weight was exchanged since, makes
-    the layers be called one by one.
+    In self-attention these are query, key and value; in cross-attention key and value of the text. The weights of the
+    merged layers become views of one tensor. If a call or layer is not the plain case, or a weight was replaced since,
+    the layers are called one by one.
     """
 
     how: Fusion

@@ -1,8 +1,8 @@
 """A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
 
-``fuse`` exchanges single modules of one UNet for subclasses that share their contents, so parameters, their names and
-everything that holds them stay. Whatever is not the plain case (masks, dropout, other norms, adapters switched off)
-goes the way of diffusers' own code.
+``fuse`` replaces modules of a UNet by subclass instances that share their contents, so parameters, their names and
+references to them stay. Anything but the plain case (masks, dropout, other norms, disabled adapters) falls back to
+diffusers' own code.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -34,9 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
-    """Exchange what ``how`` says; to be called when LoRA is injected and the weights lie where they stay.
+    """Fuse the modules that ``how`` selects. Call it after LoRA is injected and the weights are on their device.
 
-    Again with another ``how``: what was exchanged before is set to that. Weights of merged projections stay merged.
+    A second call with another ``how`` changes the settings of fused modules. Merged projection weights stay merged.
     """
     if how.channels_last:
         _lay_channels_last(unet)
@@ -57,19 +57,19 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
 
 def _lay_channels_last(unet: nn.Module) -> None:
     for module in unet.modules():
-        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA takes views of its own
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA makes its own views
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def _adopt(cls: type[M], module: nn.Module) -> M:
-    """A module of another class with the same contents (shared, not copied)."""
+    """A module of another class that shares (not copies) the contents of ``module``."""
     adopted = cls.__new__(cls)
     adopted.__dict__.update(module.__dict__)
     return adopted
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """The last norm with its SiLU."""
+    """The UNet's last norm, fused with its SiLU in the Triton form."""
 
     how: Fusion
 
@@ -80,7 +80,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
 
 class FusedSiLU(nn.SiLU):
-    """Behind ``FusedGroupNorm``, which has done it already in the Triton form."""
+    """The SiLU after ``FusedGroupNorm``; the identity in the Triton form, because the norm has applied it."""
 
     how: Fusion
 
@@ -89,7 +89,7 @@ class FusedSiLU(nn.SiLU):
 
 
 class FusedGEGLU(GEGLU):
-    """The gate of the feed-forward layer; its projection may carry a LoRA."""
+    """The gated activation of the feed-forward layer. Its projection may carry a LoRA."""
 
     how: Fusion
 
@@ -113,7 +113,10 @@ class FusedGEGLU(GEGLU):
 
 
 class FusedResnet(ResnetBlock2D):
-    """Norms with their SiLU and the sum before; biases of the convolutions join sums that are made anyway."""
+    """A ResNet block whose norms are fused with their SiLU and the preceding sum.
+
+    Biases of its convolutions are added within sums that are computed anyway.
+    """
 
     how: Fusion
 
@@ -124,14 +127,14 @@ class FusedResnet(ResnetBlock2D):
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
     def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As of the layer, with ``skip`` behind the channels of ``x``."""
+        """As the layer's; ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
         if skip_BCHW is not None:
             x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
         form = self.how.norms
         if form is None or kwargs or (self.dropout.p > 0 and self.dropout.training):
             output: Tensor = super().forward(x_BCHW, temb_BD, **kwargs)
             return output
-        h, x_BCHW = group_norm(x_BCHW, self.norm1, form)  # names are taken again, so that memory is given back
+        h, x_BCHW = group_norm(x_BCHW, self.norm1, form)  # reused names free the tensors
         h, bias = _convolved(self.conv1, h)
         shift_BC = self.time_emb_proj(F.silu(temb_BD))
         h, _ = group_norm(h, self.norm2, form, shift_BC if bias is None else shift_BC + bias)
@@ -143,14 +146,14 @@ class FusedResnet(ResnetBlock2D):
 
 
 def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(the convolution without its bias, the bias); of an adapted one the whole, and None."""
+    """(convolution without bias, its bias); for an adapted layer (its full output, None)."""
     if type(conv) in (nn.Conv2d, FrozenConv2d):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
 
 
 class FusedTransformer(Transformer2DModel):
-    """Tokens are a view of the picture where that is in channels_last; the residual gradient joins the norm's."""
+    """A transformer whose tokens are a view of a channels_last feature map; the residual gradient joins the norm's."""
 
     how: Fusion
 
@@ -190,7 +193,7 @@ class FusedTransformer(Transformer2DModel):
 
 
 class FusedBlock(BasicTransformerBlock):
-    """Residual sums together with the norms behind them."""
+    """A transformer block whose residual sums are fused with the following norms."""
 
     how: Fusion
 
@@ -234,7 +237,7 @@ class FusedBlock(BasicTransformerBlock):
 
 
 class FusedUpBlock(UpBlock2D):
-    """Skips are joined to the picture within the resnets, so that recomputing drops what was joined."""
+    """An upward block that concatenates skips within its ResNets, so that recomputation frees the concatenation."""
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -258,7 +261,7 @@ class FusedUpBlock(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
-    """The same, with attention behind each resnet."""
+    """As ``FusedUpBlock``, with attention after each ResNet."""
 
     fits = FusedUpBlock.fits
 
@@ -290,7 +293,7 @@ class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
 
 
 def _caller(module: Any) -> Run:
-    """What calls the blocks of a module: plainly, or as diffusers was told by ``enable_gradient_checkpointing``."""
+    """The function that calls the blocks of a module: a plain call, or diffusers' gradient checkpointing function."""
     recomputes = torch.is_grad_enabled() and module.gradient_checkpointing
     return module._gradient_checkpointing_func if recomputes else _call
 

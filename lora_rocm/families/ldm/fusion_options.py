@@ -1,4 +1,4 @@
-"""Which modules of a UNet are fused, and how."""
+"""Options of UNet fusion."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from lora_rocm.kernels.backend import Form, form_for
 
 @dataclass(frozen=True)
 class Fusion:
-    """What is fused, and how.
+    """Which modules are fused, and in which form.
 
-    projections: one product for query, key and value of one input. join: see ``lora_projections``.
-    geglu, norms: the form of each, or None to leave it as it is.
-    channels_last: convolutions' weights, and with them all pictures inside the UNet, in that layout.
+    projections: one product for query, key and value of one input.
+    join: see ``lora_projections``.
+    geglu, norms: the form of each; None leaves it unfused.
+    channels_last: memory layout of the convolutions' weights, and thereby of all feature maps of the UNet.
     """
 
     projections: bool = True
@@ -26,6 +27,6 @@ class Fusion:
 
 
 def fusion_for(device: torch.device, triton: bool = True) -> Fusion:
-    """What is best on a device; ``triton=False`` asks for plain PyTorch."""
+    """The best options for a device. ``triton=False`` uses plain PyTorch only."""
     form = form_for(device, triton)
     return Fusion(geglu=form, norms=form, channels_last=form == "triton")

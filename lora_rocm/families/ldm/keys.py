@@ -1,4 +1,4 @@
-"""SDXL's module names, and the names that other programs give them.
+"""Module names of SDXL, and their names in other programs.
 
 kohya, ComfyUI and A1111 name UNet blocks as the original (sgm) code counts them: one running number over all layers of
 the downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
@@ -43,11 +43,14 @@ PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "
 
 
 def sgm_name(module: str, config: Mapping[str, Any]) -> str:
-    """The original code's name of a diffusers UNet module, with dots ("input_blocks.4.1.proj_in").
+    """The original code's dotted name of a diffusers UNet module ("input_blocks.4.1.proj_in").
 
     Args:
         module: diffusers path inside the UNet ("down_blocks.1.attentions.0.proj_in").
         config: the UNet's config (layers_per_block, down_block_types, up_block_types).
+
+    Raises:
+        ValueError: it is not a module of an SDXL UNet.
     """
     for old, new in OUTER.items():
         if module == old:
@@ -77,10 +80,10 @@ def _inner(kind: str, rest: str) -> str:
 
 
 def kohya_key(component: str, module: str, unet_config: Mapping[str, Any]) -> str:
-    """The kohya name of a module, without the ``.lora_down.weight``.
+    """The kohya name of a module, without ``.lora_down.weight``.
 
-    transformers 5 moved the layers of CLIPTextModel up by one level and left those of CLIPTextModelWithProjection where
-    they were; kohya's names have ``text_model`` in both.
+    transformers 5 moved the layers of CLIPTextModel up by one level, but not those of CLIPTextModelWithProjection.
+    kohya's names have ``text_model`` in both.
     """
     if component == "unet":
         return f"{PREFIXES[component]}_{sgm_name(module, unet_config).replace('.', '_')}"

@@ -1,4 +1,4 @@
-"""Preview images with the live model, by the family's own diffusers pipeline and the Euler sampler."""
+"""Preview images from the live model, with the family's diffusers pipeline and the Euler sampler."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
 from lora_rocm.families.objectives.base import LatentSpace
 
-BATCH_PIXELS = 1024 * 1024  # pictures of one size are drawn together up to this area: small ones share a pass
+BATCH_PIXELS = 1024 * 1024  # total area of a batch of images of one size
 
 Embeddings = Callable[[str], dict[str, Tensor]]
-"""Prompt -> arguments of the pipeline ("prompt_embeds", ...), with B = 1, on the model's device."""
+"""Maps a prompt to arguments of the pipeline ("prompt_embeds", ...) with B = 1, on the model's device."""
 MakePipeline = Callable[[nn.Module, Any], Any]
-"""(UNet, scheduler) -> a pipeline around them alone: prompts come embedded, latents leave undecoded."""
+"""(UNet, scheduler) -> a pipeline of these alone. It takes embedded prompts and returns latents."""
 
 
 @torch.no_grad()
-def draw_pictures(
+def sample_images(
     source: Source,
     scheduler_config: Mapping[str, Any],
     model: LoadedModel,
@@ -37,19 +37,19 @@ def draw_pictures(
     space: LatentSpace,
     in_tiles: bool = False,
 ) -> list[Image.Image]:
-    """Draw every request, in order.
+    """Sample an image for every request, in order.
 
-    The start noise comes from a CPU generator of the request's seed, so a picture is the same on every device up to
-    rounding. The float32 VAE is loaded after the denoising and dropped at the end.
+    The initial noise comes from a CPU generator seeded per request, so an image is the same on every device up to
+    rounding. The float32 VAE is loaded after denoising and freed at the end.
 
     Args:
-        source: where the VAE comes from.
-        model: the live model; it is left as it was.
-        requests: what to draw.
-        scheduler_config: with prediction_type and rescale_betas_zero_snr decided.
+        source: the base, from which the VAE is loaded.
+        scheduler_config: with prediction_type and rescale_betas_zero_snr resolved.
+        model: the live model; it is left unchanged.
+        requests: the images to sample.
         make_pipeline: the family's.
         embeddings: see ``Embeddings``.
-        space: how VAE latents were turned into the model's.
+        space: the normalisation of the VAE's latents.
         in_tiles: decode in small tiles, whatever the size.
     """
     latents: list[Tensor | None] = [None] * len(requests)
@@ -65,7 +65,7 @@ def draw_pictures(
 
 @contextmanager
 def evaluating(modules: Any) -> Iterator[None]:
-    """Eval mode (no dropout, no recomputing), and afterwards every submodule as it was."""
+    """Eval mode (no dropout, no recomputation); restores the mode of every submodule afterwards."""
     before = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in before:
         module.training = False
@@ -79,14 +79,14 @@ def evaluating(modules: Any) -> Iterator[None]:
 def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline) -> Any:
     config = dict(scheduler_config)
     if config["rescale_betas_zero_snr"]:
-        config["timestep_spacing"] = "trailing"  # or sampling would not start from pure noise (arXiv 2305.08891, 3.3)
+        config["timestep_spacing"] = "trailing"  # so that sampling starts from pure noise (arXiv 2305.08891, 3.3)
     pipeline = make_pipeline(model.components["unet"], EulerDiscreteScheduler.from_config(config))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
-    """Indices of requests that are drawn together: the same size, steps and guidance, up to BATCH_PIXELS."""
+    """Indices of requests to sample together: equal size, steps and guidance, up to BATCH_PIXELS."""
     groups: dict[tuple[int, int, int, float], list[int]] = {}
     for index, request in enumerate(requests):
         key = (request.width, request.height, request.steps, request.guidance_scale)
@@ -145,15 +145,15 @@ def _decode(
     processor = VaeImageProcessor(vae_scale_factor=1)
     shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
     ratio = pixels_per_latent(source)
-    pictures: list[Image.Image] = []
+    images: list[Image.Image] = []
     for latents_CHW in latents:
         vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
         with plain_attention(device):
             pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
-        pictures += processor.postprocess(pixels_BCHW, output_type="pil")
-    return pictures
+        images += processor.postprocess(pixels_BCHW, output_type="pil")
+    return images
 
 
 def pixels_per_latent(source: Source) -> int:
-    """How many pixels of a side one latent stands for (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
+    """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
     return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))

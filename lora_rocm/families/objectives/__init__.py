@@ -1,1 +1,1 @@
-"""What a training step is to learn: what is drawn for a sample, the target of the prediction, and the loss."""
+"""Training objectives: the random draws of a step, the target of the prediction, and the loss."""

@@ -1,7 +1,7 @@
-"""What an objective is: it draws what a training step needs besides data, and says what the model should predict.
+"""The protocol of an objective: it draws noise and timesteps for a step, and defines the target.
 
-An objective knows no model. The family says which cached tensors it is about and how they are normalised, calls the
-model in ``predict``, and never reduces a loss: that is ``reduction``'s, the same for all families.
+An objective knows no model. The family says which cached tensors hold the latents and how they are normalised, and
+calls the model in ``predict``. The loss is reduced in ``reduction``, the same for all families.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draws:
-    """All randomness of one micro-batch, and what is looked up for it on the host: a function of the seeds alone.
+    """The random tensors of one micro-batch and the values looked up for them: a pure function of the seeds.
 
-    CPU tensors with the batch first. Timesteps may be whole or floats, one a sample or one a token.
+    CPU tensors with a batch dimension. Timesteps are integers or floats, one per sample or one per token.
     """
 
     tensors: dict[str, Tensor]
@@ -34,7 +34,7 @@ def squared(prediction: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model made of a micro-batch, and what it should have made.
+    """The model's prediction for a micro-batch, and its target.
 
     prediction: [B, ...], in the model's number format.
     target: what ``distance`` compares it with; for ``squared`` of the same shape, float32.
@@ -50,10 +50,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """Which cached tensors hold the latents, and how the model wants them: ``(latents - shift) * scale``.
+    """The cached tensors that hold the latents, and their normalisation ``(latents - shift) * scale``.
 
-    shift_C, scale_C: float32, one value a channel. mean, std: names in the batch of the posterior's two moments,
-    [B, C, ...].
+    shift_C, scale_C: float32, one value per channel.
+    mean, std: names in the batch of the posterior's mean and standard deviation, [B, C, ...].
     """
 
     shift_C: Tensor
@@ -63,17 +63,17 @@ class LatentSpace:
 
 
 class Objective(Protocol):
-    """What the loop draws by."""
+    """The protocol that the training loop uses to draw noise and timesteps."""
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
-        """Draw noise, timesteps and posterior samples for CPU tensors of one micro-batch.
+        """Draw noise, timesteps and posterior samples for one micro-batch of CPU tensors.
 
         Args:
-            batch: of which the shapes count.
-            seeds: one a sample; what is drawn for a sample depends on its seed alone.
+            batch: only its shapes are used.
+            seeds: one per sample; a sample's draws depend on its seed alone.
         """
         ...
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
-        """As ``draw``, at a fixed place of the noise schedule (0 clean .. 1 noise), for the validation loss."""
+        """As ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise), for the validation loss."""
         ...

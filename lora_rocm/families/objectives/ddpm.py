@@ -1,8 +1,8 @@
-"""The objective of discrete-time diffusion training, and its mathematics as functions on tensors.
+"""The objective of discrete-time diffusion, and its equations as functions on tensors.
 
-A noisy latent is ``x_t = signal * x_0 + noise_level * eps`` with ``signal = sqrt(alpha_bar)`` and
-``noise_level = sqrt(1 - alpha_bar)`` (DDPM, arXiv 2006.11239, eq. 4). The noise schedule itself is diffusers' own.
-Suffixes: T timesteps, B batch, C channels, H W latent height and width.
+A noisy latent is ``x_t = signal * x_0 + noise_level * eps`` with ``signal = sqrt(alpha_bar)`` and ``noise_level =
+sqrt(1 - alpha_bar)`` (DDPM, arXiv 2006.11239, eq. 4). The noise schedule itself comes from diffusers. Suffixes: T
+timesteps, B batch, C channels, H W latent height and width.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import DdpmSection
 
-PREDICTION_TYPES = ("epsilon", "v_prediction")  # that the losses here know; diffusers knows more
+PREDICTION_TYPES = ("epsilon", "v_prediction")  # supported here; diffusers has more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 
 
 @dataclass(frozen=True)
 class DdpmSettings:
-    """What a recipe says of the objective.
+    """The recipe's settings of the objective.
 
-    prediction_type: "epsilon", "v_prediction", or "auto": what the base says.
+    prediction_type: "epsilon", "v_prediction", or "auto" for the type that the base declares.
     """
 
     prediction_type: str = "auto"
@@ -39,18 +39,18 @@ class DdpmSettings:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
-        """Read the recipe's keys: the one place that does."""
+        """Read the recipe's keys. Only this function does."""
         section, model = recipe.objective, recipe.model
         assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
         return cls(model.prediction_type, section.zero_terminal_snr, section.min_snr_gamma, section.noise_offset)
 
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
-        """A base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` decided.
+        """The base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
 
         Args:
             published: the model's scheduler_config.json.
-            marks: names of tensors in a one-file checkpoint. By the convention that ComfyUI reads, a v-prediction
-                checkpoint has a tensor ``v_pred``, and ``ztsnr`` if its schedule ends in pure noise.
+            marks: tensor names of a one-file checkpoint. By ComfyUI's convention a v-prediction checkpoint has a tensor
+                ``v_pred``, and ``ztsnr`` if its schedule ends in pure noise.
         """
         prediction = self.prediction_type
         if prediction == "auto":
@@ -61,9 +61,9 @@ class DdpmSettings:
 
 @dataclass(frozen=True)
 class DdpmObjective:
-    """Implements ``Objective``: predict the noise, or the velocity, of latents that were noised by a DDPM schedule.
+    """Implements ``Objective``: predict the noise or the velocity of latents noised by a DDPM schedule.
 
-    scheduler_config: ``DdpmSettings.decided``.
+    scheduler_config: the result of ``DdpmSettings.decided``.
     """
 
     scheduler_config: Mapping[str, Any]
@@ -72,12 +72,12 @@ class DdpmObjective:
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
-        """The noise schedule to train on."""
+        """The noise schedule of training."""
         config = self.scheduler_config
         return noise_schedule(config, config["prediction_type"], bool(config["rescale_betas_zero_snr"]))
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
-        """As ``Objective.draw``; timesteps are int64 [B]."""
+        """As ``Objective.draw``. Timesteps are int64 [B]."""
         rngs = generators(seeds)
         return self._draws(batch, rngs, uniform_timesteps(rngs, len(self.schedule)))
 
@@ -87,7 +87,7 @@ class DdpmObjective:
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
-        """All that the loss needs besides the batch, also what is looked up on the host."""
+        """All tensors that the loss needs besides the batch, including those looked up on the host."""
         shape = batch[self.latents.mean].shape[1:]
         posterior = normal(rngs, shape)
         noise = offset_noise(normal(rngs, shape), rngs, self.settings.noise_offset)
@@ -107,7 +107,7 @@ class DdpmObjective:
         )
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(what the model gets, what it should predict), float32 [B, C, ...], on the device of the batch."""
+        """(model input, target), float32 [B, C, ...], on the device of the batch."""
         latents = sample_posterior(batch[self.latents.mean], batch[self.latents.std], draws["posterior"])
         shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
         latents = (latents - shift) * scale
@@ -120,9 +120,9 @@ class DdpmObjective:
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """What training needs of a scheduler config.
+    """The noise schedule of a scheduler config.
 
-    alphas_cumprod_T: float32, falling from nearly 1 (clean) to nearly 0 (noise), exactly 0 with zero terminal SNR.
+    alphas_cumprod_T: float32, falling from nearly 1 (clean) to nearly 0 (noise); exactly 0 with zero terminal SNR.
     prediction_type: "epsilon" or "v_prediction".
     """
 
@@ -133,13 +133,13 @@ class NoiseSchedule:
         return int(self.alphas_cumprod_T.shape[0])
 
     def levels(self, timesteps_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(signal_B, noise_level_B), float32: the factors of the clean latent and of the noise."""
+        """(signal_B, noise_level_B), float32: the factors of the clean latents and of the noise."""
         alphas_B = self.alphas_cumprod_T[timesteps_B]
         return alphas_B.sqrt(), (1.0 - alphas_B).sqrt()
 
 
 def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_terminal_snr: bool) -> NoiseSchedule:
-    """The schedule of a diffusers scheduler config, by diffusers' own DDPMScheduler.
+    """Build the schedule of a diffusers scheduler config with diffusers' DDPMScheduler.
 
     Args:
         config: the model's scheduler_config.json.
@@ -152,33 +152,33 @@ def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_termina
 
 
 def over(values: Tensor, like: Tensor) -> Tensor:
-    """Give values of the first dimensions of a tensor (a number a sample: [B]) ones behind, so that they broadcast."""
+    """Append dimensions of length 1 to ``values`` so that they broadcast over ``like`` (one value per sample: [B])."""
     return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))
 
 
 def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
-    """The noisy latents at the given levels (DDPM, eq. 4), for latents of any number of dimensions.
+    """Noisy latents at the given levels (DDPM, eq. 4), for latents of any number of dimensions.
 
     Args:
         latents: [B, C, ...]: images (BCHW), videos (BCTHW), ...
-        noise: of the same shape.
-        signal: [B], or more of the first dimensions, or of as many dimensions as ``latents``.
-        noise_level: likewise.
+        noise: the shape of ``latents``.
+        signal: [B], any number of leading dimensions of ``latents``, or as many dimensions as ``latents``.
+        noise_level: as ``signal``.
     """
     return over(signal, latents) * latents + over(noise_level, latents) * noise
 
 
 def velocity(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
-    """The v target (progressive distillation, arXiv 2202.00512, section 4); arguments as of ``add_noise``."""
+    """The v target (progressive distillation, arXiv 2202.00512, section 4). Arguments as in ``add_noise``."""
     return over(signal, latents) * noise - over(noise_level, latents) * latents
 
 
 def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, prediction_type: str) -> Tensor:
-    """The min-SNR-gamma weight of each sample (arXiv 2303.09556, eq. 10 and section 3.4); all 1 when gamma is 0.
+    """Min-SNR-gamma weight of each sample (arXiv 2303.09556, eq. 10 and section 3.4), float32 [B]; 1 if gamma is 0.
 
-    With ``snr = signal**2 / noise_level**2`` the weight of an epsilon loss is ``min(snr, gamma) / snr``, that of a
-    v loss ``min(snr, gamma) / (snr + 1)``. Written with the levels instead of the SNR, so that pure noise (SNR 0, zero
-    terminal SNR) needs no case: the epsilon weight is 1 there and the v weight 0.
+    With ``snr = signal**2 / noise_level**2`` the weight of an epsilon loss is ``min(snr, gamma) / snr``, and that of a
+    v loss ``min(snr, gamma) / (snr + 1)``. The formulas use the levels instead of the SNR, so pure noise (SNR 0) needs
+    no special case: the epsilon weight is 1 there, the v weight 0.
     """
     if gamma == 0:
         return torch.ones_like(signal_B)
@@ -189,29 +189,29 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
 
 
 def sample_posterior(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
-    """A sample of the VAE's diagonal Gaussian posterior (arXiv 1312.6114, section 2.4)."""
+    """A sample from the VAE's diagonal Gaussian posterior (arXiv 1312.6114, section 2.4)."""
     return mean + std * noise
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator a sample: what it draws depends on its seed alone, not on the batch or the device."""
+    """One CPU generator per sample. Its numbers depend on its seed alone, not on the batch or the device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def normal(rngs: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
-    """Standard normal numbers of ``shape`` for each sample: float32 [B, *shape]."""
+    """Standard normal noise of ``shape`` for each sample: float32 [B, *shape]."""
     return torch.stack([torch.randn(tuple(shape), generator=rng) for rng in rngs])
 
 
 def uniform_timesteps(rngs: Sequence[torch.Generator], count: int) -> Tensor:
-    """A timestep for each sample, uniform over 0 .. count - 1: int64 [B]."""
+    """One timestep per sample, uniform over 0 .. count - 1: int64 [B]."""
     return torch.cat([torch.randint(count, (1,), generator=rng) for rng in rngs])
 
 
 def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float) -> Tensor:
-    """Noise [B, C, ...] with a random shift of each channel, so that a model can learn very dark and bright images.
+    """Add a random offset per channel to noise [B, C, ...], so that a model can learn very dark and bright images.
 
-    Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing when ``strength`` is 0.
+    Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing if ``strength`` is 0.
     """
     if strength == 0:
         return noise

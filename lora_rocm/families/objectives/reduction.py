@@ -1,6 +1,6 @@
-"""From a prediction to the loss of each sample: one function for all families.
+"""Reduces a prediction to one loss per sample, for all families.
 
-Dimensions: B batch; all others are averaged over.
+Dimensions: B batch; the mean is taken over all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ channel for all). 0 leaves a place out, and what lies between counts as that sha
 
 
 def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
-    """The loss of each sample of one micro-batch on the device: float32 [B]. Draws, waits for and moves nothing."""
+    """The loss of each sample of one micro-batch on the device: float32 [B].
+
+    It draws no random numbers, does not synchronise, and copies nothing between host and device.
+    """
     prediction = family.predict(model, batch, draws)
     return reduced(prediction, batch.get(LOSS_MASK))
 
@@ -29,10 +32,10 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
 def reduced(prediction: Prediction, mask: Tensor | None = None) -> Tensor:
     """The weighted mean distance of each sample: float32 [B].
 
-    With a mask it is the mean over the masked area. A sample of which nothing is left has the loss 0.
+    With a mask the mean is taken over the masked area. A sample whose mask is empty has loss 0.
 
     Args:
-        prediction: see there; a weight a sample is multiplied in last.
+        prediction: a weight per sample is multiplied in last.
         mask: see ``LOSS_MASK``.
     """
     error = prediction.distance(prediction.prediction.float(), prediction.target)

@@ -1,4 +1,4 @@
-"""Is this a Stable Diffusion 1.x or 2.x base model, and what does a file without a scheduler config predict?"""
+"""Marks of Stable Diffusion 1.x and 2.x base models, and the prediction type of files without a scheduler config."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ V_PREDICTION_DEVIATION = 0.09
 
 
 def predicts_velocity(source: Source) -> bool:
-    """Whether a Stable Diffusion 2.x checkpoint in one file predicts the velocity; its header does not say it.
+    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity, which its header does not say.
 
-    The published 768-pixel models, which do, have a larger spread in one bias of the last block (model detection of
-    ComfyUI, ``supported_models.SD20``).
+    The published 768-pixel models predict the velocity and have a larger spread in one bias of the last block (model
+    detection of ComfyUI, ``supported_models.SD20``).
     """
     header = source.single_header
     if header is None or TELLING_BIAS not in header.tensors:

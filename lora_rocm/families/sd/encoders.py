@@ -1,4 +1,4 @@
-"""What Stable Diffusion 1.x and 2.x cache of a caption: the text encoder's last states, or token ids alone."""
+"""Caption entries of Stable Diffusion 1.x and 2.x: the text encoder's last states, or token ids alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.families.ldm.encoders import CPU, ENCODING_VERSION, tokenizer_ide
 
 
 class TextEncoder:
-    """Captions to the embeddings that ``StableDiffusionPipeline.encode_prompt`` makes, in float32."""
+    """Encodes captions to the embeddings of ``StableDiffusionPipeline.encode_prompt``, in float32."""
 
     entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD")})
 
@@ -46,7 +46,7 @@ class TextEncoder:
 
 
 class TokenEncoder:
-    """Captions to token ids, for when the text encoder itself is trained."""
+    """Encodes captions to token ids, used if the text encoder itself is trained."""
 
     entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S")})
 

@@ -50,7 +50,7 @@ LAYOUT_SD2 = Layout(
 
 
 class StableDiffusion(LdmFamily):
-    """What both versions share."""
+    """The shared part of both versions."""
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
@@ -63,7 +63,7 @@ class StableDiffusion(LdmFamily):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """Nothing: the UNet is not told sizes."""
+        """Empty: the UNet is not conditioned on sizes."""
         return {}
 
     def text_example(self, rows: int) -> Tensors:
@@ -96,7 +96,7 @@ class StableDiffusion(LdmFamily):
         )
 
     def export_key(self, component: str, module: str) -> str:
-        """As kohya names them: UNet blocks by their diffusers names, the text encoder with ``text_model``."""
+        """The kohya name: UNet modules by their diffusers names, those of the text encoder with ``text_model``."""
         if component == "unet":
             return f"lora_unet_{module.replace('.', '_')}"
         return f"lora_te_text_model_{module.removeprefix('text_model.').replace('.', '_')}"
@@ -118,7 +118,10 @@ class Sd2(StableDiffusion):
     expected = EXPECTED_SD2
 
     def published_scheduler(self, source: Source) -> dict[str, Any]:
-        """Of a one-file checkpoint what its weights say: the packaged config is of the 768-pixel model."""
+        """The scheduler config; for a one-file checkpoint the prediction type is read from the weights.
+
+        The packaged config is that of the 768-pixel model.
+        """
         config = super().published_scheduler(source)
         if source.single_file is None or source.folder != self.layout.configs:
             return config

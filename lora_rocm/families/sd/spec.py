@@ -1,4 +1,4 @@
-"""What the light half knows of Stable Diffusion 1.x and 2.x: their keys and their names."""
+"""The specifications of Stable Diffusion 1.x and 2.x for the light half: recipe sections, names and marks."""
 
 from __future__ import annotations
 

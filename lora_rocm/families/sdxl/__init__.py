@@ -1,1 +1,1 @@
-"""The SDXL family: ``spec`` is what the light half knows of it."""
+"""The SDXL family; ``spec`` is its light half."""

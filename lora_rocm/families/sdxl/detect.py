@@ -1,4 +1,4 @@
-"""Is this an SDXL base model that can be trained on?"""
+"""Marks of SDXL base models."""
 
 from __future__ import annotations
 

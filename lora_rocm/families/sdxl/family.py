@@ -58,7 +58,7 @@ class Sdxl(LdmFamily):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """SDXL's size and crop conditioning (section 2.2), in the order of ``_get_add_time_ids``: int64 [6]."""
+        """SDXL's size and crop conditioning (section 2.2), int64 [6], in diffusers' order (``_get_add_time_ids``)."""
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.int64)}
 
     def text_example(self, rows: int) -> Tensors:

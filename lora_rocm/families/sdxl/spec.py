@@ -1,4 +1,4 @@
-"""What the light half knows of SDXL: its keys and its names."""
+"""The specification of SDXL for the light half: recipe section, names and marks."""
 
 from __future__ import annotations
 

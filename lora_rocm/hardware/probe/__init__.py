@@ -1,1 +1,1 @@
-"""How the facts of a machine are found, on Linux, Windows and elsewhere. Standard library only."""
+"""Reads the facts of a machine on Linux, Windows and macOS. Standard library only."""

@@ -1,6 +1,6 @@
-"""Facts about this machine: read in milliseconds, without torch, and without ever failing.
+"""Reads facts about this machine in milliseconds, without torch and without failing.
 
-What cannot be read is in ``HostFacts.unread`` and the rest goes on. Standard library only.
+Facts that cannot be read are listed in ``HostFacts.unread``. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LIBRARY_PARTS = re.compile(r"rocm|hip|amdgpu", re.IGNORECASE)
 
 
 def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
-    """Read what can be read.
+    """Read all facts that can be read.
 
     Args:
-        deep: also what takes seconds: kernel log, events of the display driver, the database of rpm; and tools that
-            failed before are asked again.
-        sources: another world than this machine's, for tests.
+        deep: also read slow facts (kernel log, display driver events, rpm database), and retry tools that failed
+            before.
+        sources: replaces the machine's own sources in tests.
     """
     look = Look(sources or this_machine(), again=deep)
     bits = struct.calcsize("P") * 8
@@ -61,7 +61,7 @@ def _with_disk(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ROCm, HIP, MIOpen or torch read; never one whose name sounds like a secret."""
+    """The variables that ROCm, HIP, MIOpen or torch read, without any whose name suggests a secret."""
     found = {name: value for name, value in environ.items() if VARIABLES.fullmatch(name) and not SECRET.search(name)}
     found = {name: value.encode("utf-8", "replace").decode() for name, value in found.items()}
     parts = [part for part in environ.get(LIBRARY_PATH, "").split(":") if LIBRARY_PARTS.search(part)]

@@ -1,6 +1,6 @@
-"""GPUs of a Linux machine (AMD by KFD or PCI, NVIDIA, Intel), and the little that is asked of a Mac.
+"""Reads the GPUs of a Linux machine (AMD by KFD or PCI, NVIDIA, Intel), and the basics of a Mac.
 
-AMD GPUs are numbered as ROCr does: by KFD node. ``gfx_target_version`` there is the true architecture whatever
+AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture whatever
 HSA_OVERRIDE_GFX_VERSION says. Standard library only.
 """
 
@@ -32,14 +32,14 @@ WSL_POWERSHELL = "/mnt/c/Windows/System32/WindowsPowerShell/v1.0/powershell.exe"
 
 
 def linux_gpus(look: Look, wsl: bool) -> list[Gpu]:
-    """All GPUs: AMD, NVIDIA, others; each vendor numbered from 0."""
+    """All GPUs (AMD, NVIDIA, others), numbered from 0 per vendor."""
     on_bus = _display_devices(look)
     unread_before = len(look.unread)
     listed = kfd_gpus(look)
     on_bus_amd = [_amd_on_bus(look, address, device) for address, device in on_bus if device[0] == AMD]
-    if listed and len(look.unread) == unread_before:  # else a node is that of another container, or cannot be read
+    if listed and len(look.unread) == unread_before:  # else a node is unreadable or belongs to another container
         known = {gpu.pci_address for gpu in listed}
-        for gpu in on_bus_amd:  # one that the runtime has no number for, and that could compute
+        for gpu in on_bus_amd:  # a GPU that could compute, but is unknown to the runtime
             if gpu.gfx is not None and gpu.pci_address not in known:
                 look.note(f"{gpu.name} at {gpu.pci_address}", "the compute driver (KFD) does not list it")
     amd = listed or on_bus_amd
@@ -71,13 +71,13 @@ def _numbered(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def gfx_of_version(version: int) -> str | None:
-    """KFD's gfx_target_version in words: 110501 is gfx1151, 90010 is gfx90a. 0: a CPU."""
+    """The architecture of KFD's gfx_target_version: 110501 is gfx1151, 90010 is gfx90a. None for 0, a CPU."""
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}" if 0 < major < 64 and minor < 16 and step < 16 else None
 
 
 def kfd_gpus(look: Look) -> list[Gpu]:
-    """AMD GPUs in the order of their KFD nodes, which is ROCr's; none where there is no KFD."""
+    """AMD GPUs in the order of their KFD nodes, as in ROCr; empty without KFD."""
     numbers = sorted(int(name) for name in look.names(KFD_NODES) if name.isdecimal() and len(name) < 6)
     nodes = [(number, _node(look, number)) for number in numbers]
     cpus = {number for number, node in nodes if node.get("simd_count") == "0"}
@@ -91,7 +91,7 @@ def kfd_gpus(look: Look) -> list[Gpu]:
 
 def _node(look: Look, number: int) -> dict[str, str]:
     path = f"{KFD_NODES}/{number}/properties"
-    text = look.text(path)  # a GPU that this container was not given is unreadable, and ROCr leaves it out, too
+    text = look.text(path)  # unreadable if the GPU is not given to this container; ROCr skips it too
     if text is None:
         return {}
     found = dict(re.findall(r"^(\w+) (.+)$", text, re.MULTILINE))
@@ -136,7 +136,7 @@ def _address(domain: int, location: int) -> str:
 
 
 def _bank_bytes(look: Look, folder: str) -> int | None:
-    """Memory by KFD's own account, where DRM's file is missing."""
+    """Memory size from KFD's banks, used if DRM's file is missing."""
     total = 0
     for name in look.names(f"{folder}/mem_banks"):
         text = look.text(f"{folder}/mem_banks/{name}/properties") or ""
@@ -146,7 +146,7 @@ def _bank_bytes(look: Look, folder: str) -> int | None:
 
 
 def _atomics(look: Look, folder: str, cpus: set[int]) -> bool | None:
-    """Whether the link to a CPU carries atomics; None where no link says so."""
+    """Whether the link to a CPU supports PCIe atomics; None if no link gives flags."""
     for name in look.names(f"{folder}/io_links"):
         text = look.text(f"{folder}/io_links/{name}/properties") or ""
         link = dict(re.findall(r"^(\w+) (\d{1,18})$", text, re.MULTILINE))
@@ -169,7 +169,7 @@ def _amd_name(look: Look, device: str | None, pci_id: str | None) -> str:
 
 
 def _display_devices(look: Look) -> list[tuple[str, tuple[str, str]]]:
-    """Address and (vendor, device) of what is a display controller, or of AMD's that computes without a display."""
+    """(address, (vendor, device)) of display controllers, and of AMD accelerators without a display."""
     found = []
     for address in look.names(PCI_DEVICES):
         kind = look.line(f"{PCI_DEVICES}/{address}/class").lower()
@@ -182,7 +182,7 @@ def _display_devices(look: Look) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _amd_on_bus(look: Look, address: str, device: tuple[str, str]) -> Gpu:
-    """A GPU that KFD does not show: its driver is missing, or not allowed here."""
+    """An AMD GPU that KFD does not list, because its driver is missing or not allowed here."""
     folder, pci_id = f"{PCI_DEVICES}/{address}", f"{device[0]}:{device[1]}"
     gfx = gfx_of_id(pci_id)
     arch = arch_of(gfx)
@@ -200,7 +200,7 @@ def _amd_on_bus(look: Look, address: str, device: tuple[str, str]) -> Gpu:
 
 
 def _windows_gpus(look: Look) -> list[Gpu]:
-    """WSL: Linux sees no PCI device, so Windows is asked."""
+    """GPUs under WSL, read from Windows because Linux sees no PCI device."""
     if not look.exists(WSL_POWERSHELL):
         look.note("GPUs of the Windows host", "powershell.exe is not there")
         return []
@@ -214,7 +214,7 @@ def _windows_gpus(look: Look) -> list[Gpu]:
 
 
 def nvidia_gpus(look: Look) -> list[Gpu]:
-    """NVIDIA GPUs with a driver: by nvidia-smi, else by the little that /proc tells."""
+    """NVIDIA GPUs with a driver, read from nvidia-smi or else from /proc."""
     if not any(look.exists(path) for path in NVIDIA_SIGNS):
         return []
     about = look.line("/proc/driver/nvidia/version")
@@ -236,9 +236,7 @@ def _smi_gpu(row: list[str]) -> Gpu:
         integrated=False,
         pci_id=f"{NVIDIA}:{device_id.lower().removeprefix('0x')[:4]}",
         pci_address=address.lower()[-12:],
-        vram_bytes=int(mib) * MIB
-        if re.fullmatch(NUMBER, mib)
-        else None,  # "[N/A]" where it shares the machine's memory
+        vram_bytes=int(mib) * MIB if re.fullmatch(NUMBER, mib) else None,  # "[N/A]" if it shares the machine's memory
         driver=driver,
     )
 
@@ -254,7 +252,7 @@ def _nvidia_of_proc(look: Look, version_text: str) -> list[Gpu]:
 
 
 def read_macos(look: Look, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with chip and memory of a Mac."""
+    """``base`` with the chip and memory of a Mac."""
     said = look.run("sysctl", ["/usr/sbin/sysctl", "machdep.cpu.brand_string", "hw.memsize", "vm.swapusage"], 5.0) or ""
     values = dict(re.findall(r"^([\w.]+): (.*)$", said, re.MULTILINE))
     chip = values.get("machdep.cpu.brand_string", "")

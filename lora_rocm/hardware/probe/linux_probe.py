@@ -1,7 +1,8 @@
-"""A Linux machine, from /proc, /sys and text files: kernel, distribution, memory, rights, firmware. No ioctl, no root.
+"""Reads a Linux machine from /proc, /sys and text files: kernel, distribution, memory, rights, firmware.
 
-What only root may read (debugfs) and what a machine simply lacks is no fault; what is there and cannot be understood
-is noted. Sources of the file formats: kernel Documentation/admin-guide, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
+It uses no ioctl and needs no root. Files that only root may read (debugfs) or that a machine lacks are no fault; a file
+that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
+drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ LOG = re.compile(
     r"|PCI.{0,16}atomic|firmware.*fail|fail.*firmware",
     re.IGNORECASE,
 )
-"""What may be kept for the doctor, who knows what it means: rather too much than too little."""
+"""Kernel messages kept for the doctor, which interprets them. The pattern is generous on purpose."""
 LOG_ABOUT = re.compile(r"amdgpu|kfd|drm|svm_range|restore_userptr", re.IGNORECASE)
 DRM_VERSION = re.compile(r"Initialized amdgpu (\d+\.\d+)\.\d+")
 
 
 def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with what this Linux tells."""
+    """``base`` with the facts of this Linux machine."""
     look.boot = look.line("/proc/sys/kernel/random/boot_id")
     kernel = look.line("/proc/sys/kernel/osrelease")
     if not kernel:
@@ -89,13 +90,13 @@ def _cpu(look: Look) -> str:
 
 
 def _memory(look: Look) -> tuple[int | None, int | None, int | None]:
-    """Total, available and swap; in a container with a limit of its own, that."""
+    """(total, available, swap) in bytes; in a container with a memory limit, its values."""
     text = look.text("/proc/meminfo", expected=True) or ""
     found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)}
     total, available, swap = found.get("MemTotal"), found.get("MemAvailable"), found.get("SwapTotal")
     if text and total is None:
         look.note("/proc/meminfo", "no line MemTotal")
-    limit = look.line("/sys/fs/cgroup/memory.max")  # "max" where there is no limit
+    limit = look.line("/sys/fs/cgroup/memory.max")  # "max" means no limit
     if not re.fullmatch(r"\d{1,18}", limit) or total is None or int(limit) >= total:
         return total, available, swap
     used = look.number("/sys/fs/cgroup/memory.current") or 0
@@ -124,7 +125,7 @@ def _device(look: Look, path: str) -> DeviceFile:
 
 
 def _groups(look: Look) -> tuple[str, ...]:
-    """Of this process, not of the user's entry: a new group holds only after the next login."""
+    """GPU groups of this process. A group that was added to the user holds only after the next login."""
     status = look.text("/proc/self/status", expected=True) or ""
     ids = dict(re.findall(r"^(Uid|Groups):[ \t]*([\d \t]*)$", status, re.MULTILINE))
     mine = set(ids.get("Groups", "").split())
@@ -155,7 +156,7 @@ def _rocm(look: Look) -> str | None:
 
 
 def _firmware_package(look: Look, deep: bool) -> str | None:
-    """Version of the package with the GPU's firmware, from the database of dpkg, pacman or (slow, so deep) rpm."""
+    """Version of the package with the GPU's firmware, from dpkg, pacman or (slow, so only if ``deep``) rpm."""
     status = look.text("/var/lib/dpkg/status", limit=DPKG_BYTES)
     if status is not None:
         return next((version for name in DPKG_NAMES if (version := _dpkg_version(status, name))), None)
@@ -186,10 +187,10 @@ def _dpkg_version(status: str, package: str) -> str | None:
 
 
 def _with_firmware(look: Look, gpu: Gpu) -> Gpu:
-    """With the version of the scheduler's firmware, where this is root."""
+    """The GPU with the version of its scheduler firmware, if this process is root."""
     if gpu.pci_address is None or not look.sources.access(look.sources.path(DEBUG_DRI), os.R_OK | os.X_OK):
         return gpu
-    for folder in look.names(DEBUG_DRI):  # by number of card or render node, or by address: kernels differ
+    for folder in look.names(DEBUG_DRI):  # named by card, render node or address, depending on the kernel
         if gpu.pci_address not in f"{folder} {look.line(f'{DEBUG_DRI}/{folder}/name')}":
             continue
         text = look.text(f"{DEBUG_DRI}/{folder}/amdgpu_firmware_info") or ""
@@ -200,13 +201,13 @@ def _with_firmware(look: Look, gpu: Gpu) -> Gpu:
 
 
 def _log(look: Look) -> list[str] | None:
-    """The kernel's log of this boot; None where this user may not read it."""
+    """The kernel log of this boot; None if this user may not read it."""
     for command in (["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q"], ["dmesg"]):
         try:
             lines = look.sources.run(command, TOOL_TIMEOUT_S).splitlines()
         except OSError:
             continue
-        if len(lines) > 1:  # a kernel's log is never empty: an empty one is one that is not shown
+        if len(lines) > 1:  # a kernel log is never empty; an empty answer means no access
             return lines
     return None
 

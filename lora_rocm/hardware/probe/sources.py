@@ -1,6 +1,6 @@
-"""The world that the probe looks at, all of it injectable.
+"""The sources that the probe reads, all injectable.
 
-Nothing here raises for what a machine lacks: it becomes an ``Unread``. Standard library only.
+Nothing here raises for a fact that a machine lacks: it becomes an ``Unread``. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_rocm.hardware.probe.tool_cache import recalled, remember
 
 READ_BYTES = 1 << 16
 KILL_WAIT_S = 2.0
-# What would hide or rename GPUs from a tool that is asked which there are.
+# Variables that would hide or rename GPUs in the output of a tool.
 HIDING = (
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -33,17 +33,17 @@ HIDING = (
 
 
 class Registry(Protocol):
-    """The part of the Windows registry below HKEY_LOCAL_MACHINE."""
+    """The Windows registry below HKEY_LOCAL_MACHINE."""
 
     def values(self, key: str) -> dict[str, Any]:
-        """Names and values of a key. Raises OSError: there is none, or it may not be read."""
+        """Names and values of a key. Raises OSError if it is missing or forbidden."""
 
     def keys(self, key: str) -> list[str]:
-        """Names of the keys below a key. Raises OSError as ``values``."""
+        """Names of the subkeys of a key. Raises OSError as ``values``."""
 
 
 class NoRegistry:
-    """Of a system that has none."""
+    """The registry of a system without one: every key is missing."""
 
     def values(self, key: str) -> dict[str, Any]:
         raise FileNotFoundError(2, "there is no registry", key)
@@ -53,10 +53,10 @@ class NoRegistry:
 
 
 def run_tool(command: Sequence[str], timeout_s: float) -> str:
-    """What a tool writes to standard output; it and its children are killed when it does not end in time.
+    """Run a tool and return its standard output. On a timeout the tool and its children are killed.
 
     Raises:
-        OSError: it cannot be started, failed, or did not end (``TimeoutError``).
+        OSError: it cannot be started, failed, or timed out (``TimeoutError``).
     """
     seen = {name: value for name, value in os.environ.items() if name not in HIDING}
     env = without_current_folder(seen) | {"LC_ALL": "C"}
@@ -80,10 +80,10 @@ def run_tool(command: Sequence[str], timeout_s: float) -> str:
 
 
 def _kill_family(tool: subprocess.Popen[bytes]) -> None:
-    """End a tool and whatever it started, by the system's own means (psutil may not be installed yet)."""
+    """Kill a tool and its children with the system's own tools, because psutil may not be installed yet."""
     command = ["taskkill", "/T", "/F", "/PID", str(tool.pid)]
     if sys.platform != "win32":
-        command = ["sh", "-c", f"kill -9 -{tool.pid}"]  # it leads its own session, hence its own process group
+        command = ["sh", "-c", f"kill -9 -{tool.pid}"]  # it leads its own session and process group
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=KILL_WAIT_S)
     tool.kill()
@@ -106,29 +106,29 @@ def _no_version(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where facts come from. The defaults are this machine; a test gives its own."""
+    """The sources of facts. The defaults are this machine; tests replace them."""
 
     system: System
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path | None = None
-    """Folder in place of the root of the file system; a drive letter is a folder in it."""
+    """Folder that replaces the root of the file system; a drive letter is a folder in it."""
     site_packages: tuple[Path, ...] = field(default_factory=lambda: tuple(Path(entry) for entry in sys.path if entry))
     app_dir: Path | None = None
-    """Where answers of slow tools are remembered; None: nowhere."""
+    """Folder of the tool cache; None disables it."""
     run: Callable[[Sequence[str], float], str] = run_tool
     registry: Registry = field(default_factory=NoRegistry)
     access: Callable[[Path, int], bool] = os.access
     disk: Callable[[Path], tuple[int, int]] = _disk
-    """Total and free bytes of the file system that holds a path."""
+    """(total, free) bytes of the file system that holds a path."""
     memory_status: Callable[[], tuple[int, int, int]] = _no_memory_status
-    """Windows: bytes of memory, of memory that is available, and of memory with page file."""
+    """Windows: bytes of memory, of available memory, and of memory with page file."""
     file_version: Callable[[Path], str | None] = _no_version
-    """Windows: version in the resources of a DLL."""
+    """Windows: the version resource of a DLL."""
     cpu_count: int = field(default_factory=lambda: os.cpu_count() or 1)
     python: str = sys.executable
 
     def path(self, text: str) -> Path:
-        """A path of the machine, below ``root`` where there is one."""
+        """A path of the machine, below ``root`` if it is set."""
         if self.root is None:
             return Path(text)
         if text[1:2] == ":":
@@ -137,7 +137,7 @@ class Sources:
 
 
 def this_machine() -> Sources:
-    """Sources that are the machine itself."""
+    """The sources of this machine."""
     system: System = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")  # type: ignore[assignment]
     folder = app_dir(os.environ, system)
     if system == "windows":
@@ -154,23 +154,23 @@ def this_machine() -> Sources:
 
 
 class Look:
-    """One probe's reads. What cannot be read is noted and becomes None."""
+    """The reads of one probe. A fact that cannot be read is noted and becomes None."""
 
     def __init__(self, sources: Sources, again: bool = False) -> None:
         self.sources = sources
         self.again = again
-        """Ask tools anew that failed before."""
+        """Retry tools that failed before."""
         self.unread: list[Unread] = []
         self.boot = ""
-        """Changes with every start of the machine; part of what a remembered answer holds for."""
+        """Identifies this boot; part of the key of cached tool output."""
 
     def note(self, what: str, why: str | OSError) -> None:
-        """Write down what could not be read."""
+        """Record a fact that could not be read."""
         reason = why if isinstance(why, str) else (why.strerror or str(why)).lower()
         self.unread.append(Unread(what, reason))
 
     def text(self, path: str, *, expected: bool = False, limit: int = READ_BYTES) -> str | None:
-        """A file's text; one that is missing is noted only where it is ``expected``."""
+        """The text of a file, or None. A missing file is noted only if it is ``expected``."""
         try:
             with self.sources.path(path).open("rb") as file:
                 return file.read(limit).decode("utf-8", "replace")
@@ -179,21 +179,21 @@ class Look:
                 self.note(path, "not there")
         except OSError as error:
             self.note(path, error)
-        except ValueError:  # a zero byte in a name that was itself read somewhere
+        except ValueError:  # a zero byte in a name that was read from elsewhere
             self.note(path[:80].replace("\0", "?"), "no path")
         return None
 
     def line(self, path: str) -> str:
-        """A small file without the spaces around it; empty where there is none."""
+        """The stripped text of a small file; empty if it is missing."""
         return (self.text(path) or "").strip()
 
     def number(self, path: str) -> int | None:
-        """A file that holds one whole number."""
+        """The number in a file, or None."""
         found = self.text(path)
         return None if found is None else self.parsed(found.strip(), path)
 
     def parsed(self, text: str, what: str) -> int | None:
-        """A number in decimal, or in hex with 0x; anything else is noted."""
+        """A decimal number, or a hexadecimal one with 0x. Anything else is noted and gives None."""
         try:
             number = int(text, 0) if text.lower().startswith("0x") else int(text)
         except ValueError:
@@ -204,7 +204,7 @@ class Look:
         return None
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, sorted; none where it is missing."""
+        """Sorted names in a folder; empty if it is missing."""
         try:
             return sorted(os.listdir(self.sources.path(folder)))
         except (FileNotFoundError, NotADirectoryError):
@@ -214,11 +214,11 @@ class Look:
             return []
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether a file or folder exists."""
         return os.path.exists(self.sources.path(path))
 
     def values(self, key: str) -> dict[str, Any]:
-        """A key of the Windows registry; empty where it is missing."""
+        """The values of a registry key; empty if it is missing."""
         try:
             return self.sources.registry.values(key)
         except FileNotFoundError:
@@ -228,7 +228,7 @@ class Look:
             return {}
 
     def run(self, tool: str, command: Sequence[str], timeout_s: float) -> str | None:
-        """What a tool says; None, and noted, where it fails."""
+        """The output of a tool; None, and noted, if it fails."""
         try:
             return self.sources.run(command, timeout_s)
         except OSError as error:
@@ -236,9 +236,9 @@ class Look:
             return None
 
     def ask(self, tool: str, command: Sequence[str], timeout_s: float, about: str) -> str | None:
-        """What a slow tool says, remembered for this boot and ``about`` (a driver's version, a wheel).
+        """The output of a slow tool, cached for this boot and ``about`` (a driver version, a wheel).
 
-        A failure is remembered too: a tool that hangs must not cost its timeout at every start.
+        Failures are cached too: a tool that hangs must not cost its timeout at every start.
         """
         key = "\n".join([self.boot, about, *command])
         known = recalled(self.sources.app_dir, tool, key)

@@ -1,4 +1,4 @@
-"""What slow tools said, kept in one small file of the program's folder. Standard library only."""
+"""Caches the output of slow tools in one small file of the program's folder. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEMORY_FILE = "remembered.json"
 
 
 def recalled(folder: Path | None, tool: str, key: str) -> dict[str, Any] | None:
-    """What is remembered of a tool under this key. A damaged file is forgotten."""
+    """The cached entry of a tool under this key, or None. A damaged file is ignored."""
     entry = _entries(folder).get(tool)
     if not isinstance(entry, dict) or entry.get("key") != key:
         return None
@@ -24,7 +24,7 @@ def recalled(folder: Path | None, tool: str, key: str) -> dict[str, Any] | None:
 
 
 def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
-    """Keep a tool's last answer. Where nothing can be written, the next probe is just slower."""
+    """Cache a tool's last output. If the file cannot be written, the next probe is only slower."""
     if folder is None:
         return
     text = json.dumps({"format": FORMAT, "tools": {**_entries(folder), tool: entry}})

@@ -1,10 +1,10 @@
-"""The installed torch and the packages around it, read from their files. Nothing of them is imported here.
+"""Reads the installed torch and related packages from their files. Nothing is imported.
 
-What AMD wheels hold: those of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
+Contents of AMD wheels: those of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
 architecture in each name (TensileLibrary_lazy_gfx1100.dat); AMD's older ones have a package ``_rocm_sdk_libraries_*``
-with the same; AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each architecture
-(TheRock RELEASES.md; packages like amd-torch-device-gfx11 hold only attention kernels). MIOpen's databases name
-architectures that a wheel has no kernels for, so they are no proof.
+with the same; AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each architecture (TheRock
+RELEASES.md; packages like amd-torch-device-gfx11 hold only attention kernels). MIOpen's databases name architectures
+for which a wheel has no kernels, so they are no proof.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ AOTRITON = re.compile(r"libaotriton_v2\.so\.(\d+\.\d+(?:\.\d+)?)")
 VERSION_FIELD = r"^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]"
 FILE_BYTES = 1 << 20
 ASK_TIMEOUT_S = 120.0
-# torch.cuda.get_arch_list() says nothing where no GPU can be used; what it is read from always answers.
+# torch.cuda.get_arch_list() is empty without a usable GPU; the function below it always answers.
 ASK = "import torch; f = getattr(torch._C, '_cuda_getArchFlags', None); print('archs:', (f() if f else None) or '')"
 
 
 def installed(look: Look, deep: bool) -> tuple[Torch | None, dict[str, str]]:
-    """The torch that ``import torch`` would find, and the versions of packages that matter beside it."""
+    """The torch that ``import torch`` would find, and the versions of related packages."""
     libraries: dict[str, str] = {}
     torch: Torch | None = None
     for folder in look.sources.site_packages:
@@ -52,7 +52,7 @@ def _packages(look: Look, folder: Path) -> dict[str, str]:
     """Names (as in file names) and versions of the packages installed in a folder."""
     try:
         names = os.listdir(folder)
-    except OSError:  # an entry of sys.path that is no folder is usual
+    except OSError:  # sys.path often has entries that are no folders
         return {}
     found = (DIST_INFO.fullmatch(name) for name in names)
     return {one["name"].lower(): one["version"] for one in found if one}
@@ -90,13 +90,13 @@ def _text(look: Look, path: Path) -> str:
 
 
 def _field(text: str, name: str) -> str | None:
-    """A text that a Python file assigns: "hip = '7.2.53211'"; None for ``None``."""
+    """A string that a Python file assigns ("hip = '7.2.53211'"); None if it assigns ``None`` or nothing."""
     found = re.search(VERSION_FIELD.format(name=name), text, re.MULTILINE)
     return found.group(1) if found else None
 
 
 def _device_packages(look: Look, folder: Path, packages: dict[str, str]) -> tuple[str, ...] | None:
-    """AMD's multi-arch torch: its packages of kernels, perhaps none at all; None for another torch."""
+    """Architectures of the kernel packages of AMD's multi-arch torch, possibly none; None for another torch."""
     found = {one.group(1) for name in packages if (one := DEVICE_PACKAGE.fullmatch(name))}
     if found:
         return _sorted(found)
@@ -106,7 +106,7 @@ def _device_packages(look: Look, folder: Path, packages: dict[str, str]) -> tupl
 
 
 def _kernel_files(folder: Path) -> tuple[str, ...]:
-    """Architectures in the names of rocBLAS's kernel files, of torch's own or of AMD's packages beside it."""
+    """Architectures in the names of rocBLAS's kernel files, of torch itself or of AMD's library packages."""
     places = [folder / "torch" / "lib"]
     for package in folder.glob("_rocm_sdk_libraries*"):
         places += [package / "lib", package / "bin"]
@@ -125,7 +125,7 @@ def _sorted(gfx: set[str]) -> tuple[str, ...]:
 
 
 def _aotriton(folder: Path) -> str | None:
-    """Version of the bundled attention kernels, from the library's file name (Windows' has none)."""
+    """Version of the bundled attention kernels, from the library's file name. On Windows the name has none."""
     try:
         names = os.listdir(folder / "torch" / "lib")
     except OSError:
@@ -141,7 +141,7 @@ def _ask(look: Look, folder: Path, torch: Torch) -> tuple[str, ...]:
         about = f"{folder} {torch.version} {record.st_size} {record.st_mtime_ns}"
     except OSError:
         about = f"{folder} {torch.version}"
-    boot, look.boot = look.boot, ""  # a wheel stays what it is when the machine is started anew
+    boot, look.boot = look.boot, ""  # the answer about a wheel outlives a reboot
     said = look.ask("torch", python_command("-c", ASK, python=look.sources.python), ASK_TIMEOUT_S, about)
     look.boot = boot
     found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The calls of Windows that the probe makes: registry, memory, versions of DLLs. Standard library only.
+"""The Windows API calls of the probe: registry, memory, versions of DLLs. Standard library only.
 
 Importable everywhere; the functions work on Windows alone.
 """
@@ -24,7 +24,7 @@ class RealRegistry:
             return {name: value for name, value, _ in (api.EnumValue(opened, number) for number in range(count))}
 
     def keys(self, key: str) -> list[str]:
-        """Names of the keys below a key."""
+        """Names of the subkeys of a key below HKEY_LOCAL_MACHINE."""
         import winreg as registry
 
         api: Any = registry
@@ -33,10 +33,10 @@ class RealRegistry:
 
 
 def memory_status() -> tuple[int, int, int]:
-    """Bytes of memory, of memory that is available, and of memory with page file. Only on Windows.
+    """Bytes of memory, of available memory, and of memory with page file. Only on Windows.
 
     Raises:
-        OSError: Windows does not answer.
+        OSError: the call fails.
     """
     import ctypes
 
@@ -56,7 +56,7 @@ def memory_status() -> tuple[int, int, int]:
 
 
 def file_version(path: Path) -> str | None:
-    """Version in the resources of a DLL, "10.0.3551.0"; None where it has none. Only on Windows."""
+    """The version resource of a DLL, "10.0.3551.0"; None without one. Only on Windows."""
     import ctypes
 
     api: Any = ctypes
@@ -69,7 +69,7 @@ def file_version(path: Path) -> str | None:
         return None
     if not library.VerQueryValueW(data, "\\", ctypes.byref(found), ctypes.byref(length)) or not found.value:
         return None
-    # VS_FIXEDFILEINFO: signature and structure version, then the file's version in two words of 32 bits
+    # VS_FIXEDFILEINFO: signature and structure version, then the file version as two 32-bit words
     words = ctypes.string_at(found.value + DLL_BYTES_OF_VERSION, 8)
     high, low = int.from_bytes(words[:4], "little"), int.from_bytes(words[4:], "little")
     return f"{high >> 16}.{high & 0xFFFF}.{low >> 16}.{low & 0xFFFF}"

@@ -1,7 +1,7 @@
-"""A Windows machine, from its registry, its DLLs and hipInfo.exe. Standard library only, and importable everywhere.
+"""Reads a Windows machine from its registry, its DLLs and hipInfo.exe. Standard library only, importable everywhere.
 
-HSA_OVERRIDE_GFX_VERSION does not reach HIP on Windows, so hipInfo's gcnArchName is the true architecture.
-Sources: learn.microsoft.com (display class keys, TDR registry keys, GlobalMemoryStatusEx); TheRock
+HSA_OVERRIDE_GFX_VERSION does not reach HIP on Windows, so hipInfo's gcnArchName is the true architecture. Sources:
+learn.microsoft.com (display class keys, TDR registry keys, GlobalMemoryStatusEx); TheRock
 docs/development/windows_support.md (hipInfo in the environment's Scripts).
 """
 
@@ -51,7 +51,7 @@ TOOL_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class Adapter:
-    """A display adapter as the registry describes it."""
+    """A display adapter in the registry."""
 
     name: str
     pci_id: str
@@ -62,7 +62,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Hip:
-    """A GPU as hipInfo lists it, in HIP's order."""
+    """A GPU in hipInfo's list, which has HIP's order."""
 
     name: str
     gfx: str
@@ -70,7 +70,7 @@ class Hip:
 
 
 def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with what this Windows tells."""
+    """``base`` with the facts of this Windows machine."""
     look.boot = str(look.values(BOOT_KEY).get("BootId", ""))
     adapters = _adapters(look)
     gpus = gpus_of_adapters(adapters, _hip(look, adapters))
@@ -132,7 +132,7 @@ def _adapters(look: Look) -> list[Adapter]:
 
 
 def _adapter(values: Mapping[str, Any]) -> Adapter | None:
-    r"""From the values of its key; None for a virtual one. MatchingDeviceId is "PCI\VEN_1002&DEV_744C&..."."""
+    r"""The adapter in a registry key's values; None if virtual. MatchingDeviceId is "PCI\VEN_1002&DEV_744C&..."."""
     found = re.search(r"VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", str(values.get("MatchingDeviceId", "")), re.IGNORECASE)
     if found is None:
         return None
@@ -150,7 +150,7 @@ def _adapter(values: Mapping[str, Any]) -> Adapter | None:
 
 
 def adapters_from_json(look: Look, text: str) -> list[Adapter]:
-    """Adapters from what ``ADAPTERS_SCRIPT`` printed: a table, or a list of tables."""
+    """Adapters from the output of ``ADAPTERS_SCRIPT``: a JSON object, or a list of them."""
     try:
         found = json.loads(text.lstrip("\ufeff").strip() or "[]")
     except (ValueError, RecursionError):
@@ -161,7 +161,7 @@ def adapters_from_json(look: Look, text: str) -> list[Adapter]:
 
 
 def _hip(look: Look, adapters: Sequence[Adapter]) -> list[Hip]:
-    """GPUs as HIP numbers them; none without hipInfo, which comes with AMD's wheels."""
+    """GPUs in HIP's order; empty without hipInfo, which comes with AMD's wheels."""
     amd = [adapter for adapter in adapters if adapter.pci_id[:4] == "1002"]
     tool = Path(look.sources.python).parent / "hipInfo.exe"
     if not amd or not tool.exists():
@@ -174,7 +174,7 @@ def _hip(look: Look, adapters: Sequence[Adapter]) -> list[Hip]:
 
 
 def hip_info(text: str) -> list[Hip]:
-    """The GPUs in hipInfo's output."""
+    """Parse the GPUs in hipInfo's output."""
     gpus = []
     for block in re.split(r"^device#", text, flags=re.MULTILINE)[1:]:
         values = dict(re.findall(r"^\s*(\w+):[ \t]*(\S.*?)\s*$", block, re.MULTILINE))
@@ -186,7 +186,7 @@ def hip_info(text: str) -> list[Hip]:
 
 
 def gpus_of_adapters(adapters: Sequence[Adapter], hips: Sequence[Hip] = ()) -> list[Gpu]:
-    """GPUs; AMD's in HIP's order where hipInfo was read, and otherwise in that of the registry."""
+    """GPUs of the adapters. AMD's are in HIP's order if hipInfo was read, else in the registry's."""
     left = list(adapters)
     gpus = []
     for hip in hips:

@@ -47,7 +47,7 @@ def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
             assert encoded[name].tolist() == expected
 
 
-def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
+def test_images_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     pixels = torch.rand(3, 64, 48) * 2 - 1
     encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: pixels})
@@ -58,7 +58,7 @@ def test_pictures_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
     assert encoded["latent_mean"].shape == (4, 8, 6)
 
 
-def test_large_pictures_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
     whole = encode({IMAGE: pixels})["latent_mean"]
@@ -134,7 +134,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
     assert [bool(lost) for lost in lost_ends(captions, [token_limit(tokenizer)])] == long and 20 < sum(long) < 280
 
 
-def test_pictures_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     monkeypatch.setattr(encoders, "plain_attention", lambda device: entered.append(device) or nullcontext())
     Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: torch.zeros(3, 64, 64)})

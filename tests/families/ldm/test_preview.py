@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 REQUEST = PreviewRequest("a red cat", "", 64, 48, 3, 4.0, 7)
 
 
-def pixels(picture: Image.Image) -> np.ndarray:
-    return np.asarray(picture).astype(int)
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
 
 
 def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torch.float32, **sections: dict) -> list:
@@ -35,7 +35,7 @@ def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("negative", ["", "dog"])
-def test_a_preview_is_the_pipeline_s_picture(tiny_sdxl: Path, guidance: float, negative: str) -> None:
+def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, negative: str) -> None:
     request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative)
     (ours,) = draw(tiny_sdxl, [request])
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
@@ -53,14 +53,14 @@ def test_a_preview_is_the_pipeline_s_picture(tiny_sdxl: Path, guidance: float, n
 
 
 def test_seeds_prompts_and_batches(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture depends on its own request, not on what is drawn with it."""
+    """An image depends on its own request, not on what is drawn with it."""
     requests = [REQUEST, replace(REQUEST, seed=8), replace(REQUEST, prompt="dog"), replace(REQUEST, width=80), REQUEST]
-    together = [pixels(picture) for picture in draw(tiny_sdxl, requests)]
+    together = [pixels(image) for image in draw(tiny_sdxl, requests)]
     assert abs(together[0] - together[4]).max() <= 1
     assert all(abs(together[0] - together[i]).max() > 3 for i in (1, 2))
     assert together[3].shape == (48, 80, 3)
     monkeypatch.setattr(preview, "BATCH_PIXELS", 1)
-    alone = [pixels(picture) for picture in draw(tiny_sdxl, requests)]
+    alone = [pixels(image) for image in draw(tiny_sdxl, requests)]
     assert all(abs(a - b).max() <= 1 for a, b in zip(together, alone, strict=True))
 
 
@@ -122,7 +122,7 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
     assert abs(pixels(before) - pixels(after)).max() > 1
 
 
-def test_large_pictures_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, width=128, height=128)
     (whole,) = draw(tiny_sdxl, [request])
     monkeypatch.setattr(preview, "TILING_PIXELS", 128 * 128 - 1)
@@ -149,7 +149,7 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
     assert whole.size == tiled.size and abs(pixels(whole) - pixels(tiled)).max() > 0
 
 
-def test_pictures_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     monkeypatch.setattr(preview, "plain_attention", lambda device: entered.append(device) or nullcontext())
     draw(tiny_sdxl, [REQUEST])
