@@ -2,8 +2,8 @@
 
 usage: python benchmarks/full_size_sdxl.py ROOT [--steps 100] [--batches 1,4] [--toy] [--json FILE]
 
-Makes a random SDXL from the published configs (no download; 7 GB under ROOT) and 16 pictures, then runs
-``lora-rocm train`` from pictures to exported file for each batch size and reads the figures from its events.
+Makes a random SDXL from the published configs (no download; 7 GB under ROOT) and 16 images, then runs
+``lora-rocm train`` from images to exported file for each batch size and reads the figures from its events.
 ``--toy`` rehearses on the CPU with the builtin model.
 """
 
@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-PICTURES = 16
+IMAGES = 16
 WARM_UP_STEPS = 10
 
 
-def make_pictures(folder: Path, side_px: int) -> None:
+def make_images(folder: Path, side_px: int) -> None:
     """Blurred noise in three shapes, so that there are several buckets."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         width, height = [
             (side_px, side_px),
             (side_px * 5 // 4, side_px * 4 // 5),
@@ -40,7 +40,7 @@ def make_pictures(folder: Path, side_px: int) -> None:
         ][number % 3]
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
         coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number:02d}.jpg", quality=92)
-        (folder / f"{number:02d}.txt").write_text(f"picture number {number}, blurred colours", encoding="utf-8")
+        (folder / f"{number:02d}.txt").write_text(f"image number {number}, blurred colours", encoding="utf-8")
 
 
 def make_model(folder: Path) -> None:
@@ -71,7 +71,7 @@ def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> di
     recipe = root / "bench.yaml"
     recipe.write_text(
         f"model: {{name_or_path: '{model}'}}\n"
-        f"data: {{path: '{root / 'pictures'}', resolution: {side_px}, bucket_step: {64 if side_px > 256 else 32}}}\n"
+        f"data: {{path: '{root / 'images'}', resolution: {side_px}, bucket_step: {64 if side_px > 256 else 32}}}\n"
         "lora: {rank: 16, targets: attention}\n"
         f"train: {{max_train_steps: {steps}, batch_size: {batch_size}}}\n"
         f"cache: {{dir: '{root / 'cache'}'}}\noutput: {{save_every_n_steps: {steps}}}\n",
@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     options.root.mkdir(parents=True, exist_ok=True)
     side_px = 128 if options.toy else 1024
-    make_pictures(options.root / "pictures", side_px)
+    make_images(options.root / "images", side_px)
     model = "builtin:tiny-sdxl" if options.toy else str(options.root / "model")
     if not options.toy and not (options.root / "model" / "unet").is_dir():
         make_model(options.root / "model")

@@ -1,4 +1,4 @@
-"""Targets of the fuzz that are what users give: recipes, pictures, captions, weights, LoRAs, and cache entries."""
+"""Targets of the fuzz that are what users give: recipes, images, captions, weights, LoRAs, and cache entries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_recipe(path: Path) -> None:
 
 
 @cache
-def _pictures() -> tuple[bytes, ...]:
+def _images() -> tuple[bytes, ...]:
     from PIL import Image
 
     found = []
@@ -91,20 +91,20 @@ def _pictures() -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def picture(rng: random.Random) -> bytes:
-    """A damaged picture of some format."""
-    return damaged(rng, rng.choice(_pictures()), _pictures())
+def image(rng: random.Random) -> bytes:
+    """A damaged image of some format."""
+    return damaged(rng, rng.choice(_images()), _images())
 
 
-def read_picture(path: Path) -> None:
+def read_image(path: Path) -> None:
     """Size from the header, and the pixels where they are few."""
-    from lora_rocm.dataset.image_io import UnreadablePicture, decode, read_header
+    from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
 
     try:
         width, height = read_header(path).size
         if width * height <= MAX_DECODED_PIXELS:
             assert decode(path.read_bytes()).mode == "RGB"
-    except UnreadablePicture as error:
+    except UnreadableImage as error:
         raise Refused(str(error)) from None
 
 
@@ -286,8 +286,8 @@ def _saved() -> dict[str, bytes]:
     import datasets
 
     datasets.disable_progress_bars()
-    picture_bytes = _pictures()[0]
-    rows = {"image": [{"bytes": picture_bytes, "path": None}, {"bytes": None, "path": "a.png"}], "text": ["a", "b"]}
+    image_bytes = _images()[0]
+    rows = {"image": [{"bytes": image_bytes, "path": None}, {"bytes": None, "path": "a.png"}], "text": ["a", "b"]}
     with tempfile.TemporaryDirectory() as folder:
         datasets.Dataset.from_dict(rows).save_to_disk(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -303,12 +303,12 @@ def dataset(rng: random.Random) -> bytes:
 
 
 def read_dataset(path: Path) -> None:
-    """Every caption, and where every picture is."""
+    """Every caption, and where every image is."""
     from lora_rocm.dataset import hf_datasets as rows
     from lora_rocm.recipe.schema import DataSection, DataSource
 
     rows._open.cache_clear()
-    rows._pictures.cache_clear()
+    rows._images.cache_clear()
     name, _, content = path.read_bytes().partition(b"\n")
     folder = path.parent / "saved"
     folder.mkdir(exist_ok=True)
@@ -318,7 +318,7 @@ def read_dataset(path: Path) -> None:
     for row, caption in rows.rows_of(source):
         assert caption is None or isinstance(caption, str | rows.UnreadableCell)
         try:
-            place = rows.picture_in(row)
+            place = rows.image_in(row)
         except rows.UnreadableCell as error:
             assert str(error)
             continue

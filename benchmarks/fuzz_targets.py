@@ -39,7 +39,7 @@ TARGETS = (
     Target("recipe-lines", "fuzz.yaml", fuzz_inputs.recipe_text, fuzz_inputs.read_recipe),
     Target("recipe-bytes", "fuzz.yaml", fuzz_inputs.recipe_bytes, fuzz_inputs.read_recipe),
     Target("recipe-tree", "fuzz.yaml", fuzz_inputs.recipe_tree, fuzz_inputs.read_recipe),
-    Target("picture", "fuzz.png", fuzz_inputs.picture, fuzz_inputs.read_picture),
+    Target("image", "fuzz.png", fuzz_inputs.image, fuzz_inputs.read_image),
     Target("caption", "fuzz.txt", fuzz_inputs.caption, fuzz_inputs.read_caption),
     Target("weights", "fuzz.safetensors", fuzz_inputs.weight_file, fuzz_inputs.read_weights),
     Target("cache-entry", "fuzz.safetensors", fuzz_inputs.cache_entry, fuzz_inputs.read_entry),

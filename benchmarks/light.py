@@ -1,6 +1,6 @@
-"""Times what a user waits for before anything is trained: the command line's help, and the check of 1,000 pictures.
+"""Times what a user waits for before anything is trained: the command line's help, and the check of 1,000 images.
 
-    python benchmarks/light.py [--pictures 1000] [--json FILE]
+    python benchmarks/light.py [--images 1000] [--json FILE]
 
 Goals on 2 CPU cores: help under 0.3 s, check under 3 s.
 """
@@ -26,12 +26,12 @@ train: {{max_train_steps: 100}}
 """
 
 
-def make_pictures(folder: Path, count: int) -> None:
+def make_images(folder: Path, count: int) -> None:
     """``count`` distinct JPEG files of camera sizes, each with a caption."""
     for number in range(count):
-        picture = Image.new("RGB", SIZES[number % len(SIZES)], (number % 256, number // 256, 99))
-        picture.save(folder / f"{number:05d}.jpg", quality=50)
-        (folder / f"{number:05d}.txt").write_text(f"picture {number}\n", encoding="utf-8")
+        image = Image.new("RGB", SIZES[number % len(SIZES)], (number % 256, number // 256, 99))
+        image.save(folder / f"{number:05d}.jpg", quality=50)
+        (folder / f"{number:05d}.txt").write_text(f"image {number}\n", encoding="utf-8")
 
 
 def seconds(arguments: list[str], repeats: int) -> float:
@@ -53,20 +53,20 @@ def seconds(arguments: list[str], repeats: int) -> float:
 def main() -> None:
     """Measure, print a line each, and write them as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lora-rocm-bench-") as name:
         folder = Path(name)
-        (folder / "pictures").mkdir()
-        make_pictures(folder / "pictures", options.pictures)
+        (folder / "images").mkdir()
+        make_images(folder / "images", options.images)
         recipe = folder / "recipe.yaml"
-        recipe.write_text(RECIPE.format(folder=json.dumps(str(folder / "pictures"))), encoding="utf-8")
+        recipe.write_text(RECIPE.format(folder=json.dumps(str(folder / "images"))), encoding="utf-8")
         measured = {
             "help_s": seconds(["--help"], 7),
             "check_recipe_s": seconds(["check", str(recipe), "--schema-only"], 5),
             "check_first_time_s": seconds(["check", str(recipe)], 1),  # weighs the model; then remembered
-            f"check_{options.pictures}_pictures_s": seconds(["check", str(recipe)], 3),
+            f"check_{options.images}_images_s": seconds(["check", str(recipe)], 3),
         }
     for what, value in measured.items():
         print(f"{what:28} {value:6.2f}")

@@ -89,7 +89,7 @@ def cases(toy: bool) -> list[Case]:
 
 
 def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
-    """Of no pictures: nothing here looks at them."""
+    """Of no images: nothing here looks at them."""
     base = "random:builtin:tiny-sdxl" if toy else "random:sdxl"
     return recipe_from(
         {

@@ -16,7 +16,7 @@ PARTS = {
     "crashes": "a run that is killed, at every write and at random moments: the bytes of the undisturbed one",
     "disk": "a disk that is full at every write of a run",
     "memory": "memory that runs out, by a hard limit and by injection",
-    "fuzz": "recipes, pictures, weights and event logs that are damaged",
+    "fuzz": "recipes, images, weights and event logs that are damaged",
 }
 
 

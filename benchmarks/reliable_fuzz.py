@@ -1,4 +1,4 @@
-"""Damaged files without end: recipes, pictures, captions, weights, LoRAs, cache entries, checkpoints, logs, and more.
+"""Damaged files without end: recipes, images, captions, weights, LoRAs, cache entries, checkpoints, logs, and more.
 
     python benchmarks/reliability.py fuzz [--minutes 20] [--seed 0] [--target NAME]...
     python benchmarks/reliability.py fuzz --case NAME:SEED:NUMBER [--keep FILE]     one case again, with its traceback

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/reliability.py memory ROOT [--caps-gib 24,12] [--steps 4] [--batch 16] [--toy] [--json FILE]
 
-Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and pictures of 1024 px, and
+Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and images of 1024 px, and
 lets ``lora-rocm train`` run at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap
 as it gets an APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), supervisor and worker are the real
 ones. It passes where each run finishes with the effective batch that was asked for. ``--toy``: the builtin model on the
@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.full_size_sdxl import make_model, make_pictures
+from benchmarks.full_size_sdxl import make_images, make_model
 from benchmarks.limited_worker import PRECISE, SPARE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def write_recipe(root: Path, options: argparse.Namespace, side_px: int, model: s
     device = "runtime: {device: cpu, threads: 1}\n" if options.toy else ""
     recipe.write_text(
         f"model: {{name_or_path: '{model}'}}\n"
-        f"data: {{path: '{root / 'pictures'}', resolution: {side_px}}}\n"
+        f"data: {{path: '{root / 'images'}', resolution: {side_px}}}\n"
         "lora: {rank: 16, targets: attention}\n"
         f"train: {{max_train_steps: {options.steps}, batch_size: {options.batch}, seed: 1}}\n{device}"
         f"cache: {{dir: '{root / 'cache'}'}}\n"
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     options.batch = options.batch or (TOY_BATCH if options.toy else 16)
     root, side_px = options.root.resolve(), TOY_SIDE_PX if options.toy else 1024
     root.mkdir(parents=True, exist_ok=True)
-    make_pictures(root / "pictures", side_px)
+    make_images(root / "images", side_px)
     model = "builtin:tiny-sdxl" if options.toy else str(root / "model")
     if not options.toy and not (root / "model" / "unet").is_dir():
         make_model(root / "model")
@@ -176,5 +176,5 @@ def main(argv: list[str]) -> int:
     good = [
         row["finished"] and row["steps"] == options.steps and row.get("difference", 0.0) <= TOLERANCE for row in rows
     ]
-    print(f"{sum(good)} of {len(rows)} runs finished {options.steps} updates of {options.batch} pictures each")
+    print(f"{sum(good)} of {len(rows)} runs finished {options.steps} updates of {options.batch} images each")
     return 0 if all(good) else 1

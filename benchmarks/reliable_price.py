@@ -433,16 +433,16 @@ def recipe_of(root: Path, options: argparse.Namespace) -> Recipe:
     """Batch 1, one bucket, so that all steps are alike."""
     toy = options.toy
     side_px = 64 if toy else 1024
-    pictures = root / "pictures of one size"
-    pictures.mkdir(parents=True, exist_ok=True)
+    images = root / "images of one size"
+    images.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
     for number in range(4):
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
-        coarse.resize((side_px, side_px), Image.Resampling.BICUBIC).save(pictures / f"{number}.png")
+        coarse.resize((side_px, side_px), Image.Resampling.BICUBIC).save(images / f"{number}.png")
     return recipe_from(
         {
             "model": {"name_or_path": MODELS[toy]},
-            "data": {"path": str(pictures), "resolution": side_px, "bucket_step": 32},
+            "data": {"path": str(images), "resolution": side_px, "bucket_step": 32},
             "lora": {"rank": options.rank, "targets": options.targets},
             "train": {
                 "max_train_steps": 10**6,

@@ -28,7 +28,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 
 WARM_UP = 10
-PICTURES = 16
+IMAGES = 16
 PARTS = ("step_s", "loading_s", "copy_s", "check_s", "wait_s")
 DEADLINE_S = 400.0
 BASES = {True: "builtin:tiny-sdxl", False: "random:stabilityai/stable-diffusion-xl-base-1.0"}
@@ -37,20 +37,20 @@ Row = dict[str, Any]
 
 
 def write_recipe(root: Path, *, toy: bool) -> Path:
-    """One bucket of square pictures; previews and held-out samples are none of this."""
+    """One bucket of square images; previews and held-out samples are none of this."""
     side_px = 64 if toy else 1024
-    pictures = root / "pictures"
-    pictures.mkdir(parents=True, exist_ok=True)
-    for number in range(PICTURES):
+    images = root / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    for number in range(IMAGES):
         Image.linear_gradient("L").resize((side_px, side_px)).rotate(20 * number).convert("RGB").save(
-            pictures / f"{number:02}.png"
+            images / f"{number:02}.png"
         )
-        (pictures / f"{number:02}.txt").write_text(f"a zibu, number {number}", encoding="utf-8")
+        (images / f"{number:02}.txt").write_text(f"a zibu, number {number}", encoding="utf-8")
     recipe = root / "scaling.yaml"
     recipe.write_text(
         f"""
 model: {{name_or_path: '{BASES[toy]}'}}
-data: {{path: '{pictures}', resolution: {side_px}, bucket_step: 16}}
+data: {{path: '{images}', resolution: {side_px}, bucket_step: 16}}
 lora: {{rank: {2 if toy else 16}, targets: attention}}
 train: {{max_train_steps: 30, mixed_precision: '{"no" if toy else "bf16"}'}}
 runtime: {{device: {"cpu" if toy else "gpu"}, self_test: 'no'{", threads: 1" if toy else ""}}}

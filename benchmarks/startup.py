@@ -1,7 +1,7 @@
-"""What a start costs: encoding, a manifest of a million pictures, the way to the first step, a base's identity.
+"""What a start costs: encoding, a manifest of a million images, the way to the first step, a base's identity.
 
-usage: python benchmarks/startup.py encode ROOT [--pictures 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
-       python benchmarks/startup.py manifest ROOT [--pictures 1000000] [--json FILE]
+usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
+       python benchmarks/startup.py manifest ROOT [--images 1000000] [--json FILE]
        python benchmarks/startup.py first-step ROOT [--recipe recipes/demo.yaml] [--set KEY=VALUE]... [--json FILE]
        python benchmarks/startup.py side-by-side ROOT OLD NEW [--base full|tiny] [--rounds 5] [--set KEY=VALUE]...
        python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
@@ -11,13 +11,13 @@ them through ``data.prepare``, and compares with the floor: the encoder alone, a
 encoder is a wait of fixed length, as a GPU is for the host, or with ``--vae`` the built-in model's VAE on the CPU,
 where the threads that decode and the encoder share the processors.
 
-``manifest`` makes tiny pictures and an entry for each, once, and tells of two starts, each in a process of its own: one
+``manifest`` makes tiny images and an entry for each, once, and tells of two starts, each in a process of its own: one
 that looks at everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
 
 ``first-step`` trains two steps, twice: the second start finds a warm cache.
 
 ``side-by-side`` writes an SDXL base of random numbers to disk (a diffusers folder, float16; full: 6.9 GB) and a few
-pictures, and starts two checkouts in turns. Each has caches of its own, which one start before has filled, so that
+images, and starts two checkouts in turns. Each has caches of its own, which one start before has filled, so that
 caches are warm and digests remembered. Told are seconds from the command to the events of a start, and their ratio.
 
 ``identity`` writes a file of random numbers and reads it with and without hashing, from a warm page cache.
@@ -110,7 +110,7 @@ class Family:
 
 
 def fake_family(encode_s: float) -> Family:
-    """A family whose encoder takes so long for a picture."""
+    """A family whose encoder takes so long for an image."""
     latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
     texts = {"prompt_embeds": TensorSpec("float32", "SD")}
     image, text = EntrySpec("image", (IMAGE,), latents, True), EntrySpec("text", (CAPTION,), texts)
@@ -118,7 +118,7 @@ def fake_family(encode_s: float) -> Family:
 
 
 def recipe_for(folder: Path, resolution: int, model: str = TINY, **data: Any) -> Recipe:
-    """A recipe over a folder of pictures."""
+    """A recipe over a folder of images."""
     section = {"path": str(folder), "resolution": resolution, "caption_fallback": "filename", **data}
     return recipe_from({"model": {"name_or_path": model}, "data": section, "train": {"max_train_steps": 1}})
 
@@ -132,15 +132,15 @@ def make_photographs(folder: Path, count: int, side: int) -> None:
     file = io.BytesIO()
     Image.fromarray((slope_HW[..., None] // 2 + noise_HWC).astype(np.uint8)).save(file, "JPEG", quality=90)
     for index in range(count):
-        path = folder / f"a picture number {index:07d}.jpg"
+        path = folder / f"an image number {index:07d}.jpg"
         if not path.exists():
-            path.write_bytes(file.getvalue() + index.to_bytes(8, "little"))  # behind the end of the picture
+            path.write_bytes(file.getvalue() + index.to_bytes(8, "little"))  # behind the end of the image
 
 
 def encode(options: argparse.Namespace) -> dict[str, Any]:
     """Fill a cache, beside the encoder alone."""
     folder, cache = options.root / "photographs", options.root / "cache"
-    make_photographs(folder, options.pictures, options.side)
+    make_photographs(folder, options.images, options.side)
     shutil.rmtree(cache, ignore_errors=True)
     recipe = recipe_for(folder, options.resolution)
     family: Any = family_for(recipe) if options.vae else fake_family(options.encode_s)
@@ -158,12 +158,12 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     prepared = prepare(recipe, family, Encoding(LatentCache(cache), CPU, watch))
     total_s = time.perf_counter() - began
     return {
-        "pictures": len(prepared.items),
+        "images": len(prepared.items),
         "megapixels": round(options.side * (options.side * 3 // 4) / 1e6, 2),
         "threads of torch": torch.get_num_threads(),
         "floor s": round(floor_s, 2),
         "all s": round(total_s, 2),
-        "pictures/s": round(len(prepared.items) / total_s, 1),
+        "images/s": round(len(prepared.items) / total_s, 1),
         "share of the floor": round(floor_s / total_s, 3),
         "of it without scan and captions": round(floor_s / max(encoding[1] - encoding[0], 1e-9), 3),
         "most resident MiB": round(seen[0]),
@@ -175,19 +175,19 @@ def _floor_s(image: Any, options: argparse.Namespace) -> float:
     from lora_rocm.latent_cache.quarantine import plain_door
 
     if not options.vae:
-        return float(options.encode_s * options.pictures)
+        return float(options.encode_s * options.images)
     height, width = options.resolution * 7 // 8 // 64 * 64, options.resolution * 9 // 8 // 64 * 64
-    run, count = image.load(plain_door(CPU)), min(options.pictures, 20)
+    run, count = image.load(plain_door(CPU)), min(options.images, 20)
     pixels_CHW = torch.rand(3, height, width) * 2 - 1
     run({IMAGE: pixels_CHW})
     began = time.perf_counter()
     for _ in range(count):
         run({IMAGE: pixels_CHW})
-    return (time.perf_counter() - began) / count * options.pictures
+    return (time.perf_counter() - began) / count * options.images
 
 
 def make_manifest(folder: Path, cache: Path, count: int) -> None:
-    """Tiny pictures, 1000 to a folder, the hash of each remembered, and its entry in the cache; without captions."""
+    """Tiny images, 1000 to a folder, the hash of each remembered, and its entry in the cache; without captions."""
     if (folder / "made").exists():
         return
     file = io.BytesIO()
@@ -200,7 +200,7 @@ def make_manifest(folder: Path, cache: Path, count: int) -> None:
         (cache / "image" / f"{part:02x}").mkdir(parents=True, exist_ok=True)
     with (cache / "hashes.jsonl").open("ab") as remembered:
         for index in range(count):
-            path = folder / f"part {index // 1000:05d}" / f"picture {index:07d}.png"
+            path = folder / f"part {index // 1000:05d}" / f"image {index:07d}.png"
             if index % 1000 == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
             content = file.getvalue() + index.to_bytes(8, "little")
@@ -216,15 +216,15 @@ def make_manifest(folder: Path, cache: Path, count: int) -> None:
 
 def manifest(options: argparse.Namespace) -> dict[str, Any]:
     """Two starts, each in a process of its own; with ``--measure``, one in this."""
-    root = options.root / f"manifest {options.pictures}"
-    folder, cache = root / "pictures", root / "cache"
+    root = options.root / f"manifest {options.images}"
+    folder, cache = root / "images", root / "cache"
     if not options.measure:
         made, began = (folder / "made").exists(), time.perf_counter()
-        make_manifest(folder, cache, options.pictures)
+        make_manifest(folder, cache, options.images)
         told = {} if made else {"making it s": round(time.perf_counter() - began, 1)}
-        command = [sys.executable, __file__, "manifest", str(options.root), "--pictures", str(options.pictures)]
+        command = [sys.executable, __file__, "manifest", str(options.root), "--images", str(options.images)]
         runs = [json.loads(subprocess.check_output([*command, "--measure"])) for _ in range(2)]
-        return {"pictures": options.pictures, **told, "first start": runs[0], "next start": runs[1]}
+        return {"images": options.images, **told, "first start": runs[0], "next start": runs[1]}
     gc.collect()
     process = psutil.Process()
     before_mib, times = process.memory_info().rss / 2**20, [("", time.perf_counter())]
@@ -247,12 +247,12 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "to the first batch s": round(times[-1][1] - times[0][1], 2),
-        "pictures/s": round(len(prepared.items) / (times[1][1] - times[0][1])),
+        "images/s": round(len(prepared.items) / (times[1][1] - times[0][1])),
         "resident MiB before": round(before_mib),
         "resident MiB": round(now_mib),
         "most resident MiB": round(peak_mib),
-        "bytes a picture": round((now_mib - before_mib) * 2**20 / options.pictures),
-        "bytes a picture at most": round((peak_mib - before_mib) * 2**20 / options.pictures),
+        "bytes an image": round((now_mib - before_mib) * 2**20 / options.images),
+        "bytes an image at most": round((peak_mib - before_mib) * 2**20 / options.images),
     }
 
 
@@ -308,11 +308,11 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
     """Two checkouts in turns, each with caches of its own."""
     root = options.root.absolute()
     write_base(root / options.base, options.base)
-    make_photographs(root / "pictures", 4, 1024 if options.base == "full" else 128)
+    make_photographs(root / "images", 4, 1024 if options.base == "full" else 128)
     recipe = root / "recipe.yaml"
     sections = {
         "model": {"name_or_path": str(root / options.base)},
-        "data": {"path": str(root / "pictures"), "resolution": 1024 if options.base == "full" else 128},
+        "data": {"path": str(root / "images"), "resolution": 1024 if options.base == "full" else 128},
         "train": {"max_train_steps": 1000},
     }
     recipe.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
@@ -398,14 +398,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     of_encode = commands.add_parser("encode")
     of_encode.add_argument("root", type=Path)
-    of_encode.add_argument("--pictures", type=int, default=10000)
+    of_encode.add_argument("--images", type=int, default=10000)
     of_encode.add_argument("--side", type=int, default=1536)
     of_encode.add_argument("--resolution", type=int, default=1024)
-    of_encode.add_argument("--encode-s", type=float, default=0.06, help="what the waiting encoder takes for a picture")
+    of_encode.add_argument("--encode-s", type=float, default=0.06, help="what the waiting encoder takes for an image")
     of_encode.add_argument("--vae", action="store_true", help="the built-in model's VAE on the CPU instead")
     of_manifest = commands.add_parser("manifest")
     of_manifest.add_argument("root", type=Path)
-    of_manifest.add_argument("--pictures", type=int, default=1_000_000)
+    of_manifest.add_argument("--images", type=int, default=1_000_000)
     of_manifest.add_argument("--measure", action="store_true", help="what is there already, in this process")
     of_first = commands.add_parser("first-step")
     of_first.add_argument("root", type=Path)

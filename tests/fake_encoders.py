@@ -1,4 +1,4 @@
-"""Pictures on disk, and a family whose encoders are a few lines and count what is asked of them."""
+"""Images on disk, and a family whose encoders are a few lines and count what is asked of them."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def new_family() -> Callable[[], FakeFamily]:
     return FakeFamily
 
 
-def picture(path: Path, width: int = 96, height: int = 64, seed: int = 0, caption: str | None = None) -> Path:
-    """Write a picture of coloured noise, and its caption."""
+def image(path: Path, width: int = 96, height: int = 64, seed: int = 0, caption: str | None = None) -> Path:
+    """Write an image of coloured noise, and its caption."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels_HWC = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels_HWC).save(path)
@@ -111,7 +111,7 @@ def picture(path: Path, width: int = 96, height: int = 64, seed: int = 0, captio
 
 @pytest.fixture
 def make() -> SimpleNamespace:
-    """Functions that make pictures, data sections and recipes."""
+    """Functions that make images, data sections and recipes."""
 
     def data(**keys: Any) -> DataSection:
         return DataSection(**{"resolution": 64, "bucket_step": 16, **keys})
@@ -120,4 +120,4 @@ def make() -> SimpleNamespace:
         sections = {"model": {"name_or_path": "builtin:tiny-sdxl"}, "train": {"max_train_steps": 4}, **keys}
         return recipe_from({"data": data, **sections})
 
-    return SimpleNamespace(picture=picture, data=data, recipe=recipe)
+    return SimpleNamespace(image=image, data=data, recipe=recipe)

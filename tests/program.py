@@ -110,7 +110,7 @@ class Program:
         return Said(result.exit_code, result.stdout, result.stderr)
 
 
-def pictures(folder: Path, count: int = 4) -> Path:
+def images(folder: Path, count: int = 4) -> Path:
     """A folder of coloured noise with captions."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(5)

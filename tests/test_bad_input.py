@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from tests.program import RECIPE, Program, pictures, snapshot
+from tests.program import RECIPE, Program, images, snapshot
 from tests.tiny_models import tiny_pipeline, write_config_folder, write_single_file, write_tiny_sdxl
 
 Weights = dict[str, Tensor]
@@ -28,10 +28,10 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, pictures, a recipe and a finished run ``runs/ok``, which no test may change."""
+    """A model, images, a recipe and a finished run ``runs/ok``, which no test may change."""
     root = tmp_path_factory.mktemp("Eingaben ü 100% [x]")
     write_tiny_sdxl(root / "model")
-    pictures(root / "pics")
+    images(root / "pics")
     (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
     (root / "afile").write_text("x", encoding="utf-8")
     (root / "empty").mkdir()
@@ -98,13 +98,13 @@ def test_the_line_of_a_key_is_named(program: Program, folder: Path, tmp_path: Pa
     program.train(new, recipe=recipe).refused(2, f"{recipe}:3 lora.rank", "'zwei'")
 
 
-# pictures and captions
+# images and captions
 
 
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["data.path=empty"], ["no pictures", "empty", "Put pictures there"]),
+        (["data.path=empty"], ["no images", "empty", "Put images there"]),
         (["data.resolution=8"], ["data.resolution: 8", "bucket step of 16", "Raise data.resolution"]),
         (["data.bucket_step=128"], ["bucket step of 128", "lower data.bucket_step"]),
         (["data.caption_fallback=error", "data.caption_extension=.cap"], ["p0.png", "Write a .cap file"]),
@@ -119,14 +119,14 @@ def test_data_that_cannot_be_used(program: Program, new: Path, sets: list[str], 
     program("check", "r.yaml", *[word for override in sets for word in ("--set", override)]).refused(2, *words)
 
 
-def test_all_pictures_broken(program: Program, tmp_path: Path, new: Path) -> None:
+def test_all_images_broken(program: Program, tmp_path: Path, new: Path) -> None:
     for number in range(20):
-        (tmp_path / f"{number:02}.png").write_bytes(b"no picture")
-    program.train(new, f"data.path={json.dumps(str(tmp_path))}").refused(2, "20 pictures", "00.png", "check")
+        (tmp_path / f"{number:02}.png").write_bytes(b"no image")
+    program.train(new, f"data.path={json.dumps(str(tmp_path))}").refused(2, "20 images", "00.png", "check")
 
 
-def test_what_is_wrong_with_some_pictures_stops_nothing(program: Program, tmp_path: Path, new: Path) -> None:
-    odd = pictures(tmp_path / "Bilder ü 100% [neu] (1) #'", count=6)
+def test_what_is_wrong_with_some_images_stops_nothing(program: Program, tmp_path: Path, new: Path) -> None:
+    odd = images(tmp_path / "Bilder ü 100% [neu] (1) #'", count=6)
     for name in ("ein bild 50% [x] ü 🐱 'q'", "kein bild", "halb"):
         shutil.copy(odd / "p0.png", odd / f"{name}.png")
     (odd / "kein bild.png").write_bytes(b"\x89PNG no more")
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_some_pictures_stops_nothing(program: Program, tmp_pa
     said = program.train(new, f"data.path={json.dumps(str(odd), ensure_ascii=False)}", f"sample={sample}")
     assert said.code == 0, said.text
     report = RunDir(new).report.read_text(encoding="utf-8")
-    for name, why in (("kein bild", "not a picture"), ("halb", "truncated"), ("p1", "not UTF-8")):
+    for name, why in (("kein bild", "not an image"), ("halb", "truncated"), ("p1", "not UTF-8")):
         line = next(line for line in said.out.splitlines() if f"{name}.png" in line and "set aside" in line)
         assert why in line and f"{name}.png" in report
     assert "6 samples in 1 buckets" in said.out and "3 set aside" in said.out and len(said.out) < 8000

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
-from tests.program import RECIPE, Program, pictures, snapshot
+from tests.program import RECIPE, Program, images, snapshot
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 NEW_AT_EACH_START = ("environment", "heartbeat")
@@ -33,12 +33,12 @@ FORMATS = "output.formats=[kohya, peft]"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, pictures, a filled cache and a finished run of two steps, ``runs/ok``."""
+    """A model, images, a filled cache and a finished run of two steps, ``runs/ok``."""
     root = tmp_path_factory.mktemp("Läufe")
     write_tiny_sdxl(root / "model", **SHALLOW)
-    pictures(root / "pics")
-    every_picture_is_read = RECIPE.replace("max_train_steps: 2", "max_train_steps: 2, batch_size: 2")
-    (root / "r.yaml").write_text(every_picture_is_read, encoding="utf-8")
+    images(root / "pics")
+    every_image_is_read = RECIPE.replace("max_train_steps: 2", "max_train_steps: 2, batch_size: 2")
+    (root / "r.yaml").write_text(every_image_is_read, encoding="utf-8")
     (root / "afile").write_text("x", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -282,7 +282,7 @@ LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "
 """Files that tell of each start, whatever becomes of it."""
 
 
-@pytest.mark.parametrize("refusal", ["rank", "pictures", "checkpoint"])
+@pytest.mark.parametrize("refusal", ["rank", "images", "checkpoint"])
 def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     program: Program, folder: Path, tmp_path: Path, refusal: str
 ) -> None:
@@ -292,8 +292,8 @@ def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     longer = ["--set", "train.max_train_steps=3"]
     if refusal == "rank":
         refused = ("adapter", ["--set", "lora.rank=4", "--accept-changes", *options])
-    elif refusal == "pictures":
-        refused = ("training pictures", [*longer, *options])
+    elif refusal == "images":
+        refused = ("training images", [*longer, *options])
     else:
         state = run_dir.checkpoint(1) / "state.json"
         state.write_bytes(state.read_bytes().replace(b"sha256", b"sha257"))
@@ -303,7 +303,7 @@ def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     caption = folder / "pics" / "p0.txt"
     text = caption.read_bytes()
     try:
-        caption.write_bytes(b"another caption" if refusal == "pictures" else text)
+        caption.write_bytes(b"another caption" if refusal == "images" else text)
         program("train", "r.yaml", *arguments).refused(2, words)
     finally:
         caption.write_bytes(text)
@@ -407,8 +407,8 @@ def test_weights_that_no_file_can_hold_are_not_written(program: Program, new: Ru
 
 
 def test_odd_but_possible(program: Program, tmp_path: Path, new: RunDir) -> None:
-    """One picture, a batch of fifty, a rank beyond every layer's width, one step, eight pixels."""
-    one = pictures(tmp_path / "one", count=1)
+    """One image, a batch of fifty, a rank beyond every layer's width, one step, eight pixels."""
+    one = images(tmp_path / "one", count=1)
     odd = ["train.batch_size=50", "lora.rank=100", "train.max_train_steps=1", "data.resolution=8", "data.bucket_step=8"]
     assert program.train(new.path, f"data.path={one}", *odd).code == 0
     Image.new("RGB", (5, 5)).save(one / "p0.png")

@@ -48,12 +48,12 @@ class Weigh:
 @pytest.fixture
 def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     monkeypatch.chdir(tmp_path)
-    pictures = tmp_path / "pics" / "sub dir ü"
-    pictures.mkdir(parents=True)
+    images = tmp_path / "pics" / "sub dir ü"
+    images.mkdir(parents=True)
     for number, size in enumerate([(128, 128), (128, 128), (256, 128), (128, 256), (300, 300)]):
-        Image.new("RGB", size, (number, 0, 0)).save(pictures / f"cat {number}.png")
-        (pictures / f"cat {number}.txt").write_text("a, b, c, d" if number else "cat", encoding="utf-8")
-    (pictures / "broken.png").write_bytes(b"no picture")
+        Image.new("RGB", size, (number, 0, 0)).save(images / f"cat {number}.png")
+        (images / f"cat {number}.txt").write_text("a, b, c, d" if number else "cat", encoding="utf-8")
+    (images / "broken.png").write_bytes(b"no image")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
@@ -67,7 +67,7 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     check("my.yaml")
     lines = capsys.readouterr().out.splitlines()
     text = "\n".join(lines)
-    assert "pictures: 5 usable, 1 set aside" in lines
+    assert "images: 5 usable, 1 set aside" in lines
     assert "broken.png" in text
     assert "  128x128: 3" in lines
     assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
@@ -87,10 +87,10 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     assert plan.max_train_steps == plan.steps_per_epoch * 3
 
 
-def test_held_out_pictures_are_said(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_images_are_said(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml", ["data.validation_split=0.2"])
     text = capsys.readouterr().out
-    assert "about 20% of the pictures" in text and "steps an epoch: at most 3" in text
+    assert "about 20% of the images" in text and "steps an epoch: at most 3" in text
 
 
 def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Pat
 def test_schema_only_looks_at_nothing_else(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml", ["data.path=nowhere"], schema_only=True)
     assert (
-        capsys.readouterr().out == "my.yaml: keys and values are valid; pictures and base model were not looked at\n"
+        capsys.readouterr().out == "my.yaml: keys and values are valid; images and base model were not looked at\n"
         and weigh.calls == 0
     )
     with pytest.raises(RecipeError):
@@ -189,6 +189,6 @@ def test_crops_and_files_that_are_left_out_are_said(
     Image.new("RGB", (128, 128), (8, 0, 0)).save(tmp_path / "pics" / "wide-masklabel.png")
     check("my.yaml")
     text = capsys.readouterr().out
-    assert "  note: 1 picture loses more than 25% of the area to the crop: wide.png (640x128: 67%)." in text
+    assert "  note: 1 image loses more than 25% of the area to the crop: wide.png (640x128: 67%)." in text
     assert "  note: 1 file is left out: raw camera images are not read here (raw.nef)." in text
-    assert "  note: 1 mask is not used" in text and "pictures: 6 usable" in text
+    assert "  note: 1 mask is not used" in text and "images: 6 usable" in text

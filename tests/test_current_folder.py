@@ -25,7 +25,7 @@ from lora_rocm.supervisor import selftest_runner
 from lora_rocm.supervisor.process import heavy_command
 from lora_rocm.supervisor.subprocesses import run_for_json
 from lora_rocm.supervisor.worker_group import free_port
-from tests.program import RECIPE, pictures
+from tests.program import RECIPE, images
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
@@ -135,7 +135,7 @@ def test_every_command_starts_its_children_safely(name: str, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(ROOT)]))
-    pictures(tmp_path / "pics", count=1)
+    images(tmp_path / "pics", count=1)
     text = RECIPE.replace("name_or_path: model", "name_or_path: 'builtin:tiny-sdxl'")
     (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
     write_whole_run(RunDir(tmp_path / "whole"))
@@ -185,10 +185,10 @@ def test_on_windows_programs_are_not_looked_for_here_either(platform: str, monke
 
 
 def bundle(here: Traps, tmp_path: Path) -> Path:
-    """A recipe in another folder full of traps; the model and the pictures are elsewhere."""
+    """A recipe in another folder full of traps; the model and the images are elsewhere."""
     beside = Traps(tmp_path / "downloaded ü", here.mark).folder
     write_tiny_sdxl(tmp_path / "model", **SHALLOW)
-    pictures(tmp_path / "pics")
+    images(tmp_path / "pics")
     text = RECIPE.replace("name_or_path: model", f"name_or_path: '{tmp_path / 'model'}'")
     text = text.replace("path: pics", f"path: '{tmp_path / 'pics'}'").replace(
         "max_train_steps: 2", "max_train_steps: 1"

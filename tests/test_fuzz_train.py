@@ -1,4 +1,4 @@
-"""Mutated recipes, pictures and captions through check, scan and prepare: a result or an error of ours, no other."""
+"""Mutated recipes, images and captions through check, scan and prepare: a result or an error of ours, no other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.suggest import all_keys
 from tests.fake_encoders import FakeFamily
-from tests.program import RECIPE, pictures, run_for_json
+from tests.program import RECIPE, images, run_for_json
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 SETTINGS = settings(max_examples=int(os.environ.get("LORA_ROCM_FUZZ", "100")), suppress_health_check=list(HealthCheck))
@@ -60,8 +60,8 @@ VALUES = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fuzz")
     write_tiny_sdxl(root / "model", **SHALLOW)
-    pictures(root / "pics", count=2)
-    pictures(root / "odd", count=1)
+    images(root / "pics", count=2)
+    images(root / "odd", count=1)
     (root / "odd" / "x.png").write_bytes(b"no")
     (root / "empty").mkdir()
     (root / "file").write_text("x", encoding="utf-8")
@@ -86,7 +86,7 @@ SOUND = {kind: encoded(kind) for kind in KINDS}
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A picture file with up to five edits: bits, runs of bytes, cuts, insertions, another file's tail."""
+    """An image file with up to five edits: bits, runs of bytes, cuts, insertions, another file's tail."""
     content = bytearray(SOUND[draw(st.sampled_from(KINDS))])
     for _ in range(draw(st.integers(0, 5))):
         at = draw(st.integers(0, len(content)) | st.integers(0, min(64, len(content))))
@@ -119,7 +119,7 @@ CAPTIONS = st.none() | st.binary(max_size=40) | st.text(max_size=40).map(lambda 
     st.sampled_from(["filename", "empty", "trigger", "error"]),
     st.booleans(),
 )
-def test_pictures_are_used_or_set_aside(
+def test_images_are_used_or_set_aside(
     folder: Path, files: dict[tuple[str, str], tuple[bytes, bytes | None]], fallback: str, extra: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -145,7 +145,7 @@ def test_pictures_are_used_or_set_aside(
         cuts, *_ = geometries(found.samples, data)
         recipe = load_recipe("demo.yaml").recipe.model_copy(update={"data": data})
         sizes = [sample.width * sample.height for sample in found.samples]
-        if max(sizes) > 10**6:  # a damaged header that claims a huge picture: decoding that is Pillow's own work
+        if max(sizes) > 10**6:  # a damaged header that claims a huge image: decoding that is Pillow's own work
             return
         try:
             prepared = prepare(

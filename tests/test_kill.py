@@ -32,23 +32,23 @@ KINDS = ("tree", "parent", "worker")
 
 
 def write_recipe(folder: Path) -> Path:
-    """Nine pictures in several buckets, accumulation, EMA, text-encoder LoRA off, previews; 12 updates."""
+    """Nine images in several buckets, accumulation, EMA, text-encoder LoRA off, previews; 12 updates."""
     write_tiny_sdxl(folder / "model", **SHALLOW)
-    pictures = folder / "pictures"
-    pictures.mkdir()
+    images = folder / "images"
+    images.mkdir()
     generator = random.Random(5)
     for number in range(9):
         size = [(64, 64), (96, 48), (48, 96)][number % 3]
-        picture = Image.new("RGB", size)
-        picture.putdata([tuple(generator.randrange(256) for _ in range(3)) for _ in range(size[0] * size[1])])
-        picture.save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text(f"zibu, red cat, number {number}", encoding="utf-8")
+        image = Image.new("RGB", size)
+        image.putdata([tuple(generator.randrange(256) for _ in range(3)) for _ in range(size[0] * size[1])])
+        image.save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text(f"zibu, red cat, number {number}", encoding="utf-8")
     recipe = folder / "kill.yaml"
     recipe.write_text(
         f"""
 model: {{name_or_path: '{folder / "model"}'}}
 data:
-  path: '{pictures}'
+  path: '{images}'
   resolution: 64
   bucket_step: 16
   shuffle_caption: true

@@ -19,7 +19,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest, read_result
 from lora_rocm.train import checkpoint
 from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, Said, pictures, snapshot
+from tests.program import RECIPE, Program, Said, images, snapshot
 from tests.tiny_models import write_tiny_sdxl
 
 SETS = (
@@ -44,10 +44,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, pictures, a filled cache, and ``runs/ok``: a finished run of two steps, with pictures drawn."""
+    """A model, images, a filled cache, and ``runs/ok``: a finished run of two steps, with images drawn."""
     root = tmp_path_factory.mktemp("Läufe")
     write_tiny_sdxl(root / "model", unet=UNET, vae=VAE)
-    pictures(root / "pics", count=2)
+    images(root / "pics", count=2)
     (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)

@@ -180,7 +180,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
 
     base: dict[str, dict[str, Any]] = {
         "model": {"family": "sdxl", "name_or_path": str(folder)},
-        "data": {"path": str(Path(folder) / "pictures"), "resolution": 64, "bucket_step": 8},
+        "data": {"path": str(Path(folder) / "images"), "resolution": 64, "bucket_step": 8},
         "train": {"max_train_steps": 2, "mixed_precision": "no"},
         "cache": {"dir": str(Path(folder).parent / "cache")},
     }

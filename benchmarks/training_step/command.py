@@ -37,7 +37,7 @@ Row = dict[str, Any]
 class Asked:
     """What is to be measured.
 
-    random_weights: no base model is read and no pictures: both are random numbers.
+    random_weights: no base model is read and no images: both are random numbers.
     against: None, "bare" or "bare-compiled".
     profile: keep traces, and show kernels.
     """
@@ -60,7 +60,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     """Measure training steps, print the tables; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe, its base model or its pictures are wrong, the child could not start or died before
+        LoraRocmError: the recipe, its base model or its images are wrong, the child could not start or died before
             our own steps were measured, or a file cannot be written.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()

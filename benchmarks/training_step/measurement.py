@@ -204,7 +204,7 @@ def _kept(bench: Bench) -> Figures:
 
 
 def _warm_up(bench: Bench) -> int:
-    """So many that each size of picture has come often enough to be captured."""
+    """So many that each size of image has come often enough to be captured."""
     sizes = len(bench.data.prepared.facts.bucket_counts)
     return MIN_WARM_UP if sizes <= 1 else min(MAX_WARM_UP, max(MIN_WARM_UP, 3 * bench.data.plan.steps_per_epoch + 1))
 

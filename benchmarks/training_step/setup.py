@@ -37,7 +37,7 @@ from lora_rocm.train.session import Session
 
 NEVER = 10**9
 MIN_ITEMS = 16
-ROUNDS_OF_ITEMS = 4  # effective batches until the same made-up picture comes again
+ROUNDS_OF_ITEMS = 4  # effective batches until the same made-up image comes again
 
 
 def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
@@ -146,7 +146,7 @@ def _read(steps: list[dict[str, Any]], incidents: list[str], emitted: Event) -> 
 
 
 def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepared:
-    """Entries of random numbers for square pictures of the recipe's resolution, written as encoded ones are.
+    """Entries of random numbers for square images of the recipe's resolution, written as encoded ones are.
 
     Raises:
         DataError: the resolution is smaller than one bucket step.

@@ -1,6 +1,6 @@
 """The heavy child of ``lora-rocm bench loader``: ``python -m lora_rocm.bench.loader_child loader JOB.json``.
 
-Measures how fast batches of a recipe's pictures come, from the cache and decoded from the pictures, by number of
+Measures how fast batches of a recipe's images come, from the cache and decoded from the images, by number of
 workers. Events as in ``lora_rocm.bench.device_child``.
 """
 
@@ -107,13 +107,13 @@ def works_of(
 ) -> list[Work]:
     """All rows: both sources, each with all numbers of workers."""
     works = []
-    for source in ("cache", "pictures"):
+    for source in ("cache", "images"):
         for count in worker_counts():
             said: list[str] = []
             found: dict[str, Any] = {}
             runtime = recipe.runtime.model_copy(update={"workers": count, "workers_on_windows": True})
             workers = open_workers(cache, family, runtime, said.append)
-            if source == "pictures":
+            if source == "images":
                 workers.source = decoder_of(prepared, family)
             fields = {"source": source, "workers": count, "batch_size": plan.batch_size}
             works.append(Work(fields, plan.batch_size, partial(reading, found, workers, said, plan), found))
@@ -140,7 +140,7 @@ def _measure(job: dict[str, Any]) -> None:
     family, cache = family_for(recipe), LatentCache(Path(recipe.cache.dir))
     prepared = prepare(recipe, family, Encoding(cache, device))
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
-    emit(MachineEvent(**{**machine(device), "pictures": len(prepared.items)}))
+    emit(MachineEvent(**{**machine(device), "images": len(prepared.items)}))
     measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)
 
 

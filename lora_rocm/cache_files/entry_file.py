@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, parse_header
 
-SPEC_VERSION = 1  # raise it when the same picture or caption would be encoded otherwise
+SPEC_VERSION = 1  # raise it when the same image or caption would be encoded otherwise
 METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
-MAX_ENTRY_BYTES = 1 << 29  # a picture of 100 megapixels takes 50 MB
+MAX_ENTRY_BYTES = 1 << 29  # an image of 100 megapixels takes 50 MB
 CHUNK_WORDS = 1 << 20
 WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 

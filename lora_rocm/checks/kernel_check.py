@@ -48,7 +48,7 @@ class Case:
     """One way to call a kernel.
 
     run: (form, norm, *inputs) -> outputs. norm: made once for each format, or None. means: of the inputs' numbers.
-    pictures are laid out in channels_last.
+    images are laid out in channels_last.
     """
 
     name: str
@@ -141,7 +141,7 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
     replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
 )
-"""Widths of an SDXL UNet, for which Triton compiles other code; the largest picture is cut into the larger chunks."""
+"""Widths of an SDXL UNet, for which Triton compiles other code; the largest image is cut into the larger chunks."""
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)

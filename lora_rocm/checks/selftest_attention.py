@@ -30,7 +30,7 @@ GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits, one of them the si
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Odd lengths: captions of 77 tokens, one token more than a whole picture, and a picture that reads a caption."""
+    """Odd lengths: captions of 77 tokens, one token more than a whole image, and an image that reads a caption."""
     long, heads = (4097, 2) if device.type == "cuda" else (129, 2)
     shapes = ((2, heads, 77, 77, True), (1, heads, long, 77, False), (1, 1, long, long, False))
     for backend in BACKENDS:

@@ -117,7 +117,7 @@ def _bias(device: torch.device, dtype: str, rows: int, width: int) -> None:
 
 @cache
 def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tensor, ...]:
-    """Picture, weight, gradient of the result; then result and both gradients."""
+    """Image, weight, gradient of the result; then result and both gradients."""
     x_BCHW = whole_numbers((1, channels, height, width), 4, seed=7).requires_grad_()
     weight = whole_numbers((channels, channels, side, side), 4, seed=8).requires_grad_()
     grad_BCHW = whole_numbers((1, channels, height, width), 4, seed=9)

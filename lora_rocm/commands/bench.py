@@ -169,7 +169,7 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     """Measure how fast batches come by number of loader workers, print the table; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe or its pictures are wrong, the child could not start, or the file cannot be written.
+        LoraRocmError: the recipe or its images are wrong, the child could not start, or the file cannot be written.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     loaded.require_files()
@@ -177,7 +177,7 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
     _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
-    say(machine_text(found.machine), f"{found.machine['pictures']} pictures, batch size {recipe.train.batch_size}")
+    say(machine_text(found.machine), f"{found.machine['images']} images, batch size {recipe.train.batch_size}")
     say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 

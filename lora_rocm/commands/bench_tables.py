@@ -69,7 +69,7 @@ def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> l
 
 
 def loader_table(rows: Sequence[Row]) -> list[str]:
-    """How fast batches come, from the cache and from the pictures, by number of workers."""
+    """How fast batches come, from the cache and from the images, by number of workers."""
     lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
     for row in rows:
         batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}

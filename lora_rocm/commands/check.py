@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WEIGH_MODULE = "lora_rocm.train.check_child"
 MAX_NAMED = 20
-NOUNS = {"image": "pictures", "video": "videos", "text": "texts"}  # of FamilySpec.samples
+NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # of FamilySpec.samples
 KEPT_WEIGHTS = 50
 
 
@@ -45,7 +45,7 @@ def check(
     for notice in loaded.notices:
         _say(notice)
     if schema_only:
-        _say(f"{loaded.path}: keys and values are valid; pictures and base model were not looked at")
+        _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
     weighing = _Weighing(loaded.recipe)

@@ -50,7 +50,7 @@ def plan(
     """Print what each way of computing a step takes, and the one that training would choose.
 
     Args:
-        recipe_path: nothing is downloaded for its model; its pictures are not looked at.
+        recipe_path: nothing is downloaded for its model; its images are not looked at.
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
         as_json: print one object.

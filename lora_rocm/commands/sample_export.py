@@ -36,7 +36,7 @@ def sample(
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
-    """Draw pictures; the job holds ``options`` as they are, and absolute paths.
+    """Draw images; the job holds ``options`` as they are, and absolute paths.
 
     Raises:
         LoraRocmError: what the child met.
@@ -153,7 +153,7 @@ def _show(event: dict[str, Any]) -> None:
         case "notice":
             text = event["text"]
         case "drawn":
-            text = "\n".join(f"Drew {picture}" for picture in event["pictures"])
+            text = "\n".join(f"Drew {image}" for image in event["images"])
         case "export":
             text = f"Wrote {event['path']}, loaded back, largest difference {number_text(event['max_difference'])}"
             if event["cannot_read"]:

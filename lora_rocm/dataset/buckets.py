@@ -18,11 +18,11 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one picture is cut. SDXL is told original_hw, crop_top_left and target_hw.
+    """How one image is cut. SDXL is told original_hw, crop_top_left and target_hw.
 
     original_hw: size of the file after EXIF orientation.
     resized_hw: size it is scaled to; covers target_hw.
-    crop_top_left: (top, left) of the crop in the scaled picture.
+    crop_top_left: (top, left) of the crop in the scaled image.
     target_hw: size of the crop, which is the size of the bucket.
     """
 
@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def lost_share(self) -> float:
-        """Share of the picture's area that the crop cuts off."""
+        """Share of the image's area that the crop cuts off."""
         (height, width), (target_height, target_width) = self.resized_hw, self.target_hw
         return 1.0 - target_height * target_width / (height * width)
 
@@ -98,9 +98,9 @@ def square_shape(data: DataSection) -> Shape:
 def fit(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> Geometry:
-    """Choose the bucket of a picture: the nearest by logarithm of the aspect ratio. Scaled to cover, cut at the centre.
+    """Choose the bucket of an image: the nearest by logarithm of the aspect ratio. Scaled to cover, cut at the centre.
 
-    Without ``upscale`` a picture that is smaller than its bucket gets a smaller bucket of its own: its sides rounded
+    Without ``upscale`` an image that is smaller than its bucket gets a smaller bucket of its own: its sides rounded
     down to ``step``, within the sides of the bucket that it missed and within ``max_aspect``.
     Without ``enable_bucket`` every bucket is square.
 
@@ -121,12 +121,12 @@ def fit(
 
 
 def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect: float) -> Size:
-    """The bucket of a landscape picture that is smaller than ``bucket_hw``."""
+    """The bucket of a landscape image that is smaller than ``bucket_hw``."""
     if height < step:
         raise DataError(
             "image-too-small",
             f"An image of {width}x{height} pixels is smaller than one bucket step of {step} pixels.",
-            fix="Take a larger picture, set data.upscale: true, or lower data.bucket_step.",
+            fix="Take a larger image, set data.upscale: true, or lower data.bucket_step.",
         )
     own_height = min(height // step * step, bucket_hw[0])
     widest = int(own_height * max_aspect) // step * step

@@ -25,7 +25,7 @@ def prepare(caption: str, options: SourceOptions) -> str:
 
 
 def variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
-    """The captions that are cached for a picture, a function of (seed, caption) and the options alone.
+    """The captions that are cached for an image, a function of (seed, caption) and the options alone.
 
     Without ``shuffle_caption``: the prepared caption alone. With it: up to ``num_variants`` different orders of its
     comma-separated tags (fewer where there are not so many). The first ``keep_tokens`` tags stay where they are, and

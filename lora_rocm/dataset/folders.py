@@ -1,4 +1,4 @@
-"""Folders of pictures: walking them, kohya's ``10_name`` sub-folders, caption files, captions from file names."""
+"""Folders of images: walking them, kohya's ``10_name`` sub-folders, caption files, captions from file names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TEXT_SUFFIX = ".txt"
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
-CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|picture|screenshot)?[\W\d_]*", re.IGNORECASE)
+CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RepeatFolder:
-    """What the first sub-folder on a picture's path says: nothing, or kohya's number of repeats and name."""
+    """What the first sub-folder on an image's path says: nothing, or kohya's number of repeats and name."""
 
     name: str = ""
     repeats: int = 1
@@ -55,21 +55,21 @@ class Folder:
         return shown(self.root.name)
 
     @property
-    def pictures(self) -> Iterator[tuple[Path, str]]:
+    def images(self) -> Iterator[tuple[Path, str]]:
         """Path, and path below the folder with slashes, of each, sorted by the latter."""
         return ((self.root / real, relative) for relative, real in self.relatives)
 
     def listed_caption(self, position: int) -> str | None:
-        """The caption that a metadata file has for the picture at a position in ``relatives``."""
+        """The caption that a metadata file has for the image at a position in ``relatives``."""
         return None if self.metadata is None else self.metadata.caption(position)
 
-    def caption_file(self, picture: Path) -> Path | None:
-        """The caption file beside a picture."""
-        stem = os.path.splitext(picture)[0]
+    def caption_file(self, image: Path) -> Path | None:
+        """The caption file beside an image."""
+        stem = os.path.splitext(image)[0]
         return Path(stem + self.captions[stem]) if stem in self.captions else None
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
-        """What kohya's convention says of a picture: the sub-folder ``10_name`` repeats its pictures 10 times."""
+        """What kohya's convention says of an image: the sub-folder ``10_name`` repeats its images 10 times."""
         first, slash, _ = relative.partition("/")
         match = REPEAT_FOLDER.fullmatch(first) if slash else None
         if match is None:
@@ -110,7 +110,7 @@ def walk(
     caption_column: str | None = "text",
     masks: str | None = None,
 ) -> Folder:
-    """Find the pictures and captions in a folder and its sub-folders.
+    """Find the images and captions in a folder and its sub-folders.
 
     Left out are names that begin with a dot, and run directories: what a run has drawn is nothing to train on, and each
     start would find more of it. What else is left out is counted and said: see ``left_out``.
@@ -122,11 +122,11 @@ def walk(
         caption_extension: of caption files.
         recursive: walk through sub-folders too.
         exclude: see ``Exclusion``.
-        caption_column: of metadata files beside the pictures; None leaves these alone.
+        caption_column: of metadata files beside the images; None leaves these alone.
         masks: a folder that may lie in there and holds no images to train on.
 
     Raises:
-        DataError: no picture at all.
+        DataError: no image at all.
     """
     folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
@@ -156,7 +156,7 @@ def walk(
     _leave_out_unwanted(folder)
     if not folder.relatives:
         left_out.suffixes[extension] += len(folder.captions)
-        raise _no_pictures(folder, left_out.suffixes, num_found)
+        raise _no_images(folder, left_out.suffixes, num_found)
     _say_other_captions(folder, other_captions)
     if caption_column is not None and metadata_files:
         _read_metadata(folder, caption_column, metadata_files)
@@ -191,14 +191,14 @@ def walk_texts(root: Path, *, recursive: bool = True, exclude: Sequence[str] = (
     return folder
 
 
-def _no_pictures(folder: Folder, suffixes: Counter[str], num_found: int) -> DataError:
+def _no_images(folder: Folder, suffixes: Counter[str], num_found: int) -> DataError:
     seen = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6) if count) or "no files"
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
     return DataError(
         "data-folder-empty",
-        " ".join([f"There are no pictures in {shown(folder.root)}: {found}.", *folder.notices]),
+        " ".join([f"There are no images in {shown(folder.root)}: {found}.", *folder.notices]),
         where=shown(folder.root),
-        fix="Put pictures there (png, jpg, webp, and what else Pillow reads), or correct the path.",
+        fix="Put images there (png, jpg, webp, and what else Pillow reads), or correct the path.",
     )
 
 
@@ -291,33 +291,33 @@ def _leave_out_unwanted(folder: Folder) -> None:
         found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
     }
     for name, count in repeats.items():
-        said = f"each picture is seen {count} times an epoch" if count else "left out"
+        said = f"each image is seen {count} times an epoch" if count else "left out"
         folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 
 def _say_lonely_captions(folder: Folder, left_out_stems: Container[str]) -> None:
-    """Say which captions have no picture. Those of pictures that are left out are none of them."""
+    """Say which captions have no image. Those of images that are left out are none of them."""
     captions = folder.captions
     if not captions:
         return
-    pictures = {os.path.splitext(path)[0] for path, _ in folder.pictures}
+    images = {os.path.splitext(path)[0] for path, _ in folder.images}
     lonely = sorted(
         shown(Path(stem + captions[stem]).name)
         for stem in captions
-        if stem not in pictures and stem not in left_out_stems
+        if stem not in images and stem not in left_out_stems
     )
     if lonely:
         files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
-        folder.notices.append(f"{files} no picture of the same name: {some(lonely)}.")
+        folder.notices.append(f"{files} no image of the same name: {some(lonely)}.")
 
 
 def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) -> None:
-    """Say where pictures have no caption file, and a file beside them has another extension that captions have."""
+    """Say where images have no caption file, and a file beside them has another extension that captions have."""
     if not any(others.values()):
         return
     found = {suffix: few() for suffix in others}
-    for path, relative in folder.pictures:
+    for path, relative in folder.images:
         stem = os.path.splitext(path)[0]
         if stem not in folder.captions:
             for suffix, stems in others.items():
@@ -325,7 +325,7 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
                     found[suffix].append(relative)
     for suffix, names in found.items():
         if names:
-            have = counted(names, "picture has", "pictures have")
+            have = counted(names, "image has", "images have")
             folder.notices.append(
                 f"{have} a {suffix} file beside, which is not read ({some(names)}). If these are the captions, set "
                 f"data.caption_extension: {suffix}."
@@ -348,12 +348,12 @@ def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]
     folder.metadata = found
     both = few()
     if folder.captions:
-        for position, (path, relative) in enumerate(folder.pictures):
+        for position, (path, relative) in enumerate(folder.images):
             if found.caption(position) is not None and folder.caption_file(path) is not None:
                 both.append(relative)
     folder.notices += found.notices()
     if both:
-        have = counted(both, "picture has", "pictures have")
+        have = counted(both, "image has", "images have")
         folder.notices.append(f"{have} a caption file and a row of metadata: the caption file counts ({some(both)}).")
 
 

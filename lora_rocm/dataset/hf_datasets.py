@@ -36,18 +36,18 @@ DATASET_ERRORS = (
     ImportError,
 )
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
-"""Parquet that unpacks to more than both, in bytes and as often as its own size, was not made of pictures: these hardly
+"""Parquet that unpacks to more than both, in bytes and as often as its own size, was not made of images: these hardly
 shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
 class UnreadableCell(Exception):
-    """A cell that holds no usable picture or caption; the message says why."""
+    """A cell that holds no usable image or caption; the message says why."""
 
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """The picture of one row of a dataset."""
+    """The image of one row of a dataset."""
 
     dataset: str
     split: str
@@ -122,17 +122,17 @@ def _cell(table: Any, index: int) -> Any:
         raise UnreadableCell(f"the dataset is damaged here: {error}") from error
 
 
-def picture_in(row: DatasetRow) -> Path | memoryview | None:
-    """Where the row's picture is: a file, or its undecoded bytes (a view, not a copy); None for an empty cell.
+def image_in(row: DatasetRow) -> Path | memoryview | None:
+    """Where the row's image is: a file, or its undecoded bytes (a view, not a copy); None for an empty cell.
 
     A path is that of a file in the folder of a local dataset. One that leads out of it is for ``DatasetRow`` of a list
     of files (a JSON file, a column of texts), which users write; in a dataset of the hub no path is followed.
 
     Raises:
-        DataError: the column holds no pictures.
+        DataError: the column holds no images.
         UnreadableCell: it names a file that a dataset has no business to name.
     """
-    value = _cell(_pictures(row.dataset, row.split, row.column), row.index)
+    value = _cell(_images(row.dataset, row.split, row.column), row.index)
     listed = True
     if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}: what an Image feature stores
         listed = False
@@ -145,9 +145,9 @@ def picture_in(row: DatasetRow) -> Path | memoryview | None:
     if not hasattr(value, "as_buffer"):
         raise DataError(
             "image-column",
-            f"The image column {row.column!r} holds {value.type}, not pictures.",
+            f"The image column {row.column!r} holds {value.type}, not images.",
             where=str(row),
-            fix="Name a column of pictures, of their bytes, or of paths in image_column.",
+            fix="Name a column of images, of their bytes, or of paths in image_column.",
         )
     return memoryview(value.as_buffer()).cast("B")
 
@@ -177,22 +177,22 @@ class _View(io.RawIOBase):
 
 
 def as_file(content: memoryview) -> io.BufferedReader:
-    """A file object over bytes mapped from disk: of a large picture only the header is read."""
+    """A file object over bytes mapped from disk: of a large image only the header is read."""
     return io.BufferedReader(_View(content))
 
 
 def leads_out(path: Path, dataset: str) -> bool:
-    """Whether a picture of a local dataset lies outside the dataset's folder, links followed."""
+    """Whether an image of a local dataset lies outside the dataset's folder, links followed."""
     return not _lies_in(path, _folder(dataset))
 
 
 def _resolved(text: str, dataset: str, listed: bool) -> Path:
     """The file that a cell names; relative paths are relative to a local dataset's folder.
 
-    ``listed``: the cell is a text in a list of files, not what the library stored with a picture.
+    ``listed``: the cell is a text in a list of files, not what the library stored with an image.
 
     Raises:
-        UnreadableCell: see ``picture_in``.
+        UnreadableCell: see ``image_in``.
     """
     if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any computer that is named there
         raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
@@ -258,7 +258,7 @@ def _open(dataset: str, split: str) -> Any:
                     "dataset-kind",
                     f"A dataset cannot be read from a {path.suffix or 'nameless'} file.",
                     where=where,
-                    fix=f"Files: {', '.join(BUILDERS)}. For a folder of pictures use path, not dataset.",
+                    fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
                 )
             _refuse_swelling([path], where)
             opened = datasets.load_dataset(
@@ -312,7 +312,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         "There is no dataset in this folder.",
         where=where,
         fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
-        "folder of pictures use path.",
+        "folder of images use path.",
     )
 
 
@@ -331,9 +331,9 @@ def _refuse_swelling(files: Iterable[Path], where: str) -> None:
         if found_bytes > limit_bytes:
             raise DataError(
                 "dataset-swells",
-                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be pictures.",
+                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be images.",
                 where=f"{where}: {shown(file)}",
-                fix="Make the dataset again, with pictures in their own format (PNG, JPEG, ...) in its cells.",
+                fix="Make the dataset again, with images in their own format (PNG, JPEG, ...) in its cells.",
             )
 
 
@@ -377,8 +377,8 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _pictures(dataset: str, split: str, column: str) -> Any:
-    """The picture column as Arrow cells: bytes stay where they are, mapped from disk."""
+def _images(dataset: str, split: str, column: str) -> Any:
+    """The image column as Arrow cells: bytes stay where they are, mapped from disk."""
     return _open(dataset, split).select_columns([column]).with_format("arrow")
 
 

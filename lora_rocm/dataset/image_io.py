@@ -1,4 +1,4 @@
-"""Reading pictures with Pillow: the size from the header, and any mode as 8-bit sRGB."""
+"""Reading images with Pillow: the size from the header, and any mode as 8-bit sRGB."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from lora_rocm.dataset.buckets import Geometry
 
-# Formats that people keep pictures in; HEIF and JXL where a plugin has taught them to Pillow. It knows more, but a file
+# Formats that people keep images in; HEIF and JXL where a plugin has taught them to Pillow. It knows more, but a file
 # is of the format that its content says, whatever its name: for EPS it would run Ghostscript, for WMF the drawing code
 # of Windows, and what is left (FITS, SPIDER, ...) nobody trains on.
 READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
 MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
-MAX_PICTURE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 512 MiB without any compression
+MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 512 MiB without any compression
 # EXIF after a PNG's pixels is found by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_BYTES = 65536
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
@@ -51,8 +51,8 @@ class Header:
     transparent: bool = False
 
 
-class UnreadablePicture(Exception):
-    """A picture that cannot be read; the message says why, for a sentence that already names the file."""
+class UnreadableImage(Exception):
+    """An image that cannot be read; the message says why, for a sentence that already names the file."""
 
 
 @lru_cache(maxsize=1)
@@ -79,27 +79,27 @@ def read_header(file: Path | BinaryIO) -> Header:
     """Size and kind of an image: no pixels are decoded (but see PNG_TAIL_BYTES; the plugin for JPEG XL always decodes).
 
     Raises:
-        UnreadablePicture: not a picture, or a damaged or unreadable one, or one too large to be decoded.
+        UnreadableImage: not an image, or a damaged or unreadable one, or one too large to be decoded.
     """
     with quiet:
         try:
             if not isinstance(file, Path):
                 return _header(file)
-            check_plain(file, MAX_PICTURE_BYTES)
+            check_plain(file, MAX_IMAGE_BYTES)
             with file.open("rb") as opened:
                 return _header(opened)
         except _decode_errors() as error:
-            raise UnreadablePicture(_reason(error, file)) from error
+            raise UnreadableImage(_reason(error, file)) from error
 
 
 def decode(content: bytes) -> Image.Image:
-    """The picture (of an animation, the first frame) in mode RGB.
+    """The image (of an animation, the first frame) in mode RGB.
 
     EXIF orientation is applied, an embedded colour profile is converted to sRGB (one that is damaged or of another
     kind is taken for sRGB), transparency is put on white, and grey of 16 or 32 bits is scaled to 8.
 
     Raises:
-        UnreadablePicture: truncated, damaged, too large, or not a picture.
+        UnreadableImage: truncated, damaged, too large, or not an image.
     """
     from PIL import Image
 
@@ -114,7 +114,7 @@ def decode(content: bytes) -> Image.Image:
             white.paste(_to_srgb(opaque, profile), mask=alpha)
             return white
         except _decode_errors() as error:
-            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+            raise UnreadableImage(_reason(error, BytesIO(content))) from error
 
 
 def decode_mask(content: bytes, alpha: bool) -> Image.Image:
@@ -123,7 +123,7 @@ def decode_mask(content: bytes, alpha: bool) -> Image.Image:
     ``alpha``: of the alpha channel alone; an image without one counts everywhere.
 
     Raises:
-        UnreadablePicture: as ``decode``.
+        UnreadableImage: as ``decode``.
     """
     from PIL import Image, ImageChops
 
@@ -134,11 +134,11 @@ def decode_mask(content: bytes, alpha: bool) -> Image.Image:
             opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else white
             return opacity if alpha else ImageChops.multiply(image.convert("L"), opacity)
         except _decode_errors() as error:
-            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+            raise UnreadableImage(_reason(error, BytesIO(content))) from error
 
 
 def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
-    """The picture with EXIF orientation applied and at most 8 bits a channel, and its colour profile."""
+    """The image with EXIF orientation applied and at most 8 bits a channel, and its colour profile."""
     from PIL import ImageOps
 
     frugal = _Frugal(BytesIO(content))
@@ -155,7 +155,7 @@ def is_dark(content: bytes) -> bool:
     """Whether grey of 16 bits has no value above 1/16 of white: as a rule 12-bit values, which come out almost black.
 
     Raises:
-        UnreadablePicture: as ``decode``.
+        UnreadableImage: as ``decode``.
     """
     with quiet:
         try:
@@ -166,14 +166,14 @@ def is_dark(content: bytes) -> bool:
                 white = 2 ** _bits_per_sample(image) - 1
                 return image.mode.startswith("I") and isinstance(peak, int | float) and 0 < DARK_SHARE * peak <= white
         except _decode_errors() as error:
-            raise UnreadablePicture(_reason(error, BytesIO(content))) from error
+            raise UnreadableImage(_reason(error, BytesIO(content))) from error
 
 
 def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     """Scale, mirror, crop: the pixels that a geometry means.
 
     Mirrored before it is cropped, so that crop_top_left is true of both variants: kohya's trainer too gives the crop as
-    it lies in the mirrored picture ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
+    it lies in the mirrored image ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
     """
     from PIL import Image
 
@@ -185,9 +185,9 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
 
 
 class _Quiet:
-    """Pillow warns of large pictures and odd metadata; neither matters here.
+    """Pillow warns of large images and odd metadata; neither matters here.
 
-    Python's filters for warnings belong to the process. Where threads read pictures, the one that waits for them holds
+    Python's filters for warnings belong to the process. Where threads read images, the one that waits for them holds
     this all the while: else one would put back what it found while another is still at it.
     """
 
@@ -229,7 +229,7 @@ class _Frugal:
         # in a tag
         whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp" or start[:4] in (b"II*\0", b"MM\0*")
         whole = whole or start.startswith(JXL_STARTS)
-        self.left: float = 2 * MAX_PICTURE_BYTES if whole else MAX_HEADER_COST
+        self.left: float = 2 * MAX_IMAGE_BYTES if whole else MAX_HEADER_COST
 
     def read(self, size: int = -1, /) -> bytes:
         content = self._file.read(size)
@@ -252,7 +252,7 @@ def _open(file: _Frugal) -> Image.Image:
 
     formats, as_file = readable_formats(), cast("BinaryIO", file)  # all that Pillow asks of one
     size = jxl_size(as_file) if "JXL" in formats else None
-    if size is not None and size[0] * size[1] > 2 * (Image.MAX_IMAGE_PIXELS or MAX_PICTURE_BYTES):
+    if size is not None and size[0] * size[1] > 2 * (Image.MAX_IMAGE_PIXELS or MAX_IMAGE_BYTES):
         raise Image.DecompressionBombError(f"{size[0]}x{size[1]}")
     return Image.open(as_file, formats=formats)
 
@@ -289,7 +289,7 @@ def _reason(error: Exception, file: Path | BinaryIO) -> str:
 
     if isinstance(error, UnidentifiedImageError):
         empty = file.stat().st_size == 0 if isinstance(file, Path) else file.seek(0, os.SEEK_END) == 0
-        return "the file is empty" if empty else "it is not a picture of a format that can be read"
+        return "the file is empty" if empty else "it is not an image of a format that can be read"
     if isinstance(error, Image.DecompressionBombError):
         return "it has too many pixels"
     if isinstance(error, OSError) and error.strerror:
@@ -304,7 +304,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF":  # Pillow has already exchanged the sides
         return 1
     if image.format == "PNG" and not _png_tail_has_exif(image):
-        exif = Image.Image.getexif(image)  # PNG's own method decodes the picture to look behind its pixels
+        exif = Image.Image.getexif(image)  # PNG's own method decodes the image to look behind its pixels
     else:
         exif = image.getexif()
     orientation = exif.get(ExifTags.Base.Orientation, 1)
@@ -350,7 +350,7 @@ def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """An opaque picture as RGB, through its profile where that can be used."""
+    """An opaque image as RGB, through its profile where that can be used."""
     from PIL import ImageCms
 
     if profile:
@@ -372,7 +372,7 @@ def _srgb() -> ImageCms.ImageCmsProfile:
 
 
 def _in_space_of(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Grey and palette pictures often carry an RGB profile."""
+    """Grey and palette images often carry an RGB profile."""
     if profile.profile.xcolor_space.strip() == "RGB" and image.mode in ("1", "L", "P"):
         return image.convert("RGB")
     return image.convert("L") if image.mode == "1" else image

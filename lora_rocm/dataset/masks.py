@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lora_rocm.dataset.buckets import Geometry, Size
 from lora_rocm.dataset.folders import shown, source_folder
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.image_io import Header, UnreadablePicture, read_header, readable_extensions
+from lora_rocm.dataset.image_io import Header, UnreadableImage, read_header, readable_extensions
 from lora_rocm.dataset.left_out import COMPANION_END, counted, few, some
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError, Problem
@@ -79,7 +79,7 @@ class Masks:
         self._used.add(mask)
         try:
             size = read_header(mask).size
-        except UnreadablePicture as error:
+        except UnreadableImage as error:
             return Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX)
         if fits(size, (sample.width, sample.height)):
             return None

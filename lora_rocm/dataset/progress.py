@@ -1,4 +1,4 @@
-"""How far work over very many pictures is: what the user sees, what the watchdog hears, and where a stop is noticed."""
+"""How far work over very many images is: what the user sees, what the watchdog hears, and where a stop is noticed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Report = Callable[[str, int, int, float], None]
 
 REPORT_EVERY_S = 0.25
 QUIET_S = 2.0
-"""Of work that only takes long with very many pictures nothing is said before."""
+"""Of work that only takes long with very many images nothing is said before."""
 
 
 def ignore(what: str, done: int, total: int, per_second: float) -> None:

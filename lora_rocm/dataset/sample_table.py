@@ -1,4 +1,4 @@
-"""One usable picture, and very many of them in an Arrow table."""
+"""One usable image, and very many of them in an Arrow table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lora_rocm.recipe.schema import ResolvedSource
 TEXTS = ("key", "place", "caption", "folder")
 """Columns of bytes: UTF-8 that may hold halves of letters, for names of files may be anything."""
 NUMBERS = ("source", "width", "height", "repeats", "row")
-"""``row``: of the dataset; -1 if the picture is the file at ``place``."""
+"""``row``: of the dataset; -1 if the image is the file at ``place``."""
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One usable picture.
+    """One usable image.
 
     key: unique and stable; what users are shown (its path below the source's folder).
     source: index in ``data.sources``.
@@ -131,7 +131,7 @@ class Samples(Lazy[Sample]):
         return id(self)
 
     def files_of_datasets(self) -> Iterator[str]:
-        """The pictures that datasets name by their path."""
+        """The images that datasets name by their path."""
         if any(source.path is None for source in self.sources):
             for sample in self:
                 if sample.options.path is None and isinstance(sample.location, Path):

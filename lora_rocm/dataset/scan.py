@@ -1,4 +1,4 @@
-"""Finding the pictures and their captions. Only headers are read; what is odd is set aside or said, never guessed."""
+"""Finding the images and their captions. Only headers are read; what is odd is set aside or said, never guessed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lora_rocm.dataset.folders import (
     source_folder,
     walk,
 )
-from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, leads_out, num_rows, picture_in, rows_of
-from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, Header, UnreadablePicture, decode, is_dark, read_header
+from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, leads_out, num_rows, rows_of
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, decode, is_dark, read_header
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.masks import Masks
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
@@ -33,11 +33,11 @@ from lora_rocm.recipe.schema import DataSection, ResolvedSource
 if TYPE_CHECKING:
     from PIL import Image
 
-SMALL_SHARE = 4  # a picture is small when its side is under 1/4 of the resolution's
+SMALL_SHARE = 4  # an image is small when its side is under 1/4 of the resolution's
 __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
 
-MAX_DEEP_GREY_READ = 8  # of each source: pictures of 16 bits that are decoded, to see whether they hold fewer
-MAX_LOST_SHARE = 0.25  # of a picture's area; where a crop cuts off more it is said
+MAX_DEEP_GREY_READ = 8  # of each source: images of 16 bits that are decoded, to see whether they hold fewer
+MAX_LOST_SHARE = 0.25  # of an image's area; where a crop cuts off more it is said
 UNREADABLE_FIX = "Replace the file or take it away."
 
 
@@ -84,7 +84,7 @@ class _Findings:
         return caption
 
     def add(self, sample: Sample, header: Header) -> None:
-        """Take a picture that can be used."""
+        """Take an image that can be used."""
         if (problem := self.masks.look(sample, header)) is not None:
             self.set_aside.append(problem)
             return
@@ -96,7 +96,7 @@ class _Findings:
 
 
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
-    """Find every picture of every source, in a fixed order.
+    """Find every image of every source, in a fixed order.
 
     Args:
         data: where they are.
@@ -125,31 +125,31 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     if not samples:
         raise nothing_left(set_aside)
     notices = [notice for found in findings for notice in found.notices]
-    notices += _small_pictures(samples)
+    notices += _small_images(samples)
     notices += _say_frames_and_dark(findings)
     lasting = all(found.lasting for found in findings)
     return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
-    """The error for a dataset of which every picture was set aside."""
+    """The error for a dataset of which every image was set aside."""
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
-        f"None of the {len(set_aside)} pictures can be used.",
+        f"None of the {len(set_aside)} images can be used.",
         where="; ".join(reasons),
-        fix="Look at the reasons above; each picture that cannot be used is named by the check command.",
+        fix="Look at the reasons above; each image that cannot be used is named by the check command.",
     )
 
 
 class Cropped:
-    """Counts pictures of which the crop cuts off much."""
+    """Counts images of which the crop cuts off much."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Look at one picture."""
+        """Look at one image."""
         if geometry.lost_share > MAX_LOST_SHARE:
             self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
             aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
@@ -164,12 +164,12 @@ class Cropped:
             fix = "Set data.enable_bucket: true to keep more."
         elif 2 * self._num_flat < len(self._names):
             fix = f"Lower data.bucket_step (it is {self._data.bucket_step}) to keep more."
-        lose = counted(self._names, "picture loses", "pictures lose")
+        lose = counted(self._names, "image loses", "images lose")
         return [f"{lose} more than {MAX_LOST_SHARE:.0%} of the area to the crop: {some(self._names)}. {fix}"]
 
 
 def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
-    """The geometry of each sample by key, the pictures that are too small for any, and notices about the others."""
+    """The geometry of each sample by key, the images that are too small for any, and notices about the others."""
     found: dict[str, Geometry] = {}
     too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
@@ -194,15 +194,15 @@ def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
 
 
 def image_bytes(sample: Sample) -> bytes:
-    """The undecoded bytes of a sample's picture, for decoding and hashing.
+    """The undecoded bytes of a sample's image, for decoding and hashing.
 
     Raises:
         DataError: it can no longer be read.
     """
     try:
-        content = sample.location if isinstance(sample.location, Path) else picture_in(sample.location)
+        content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
         if isinstance(content, Path):
-            return read_plain(content, MAX_PICTURE_BYTES)
+            return read_plain(content, MAX_IMAGE_BYTES)
     except OSError as error:
         raise _unreadable(sample, error.strerror or str(error)) from error
     except UnreadableCell as error:
@@ -212,14 +212,14 @@ def image_bytes(sample: Sample) -> bytes:
 
 
 def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
-    """The picture in mode RGB, upright; see ``pictures.decode``. ``content``: its bytes, where they are at hand.
+    """The image in mode RGB, upright; see ``images.decode``. ``content``: its bytes, where they are at hand.
 
     Raises:
         DataError: "image-unreadable", naming the file.
     """
     try:
         image = decode(image_bytes(sample) if content is None else content)
-    except UnreadablePicture as error:
+    except UnreadableImage as error:
         raise _unreadable(sample, str(error)) from error
     if image.size != (sample.width, sample.height):
         raise _unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
@@ -247,14 +247,14 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += _say_own_number(root.name)
     found.lasting &= folder.lasting
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
-    for position, (path, relative) in enumerate(folder.pictures):
+    for position, (path, relative) in enumerate(folder.images):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         try:
             header = read_header(path)
             caption_file = folder.caption_file(path)
             text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
-        except UnreadablePicture as error:
+        except UnreadableImage as error:
             found.lasting &= getattr(error.__cause__, "errno", None) is None
             found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
@@ -290,30 +290,30 @@ def _scan_dataset(found: _Findings) -> None:
         progress.step()
         key = f"{found.prefix}{options.split}/{row.index}"
         try:
-            picture = picture_in(row)
-            if picture is None:
-                raise UnreadablePicture("the cell is empty")
+            image = image_in(row)
+            if image is None:
+                raise UnreadableImage("the cell is empty")
             if isinstance(text, UnreadableCell):
                 raise text
-            if isinstance(picture, memoryview) and picture.nbytes > MAX_PICTURE_BYTES:
-                raise UnreadablePicture(f"it is larger than {MAX_PICTURE_BYTES >> 20} MiB")
-            header = read_header(picture if isinstance(picture, Path) else as_file(picture))
-        except (UnreadablePicture, UnreadableCell) as error:
+            if isinstance(image, memoryview) and image.nbytes > MAX_IMAGE_BYTES:
+                raise UnreadableImage(f"it is larger than {MAX_IMAGE_BYTES >> 20} MiB")
+            header = read_header(image if isinstance(image, Path) else as_file(image))
+        except (UnreadableImage, UnreadableCell) as error:
             found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
-        location, file_name = (picture, file_name_caption(picture)) if isinstance(picture, Path) else (row, "")
-        if isinstance(picture, Path) and leads_out(picture, options.dataset or ""):
-            outside.append(f"{key} -> {shown(picture)}")
+        location, file_name = (image, file_name_caption(image)) if isinstance(image, Path) else (row, "")
+        if isinstance(image, Path) and leads_out(image, options.dataset or ""):
+            outside.append(f"{key} -> {shown(image)}")
         caption = found.caption_for(key, text, _fallback(options, file_name))
         sample = Sample(key, found.index, name, location, caption, *header.size, options.repeats, options)
         found.add(sample, header)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
-        lie = "1 picture lies" if len(outside) == 1 else f"{len(outside)} pictures lie"
+        lie = "1 image lies" if len(outside) == 1 else f"{len(outside)} images lie"
         found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
 
 
 def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:
-    """The caption of a picture that has none. A camera's file name gives way to the name of a ``10_name`` folder."""
+    """The caption of an image that has none. A camera's file name gives way to the name of a ``10_name`` folder."""
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
     if options.caption_fallback == "filename":
@@ -322,7 +322,7 @@ def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "")
 
 
 def _say_captions(found: _Findings) -> None:
-    """Say what became of pictures without a caption.
+    """Say what became of images without a caption.
 
     Raises:
         DataError: the recipe wants a caption for each, or a trigger word that it does not name.
@@ -332,55 +332,55 @@ def _say_captions(found: _Findings) -> None:
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
-            f"{_pictures(missing)} no caption.",
+            f"{_images(missing)} no caption.",
             where=where,
             fix=f"Write a {options.caption_extension} file for each, or set data.caption_fallback.",
         )
     if missing and options.caption_fallback == "trigger" and not options.trigger_word:
         raise DataError(
             "trigger-word-missing",
-            f"{_pictures(missing)} no caption, and there is no trigger word to use instead.",
+            f"{_images(missing)} no caption, and there is no trigger word to use instead.",
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if missing:
-        found.notices.append(f"{_pictures(missing)} no caption; used instead: {some(found.used_instead)}.")
+        found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")
     if found.empty_captions:
-        found.notices.append(f"{_pictures(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+        found.notices.append(f"{_images(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
 
-def _pictures(keys: Sequence[str]) -> str:
-    return "1 picture has" if len(keys) == 1 else f"{len(keys)} pictures have"
+def _images(keys: Sequence[str]) -> str:
+    return "1 image has" if len(keys) == 1 else f"{len(keys)} images have"
 
 
 def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
-    """What of the content of pictures is lost: further frames, and nearly all light where 12 bits are kept in 16."""
+    """What of the content of images is lost: further frames, and nearly all light where 12 bits are kept in 16."""
     said, dark = list[str](), few()
     for found in findings:
         if found.several_frames:
-            have = counted(found.several_frames, "picture has", "pictures have")
+            have = counted(found.several_frames, "image has", "images have")
             said.append(f"{have} several frames or pages; only the first is used: {some(found.several_frames)}.")
         for index in found.deep_grey:
             try:
                 if is_dark(image_bytes(found.samples[index])):
                     dark.append(found.samples[index].key)
-            except (UnreadablePicture, DataError):  # it is set aside when it is encoded
+            except (UnreadableImage, DataError):  # it is set aside when it is encoded
                 continue
     if dark:
         looked = sum(len(found.deep_grey) for found in findings)
         said.append(
-            f"{len(dark)} of {looked} pictures with 16-bit grey that were looked at have no value above 1/16 of white "
+            f"{len(dark)} of {looked} images with 16-bit grey that were looked at have no value above 1/16 of white "
             f"and will be almost black: {some(dark)}. If they hold 12 bits, multiply their values by 16."
         )
     return said
 
 
-def _small_pictures(samples: Iterable[Sample]) -> list[str]:
+def _small_images(samples: Iterable[Sample]) -> list[str]:
     small = Few(NUM_NAMED)
     for sample in samples:
         if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
             small.append(sample.key)
-    return [f"{_pictures(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
+    return [f"{_images(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
 
 
 def _copies(samples: Samples) -> list[str]:
@@ -405,7 +405,7 @@ def say_copies(
         files = {sample.location: sample.key for sample in (sample_of(indices[place]) for place in group)}
         if len(files) > 1:
             copies.append(" = ".join(files.values()))
-    return [f"Pictures with exactly the same content: {some(copies)}."] if copies else []
+    return [f"Images with exactly the same content: {some(copies)}."] if copies else []
 
 
 def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
@@ -424,5 +424,5 @@ def _num_bytes(sample: Sample) -> int:
             return sample.location.stat().st_size
         except OSError as error:
             raise _unreadable(sample, error.strerror or str(error)) from error
-    picture = picture_in(sample.location)
-    return picture.nbytes if isinstance(picture, memoryview) else 0
+    image = image_in(sample.location)
+    return image.nbytes if isinstance(image, memoryview) else 0

@@ -24,8 +24,8 @@ class Facts:
     """Facts about a run that its recipe does not contain.
 
     steps: updates made; epochs: passes over the data, rounded down.
-    num_images: pictures of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> pictures; dataset_dirs: folder -> {n_repeats, img_count}.
+    num_images: images of an epoch, repeats included.
+    tag_frequency: folder -> tag -> count; buckets: "WxH" -> images; dataset_dirs: folder -> {n_repeats, img_count}.
     base_name: of the base model.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
     """

@@ -67,7 +67,7 @@ class Manifest:
     batch: the table (``item_table.table_schema``) as one Arrow record batch: first the samples to train on, then those
         that are held out.
     items_digest: ``item_table.identity`` of the items to train on; of a million of them it takes a minute.
-    other_files: pictures that a dataset names and that cannot be used.
+    other_files: images that a dataset names and that cannot be used.
     lasting: as long as the files are the same, so is all of this; not where one could not be read for now.
     """
 

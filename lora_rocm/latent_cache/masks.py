@@ -16,7 +16,7 @@ from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import MASK, EntrySpec, TensorSpec
 from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, UnreadablePicture, decode_mask
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode_mask
 from lora_rocm.dataset.masks import MASK_FIX, Masks, fits, mask_on_grid
 from lora_rocm.errors import DataError
 from lora_rocm.families.objectives.reduction import LOSS_MASK
@@ -127,7 +127,7 @@ class MaskWanted(Wanted):
             return Wanted.read(self)
         assert isinstance(self.mask, Path)
         try:
-            return read_plain(self.mask, MAX_PICTURE_BYTES)
+            return read_plain(self.mask, MAX_IMAGE_BYTES)
         except OSError as error:
             raise self._unusable(f"cannot be read: {error.strerror or error}") from error
 
@@ -139,7 +139,7 @@ class MaskWanted(Wanted):
             return Image.new("L", (sample.width, sample.height), 255)
         try:
             mask = decode_mask(content, self._is_alpha)
-        except UnreadablePicture as error:
+        except UnreadableImage as error:
             raise self._unusable(f"cannot be read: {error}") from error
         if not fits(mask.size, (sample.width, sample.height)):
             raise self._unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")

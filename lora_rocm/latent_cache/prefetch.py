@@ -18,7 +18,7 @@ from lora_rocm.errors import LoraRocmError, StoppedError
 
 MAX_THREADS = 8  # decoding and scaling a photograph takes about as long as encoding it on a fast GPU
 MAX_AHEAD_BYTES = 1 << 29
-MAX_BEHIND = 16  # entries; of pictures of 1024x1024 half a MiB each
+MAX_BEHIND = 16  # entries; of images of 1024x1024 half a MiB each
 
 Made = TypeVar("Made")
 Wanted = TypeVar("Wanted")

@@ -21,7 +21,7 @@ Look = Callable[[DeviceTransfer], None]
 """Raises where kernels, or the weights that came through this door, are not what they should be."""
 
 FIRST_HELD = 1  # entries; then twice as many each time: a start that soon fails has kept some
-MOST_HELD = 64  # some 40 MB of pictures of 1024x1024
+MOST_HELD = 64  # some 40 MB of images of 1024x1024
 MOST_HELD_S = 60.0  # what a power failure may cost
 
 

@@ -29,7 +29,7 @@ PHASES = {
 
 CACHE_WORK = {
     "sizes": "Looking for samples",
-    "hashes": "Reading pictures",
+    "hashes": "Reading images",
     "images": "Caching images",
     "texts": "Looking at texts",
     "captions": "Caching texts",
@@ -42,7 +42,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "incident": lambda e: f"Incident at iteration {e['iteration']} ({e['kind']}): {e['detail']}; {e['action']}",
     "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
-    "preview": lambda e: f"{len(e['pictures'])} previews after step {e['updates']}",
+    "preview": lambda e: f"{len(e['images'])} previews after step {e['updates']}",
     "export": lambda e: (
         f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}"
     ),

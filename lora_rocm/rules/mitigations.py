@@ -286,7 +286,7 @@ CHANGES: tuple[Change, ...] = (
         ("out-of-memory",),
         "rounding",
         (Sets("setting:image_tiling", "true"),),
-        "training pictures are encoded in tiles",
+        "training images are encoded in tiles",
         "diffusers, AutoencoderKL.enable_tiling",
         phases=("cache",),
         size="training",

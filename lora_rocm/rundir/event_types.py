@@ -219,11 +219,11 @@ class CheckpointEvent(Event):
 
 
 class PreviewEvent(Event):
-    """One preview round. pictures: paths relative to the run directory."""
+    """One preview round. images: paths relative to the run directory."""
 
     type = "preview"
     updates: Whole
-    pictures: list[Text]
+    images: list[Text]
 
 
 class ConceptEvent(Event):
@@ -326,10 +326,10 @@ RUN_EVENTS = tuple(Event.__subclasses__())
 
 
 class DrawnEvent(Event):
-    """Previews that belong to no step of a run. pictures: absolute paths."""
+    """Previews that belong to no step of a run. images: absolute paths."""
 
     type = "drawn"
-    pictures: list[Text]
+    images: list[Text]
 
 
 class ChecksEvent(Event):

@@ -116,7 +116,7 @@ class RunDir:
 
     @property
     def asked(self) -> Path:
-        """The pictures of ``lora-rocm sample``."""
+        """The images of ``lora-rocm sample``."""
         return self.samples / "asked"
 
     @property

@@ -78,7 +78,7 @@ LIMITS: dict[str, Limit] = {
 }
 """By what the worker does. A phase that is not here, or none at all, has the limit of "start".
 
-cache_first: an encoder is loaded before the first picture and before the first caption.
+cache_first: an encoder is loaded before the first image and before the first caption.
 compile: a whole component can be one part, for which the compiler takes many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache"}

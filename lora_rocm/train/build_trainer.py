@@ -68,7 +68,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 def first_pass(
     start: StartContext, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None
 ) -> None:
-    """What a step takes is measured once, on the largest pictures; a plan that it refutes is changed."""
+    """What a step takes is measured once, on the largest images; a plan that it refutes is changed."""
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
 
     def alone(batch: Tensors, draws: Tensors) -> None:

@@ -1,7 +1,7 @@
-"""One number for "has it learned the concept": are pictures drawn after training nearer to the training pictures?
+"""One number for "has it learned the concept": are images drawn after training nearer to the training images?
 
-Each picture becomes a descriptor (which colours there are, which way edges run where). Its distance is that to the
-nearest training picture. The score is the chance that a picture drawn after training is nearer than one drawn before
+Each image becomes a descriptor (which colours there are, which way edges run where). Its distance is that to the
+nearest training image. The score is the chance that an image drawn after training is nearer than one drawn before
 (the area under the ROC curve: 0.5 says no change, 1.0 every one is nearer). The control is the same number for prompts
 without the concept: it should stay near 0.5, and a score is only worth what it is above its control.
 """
@@ -32,10 +32,10 @@ class ConceptScore:
     distances: dict[str, float]
 
 
-def descriptor(picture: Image.Image) -> Vector:
+def descriptor(image: Image.Image) -> Vector:
     """Unit vector: a histogram of colours and a grid of edge orientations, each half of the weight."""
     pixels_HWC = (
-        np.asarray(picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
+        np.asarray(image.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
     )
     levels_HWC = np.minimum((pixels_HWC * COLOUR_LEVELS).astype(int), COLOUR_LEVELS - 1)
     codes = levels_HWC @ np.array([COLOUR_LEVELS**2, COLOUR_LEVELS, 1])
@@ -59,10 +59,10 @@ def _unit(vector: Vector) -> Vector:
     return vector / norm if norm else vector
 
 
-def nearest_distance(pictures: Sequence[Image.Image], references: Sequence[Image.Image]) -> Vector:
-    """For each picture the distance to the nearest reference."""
-    found = np.stack([descriptor(picture) for picture in pictures])
-    known = np.stack([descriptor(picture) for picture in references])
+def nearest_distance(images: Sequence[Image.Image], references: Sequence[Image.Image]) -> Vector:
+    """For each image the distance to the nearest reference."""
+    found = np.stack([descriptor(image) for image in images])
+    known = np.stack([descriptor(image) for image in references])
     return np.asarray(np.linalg.norm(found[:, None] - known[None], axis=2).min(axis=1))
 
 
@@ -78,7 +78,7 @@ def score(
     training: Sequence[Image.Image],
     num_control: int,
 ) -> ConceptScore:
-    """Score of a run. The last ``num_control`` pictures of ``before`` and ``after`` are of control prompts."""
+    """Score of a run. The last ``num_control`` images of ``before`` and ``after`` are of control prompts."""
     split = len(before) - num_control
     distance_before, distance_after = nearest_distance(before, training), nearest_distance(after, training)
     distances = {"before": float(distance_before[:split].mean()), "after": float(distance_after[:split].mean())}

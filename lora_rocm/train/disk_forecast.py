@@ -48,7 +48,7 @@ class Room:
         """Tell the user, once, where the disk may be full before the end of the run."""
         saves, states = self._saves(updates), self._states(updates)
         exports = len(self.recipe.output.formats)
-        needed = states * self.checkpoint_bytes + (saves + exports) * self.lora_bytes + self._pictures_bytes(updates)
+        needed = states * self.checkpoint_bytes + (saves + exports) * self.lora_bytes + self._images_bytes(updates)
         what = (
             f"{saves + exports} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "
             f"{size_text(self.checkpoint_bytes)} and the previews"
@@ -102,13 +102,13 @@ class Room:
         there = len(self.run_dir.list_checkpoints())
         return min(self._saves(updates), max(self.recipe.output.keep_last + 1 - there, 1))
 
-    def _pictures_bytes(self, updates: int) -> int:
+    def _images_bytes(self, updates: int) -> int:
         """Of the previews to come, as if they could not be compressed."""
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.every_n_steps
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
-        pictures = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
-        return rounds * pictures * width * height * 3 if self.recipe.spec.preview == "image" else 0
+        images = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
+        return rounds * images * width * height * 3 if self.recipe.spec.preview == "image" else 0
 
 
 @dataclass

@@ -45,7 +45,7 @@ WRITTEN_TOGETHER = 8  # images: what is drawn is not lost when more of them are 
 
 
 def sample(job: Job, registry: Registry = PRODUCT) -> None:
-    """Draw pictures with a LoRA file, on a run's base model or on another."""
+    """Draw images with a LoRA file, on a run's base model or on another."""
     source = Path(job["source"])
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = recipe_for(job, lora, registry)
@@ -84,7 +84,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             path = _free_name(folder, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
             write_atomic(path, content_of(preview), root)
             paths.append(str(path))
-        emit(DrawnEvent(pictures=paths))
+        emit(DrawnEvent(images=paths))
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
@@ -159,7 +159,7 @@ def _lora_of(run_dir: RunDir) -> Path:
 
 
 def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
-    """(width, height) of the pictures in pixels: as asked, else as the recipe has its previews.
+    """(width, height) of the images in pixels: as asked, else as the recipe has its previews.
 
     Raises:
         UserError: the family takes no such size.

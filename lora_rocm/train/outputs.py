@@ -39,7 +39,7 @@ from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.session import Session
 
-MAX_CONCEPT_PICTURES = 200
+MAX_CONCEPT_IMAGES = 200
 
 
 @dataclass
@@ -125,20 +125,20 @@ class Artifacts:
             self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
 
     def before_training(self, updates: int) -> None:
-        """What is due at the start of the loop: a look at the disk, and pictures that are missing."""
+        """What is due at the start of the loop: a look at the disk, and images that are missing."""
         self.room.look_ahead(updates)
         self.preview_before()
         self.preview_again(updates)
 
     def preview_before(self) -> None:
-        """The pictures without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
+        """The images without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
         if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
             return
         with self.session.phase("preview"), self.adapter.disabled():
             self._draw(0)
 
     def preview_again(self, updates: int) -> None:
-        """The pictures of the checkpoint that a run goes on from, where it was cut between the two."""
+        """The images of the checkpoint that a run goes on from, where it was cut between the two."""
         sample = self.recipe.sample
         due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
         if due and not preview.existing(self.run_dir, updates, self.recipe):
@@ -149,12 +149,12 @@ class Artifacts:
         self.world.first("previews", lambda: self.preview(updates))
 
     def preview(self, updates: int) -> None:
-        """The pictures with the LoRA as it is (its average, where one is kept)."""
+        """The images with the LoRA as it is (its average, where one is kept)."""
         with self.session.phase("preview"), self._shown_weights():
             self._draw(updates)
 
     def finish(self, position: Position) -> None:
-        """Last pictures, all formats loaded back and compared, the concept score, and the word that it is done."""
+        """Last images, all formats loaded back and compared, the concept score, and the word that it is done."""
         self.guard.check_all(position.updates)
         self.run_dir.require()
         with self._shown_weights():
@@ -163,7 +163,7 @@ class Artifacts:
         loras = self._checkpoint_loras()
         result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
         if self.recipe.sample.prompts:
-            if self.drawn_at != position.updates:  # pictures of an earlier start may be of other weights
+            if self.drawn_at != position.updates:  # images of an earlier start may be of other weights
                 self.preview(position.updates)
             self.preview_before()  # where there was no memory for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
@@ -178,7 +178,7 @@ class Artifacts:
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
-        """Draw one round; in tiles from then on where memory runs out. No pictures are no reason to end a run."""
+        """Draw one round; in tiles from then on where memory runs out. No images are no reason to end a run."""
         self.run_dir.require()
         empty_pools()
         drawn, images = self._drawn(updates), self.recipe.spec.preview == "image"
@@ -195,10 +195,10 @@ class Artifacts:
             )
             return
         self.drawn_at = updates
-        self.session.context.emit(PreviewEvent(updates=updates, pictures=[self._name(path) for path in drawn]))
+        self.session.context.emit(PreviewEvent(updates=updates, images=[self._name(path) for path in drawn]))
 
     def _drawn(self, updates: int) -> list[Path] | MachineError:
-        """The pictures of a round, or that memory ran out."""
+        """The images of a round, or that memory ran out."""
         how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
         try:
             with self.adapter.casting_inputs():
@@ -248,11 +248,11 @@ class Artifacts:
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """How near the images are to the training images, before and after (``concept_score``); may be empty."""
         training = []
-        for sample in self.prepared.samples[:MAX_CONCEPT_PICTURES]:
+        for sample in self.prepared.samples[:MAX_CONCEPT_IMAGES]:
             with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
                 training.append(load_image(sample))
         if not training:
-            self.session.context.notice("No concept score: none of the training pictures can be read any more.")
+            self.session.context.notice("No concept score: none of the training images can be read any more.")
             return {}
         found = concept_score.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
         self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))

@@ -178,9 +178,9 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
 
 
 def prepare_data(start: StartContext, family: ModelFamily) -> Data:
-    """Find the pictures and fill the caches."""
+    """Find the images and fill the caches."""
     recipe = start.recipe
-    for notice in family.notices:  # the base is refused here, if it is, before pictures are looked at
+    for notice in family.notices:  # the base is refused here, if it is, before images are looked at
         start.context.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
@@ -249,7 +249,7 @@ def _runtime(start: StartContext) -> RuntimeSection:
 
 
 def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
-    """What of a step is kept in memory, for the largest pictures that there are."""
+    """What of a step is kept in memory, for the largest images that there are."""
     sizes = data.prepared.facts.bucket_counts
     largest = max(sizes, key=lambda shape: shape.order)
     return decide(
@@ -299,7 +299,7 @@ def _require_same_base_and_data(
     compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
     if before is None:
         start.context.notice(
-            "The checkpoint is of an earlier version, which named base and pictures in another way: whether they are "
+            "The checkpoint is of an earlier version, which named base and images in another way: whether they are "
             "the same was not looked at."
         )
     else:

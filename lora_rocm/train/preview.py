@@ -110,22 +110,22 @@ def content_of(preview: Image.Image | str) -> bytes:
     return preview.encode("utf-8", "replace") if isinstance(preview, str) else png(preview)
 
 
-def png(picture: Image.Image) -> bytes:
+def png(image: Image.Image) -> bytes:
     """The bytes of a PNG file."""
     buffer = BytesIO()
-    picture.save(buffer, format="PNG")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _tile(path: Path) -> Image.Image:
-    """A picture at a size that reads well beside another: small ones enlarged by whole numbers, large ones reduced."""
+    """An image at a size that reads well beside another: small ones enlarged by whole numbers, large ones reduced."""
     with Image.open(path) as file:
-        picture = file.convert("RGB")
-    factor = GRID_TILE_PX // max(picture.size)
+        image = file.convert("RGB")
+    factor = GRID_TILE_PX // max(image.size)
     if factor > 1:
-        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    picture.thumbnail((GRID_TILE_PX, GRID_TILE_PX))
-    return picture
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    image.thumbnail((GRID_TILE_PX, GRID_TILE_PX))
+    return image
 
 
 def _shorten(prompt: str, width_px: int) -> str:

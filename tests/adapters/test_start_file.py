@@ -96,9 +96,9 @@ def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | No
 
 def read_recipe(model: Path, folder: Path, lora: dict[str, Any]) -> Any:
     """The recipe as a user writes it: the advised values as YAML text."""
-    (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "images").mkdir(exist_ok=True)
     lines = [f"  {key}: {value}" for key, value in lora.items()]
-    head = [f"model: {{name_or_path: '{model}'}}", f"data: {{path: '{folder / 'pictures'}'}}"]
+    head = [f"model: {{name_or_path: '{model}'}}", f"data: {{path: '{folder / 'images'}'}}"]
     head += ["train: {max_train_steps: 2}"]
     (folder / "r.yaml").write_text("\n".join([*head, "lora:", *lines]), encoding="utf-8")
     return load_recipe(folder / "r.yaml").recipe

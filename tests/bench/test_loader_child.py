@@ -40,8 +40,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 def test_both_sources_with_and_without_workers(measured: Any) -> None:
     machine, *events = measured([0, 1])
     rows = [event for event in events if event["type"] == "row"]
-    assert machine["pictures"] == 24
-    assert [(row["source"], row["workers"]) for row in rows] == [(s, n) for s in ("cache", "pictures") for n in (0, 1)]
+    assert machine["images"] == 24
+    assert [(row["source"], row["workers"]) for row in rows] == [(s, n) for s in ("cache", "images") for n in (0, 1)]
     assert all(row["per_second"] > 0 and row["first_s"] > 0 and row["problem"] is None for row in rows)
     assert rows[1]["first_s"] > rows[0]["first_s"]  # a process has to start
 
@@ -56,7 +56,7 @@ def test_workers_that_fall_back_are_no_figure(measured: Any, monkeypatch: pytest
     assert all("it hung" in row["problem"] for row in rows)
 
 
-def test_pictures_are_decoded_as_for_the_cache(tmp_path: Path) -> None:
+def test_images_are_decoded_as_for_the_cache(tmp_path: Path) -> None:
     recipe = load_recipe("demo.yaml", [f"cache.dir={tmp_path}", "data.flip_aug=true"]).recipe
     family = family_for(recipe)
     prepared = prepare(recipe, family, Encoding(LatentCache(tmp_path), torch.device("cpu")))

@@ -76,7 +76,7 @@ def test_ours_and_bare_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_with_the_recipes_own_model_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_the_recipes_own_model_and_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(f"cache.dir={tmp_path / 'cache'}", "data.bucket_max_aspect=1")
     *_, ours = events_of(tmp_path, capfd, recipe, random_weights=False)
     assert ours["name"] == "lora-rocm" and ours["median_s"] > 0 and "trace" not in ours["profile"]
@@ -120,7 +120,7 @@ def test_what_is_given_up_before_the_first_step_is_among_the_figures(
     assert ours["incidents"] == ([] if trusted else ["Steps do without this program's Triton kernels."])
 
 
-def test_pictures_of_no_size_are_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_images_of_no_size_are_refused_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = events_of(tmp_path, capfd, recipe_of("data.resolution=8"))[-1]
     assert error["code"] == "resolution-too-small"
 

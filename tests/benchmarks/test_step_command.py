@@ -193,7 +193,7 @@ def test_a_child_that_dies_before_is_an_error(child: Any, tmp_path: Path) -> Non
         measured(tmp_path)
 
 
-def test_pictures_have_to_be_there_unless_they_are_made_up(child: Any, tmp_path: Path) -> None:
+def test_images_have_to_be_there_unless_they_are_made_up(child: Any, tmp_path: Path) -> None:
     jobs = child(GPU, begin(OURS), row())
     gone = [f"data.path={tmp_path / 'gone'}"]
     with pytest.raises(RecipeError, match="gone"):

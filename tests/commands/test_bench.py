@@ -218,7 +218,7 @@ def bench_loader(tmp_path: Path) -> Event:
 def test_loader_says_what_is_fastest_and_stable(child: Any, capsys: Any, tmp_path: Path) -> None:
     stalled = "A loader worker failed: no batch came within 300 s"
     rows = [reads(0, "cache", 0, 800.0), reads(1, "cache", 2, 900.0), reads(2, "cache", 4, None, stalled)]
-    fake = child([{**CPU, "pictures": 24}, *rows, reads(3, "pictures", 1, 1000.0)])
+    fake = child([{**CPU, "images": 24}, *rows, reads(3, "images", 1, 1000.0)])
     saved = bench_loader(tmp_path)
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
@@ -229,8 +229,8 @@ def test_loader_says_what_is_fastest_and_stable(child: Any, capsys: Any, tmp_pat
 
 def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, capsys: Any, tmp_path: Path) -> None:
     fields = {"source": "cache", "workers": 1, "batch_size": 4}
-    crashed = [{**CPU, "pictures": 24}, begin(0, fields), died()]
-    child(crashed, [{**CPU, "pictures": 24}, reads(1, "pictures", 0, 1000.0)])
+    crashed = [{**CPU, "images": 24}, begin(0, fields), died()]
+    child(crashed, [{**CPU, "images": 24}, reads(1, "images", 0, 1000.0)])
     bench_loader(tmp_path)
     text = capsys.readouterr().out
     assert "cache with 1 workers: ended the process" in text and "Nothing could be read from the cache." in text

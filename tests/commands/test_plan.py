@@ -374,7 +374,7 @@ def test_a_family_without_a_resolution_is_not_told_to_lower_it() -> None:
     assert "lora.rank: 16" in errors[0].where and errors[1].fix.endswith("no rank would fit.")
 
 
-def test_what_compiling_forbids_is_named_before_smaller_pictures() -> None:
+def test_what_compiling_forbids_is_named_before_smaller_images() -> None:
     def said(**runtime: str) -> str:
         asked = recipe(runtime=runtime)
         job = job_of(asked, Settings(), on_gpu=True, can_offload=True)

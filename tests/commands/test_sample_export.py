@@ -17,7 +17,7 @@ from tests.supervisor.fake_run import heard, write_whole_run
 EVENTS = [
     {"type": "notice", "text": "a note"},
     {"type": "phase", "phase": "load", "state": "begin", "seconds": 0},
-    {"type": "drawn", "pictures": ["/x/00.png", "/x/01.png"]},
+    {"type": "drawn", "images": ["/x/00.png", "/x/01.png"]},
     {"type": "export", "format": "kohya", "path": "/x.safetensors", "max_difference": 1e-6, "cannot_read": ["A", "B"]},
 ]
 

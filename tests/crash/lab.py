@@ -71,7 +71,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 RECIPE = """\
 model: {{name_or_path: '{folder}/model'}}
-data: {{path: '{folder}/pictures', resolution: 32, bucket_step: 8, caption_variants: 2}}
+data: {{path: '{folder}/images', resolution: 32, bucket_step: 8, caption_variants: 2}}
 lora: {{rank: 2, targets: ['{targets}']}}
 optim: {{learning_rate: 1.0e-2, lr_scheduler: cosine, lr_warmup_steps: 1}}
 train: {{max_train_steps: 4, batch_size: 2, gradient_accumulation_steps: 2, mixed_precision: "no"}}
@@ -101,7 +101,7 @@ class Ended:
 
 @dataclass
 class Lab:
-    """A folder with a tiny model, pictures and caches, and the warmed process."""
+    """A folder with a tiny model, images and caches, and the warmed process."""
 
     folder: Path
     host: subprocess.Popen[str] = field(init=False)
@@ -112,7 +112,7 @@ class Lab:
         shim = self.folder / "shim.so"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(shim), str(HERE / "shim.c"), "-ldl"], check=True)
         write_tiny_sdxl(self.folder / "model", unet=UNET, vae=VAE)
-        self._pictures()
+        self._images()
         self.recipe = self.folder / "recipe.yaml"
         self.recipe.write_text(RECIPE.format(folder=self.folder, targets=TARGETS), encoding="utf-8")
         environment = {
@@ -203,8 +203,8 @@ class Lab:
         self.host.stdin.flush()
         return self.host.stdout.readline().strip()
 
-    def _pictures(self) -> None:
-        generator, folder = random.Random(5), self.folder / "pictures"
+    def _images(self) -> None:
+        generator, folder = random.Random(5), self.folder / "images"
         folder.mkdir()
         for number in range(5):
             size = [(32, 32), (48, 24)][number % 2]

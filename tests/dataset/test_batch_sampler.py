@@ -36,9 +36,7 @@ def epoch_of(plan: BatchPlan, epoch: int = 0) -> list[list[Row]]:
 
 
 @given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2))
-def test_every_picture_is_seen_as_often_as_asked(
-    found: list[Item], batch: int, acc: int, seed: int, epoch: int
-) -> None:
+def test_every_image_is_seen_as_often_as_asked(found: list[Item], batch: int, acc: int, seed: int, epoch: int) -> None:
     batches = epoch_of(BatchPlan(found, batch, acc, seed), epoch)
     seen = Counter(row.item.key for rows in batches for row in rows if row.weight > 0)
     assert seen == {one.key: one.repeats for one in found}
@@ -94,7 +92,7 @@ def area(rows: list[Row]) -> int:
 
 
 @given(items, st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
-def test_the_first_batch_is_of_the_largest_pictures(found: list[Item], batch: int, acc: int, seed: int) -> None:
+def test_the_first_batch_is_of_the_largest_images(found: list[Item], batch: int, acc: int, seed: int) -> None:
     batches = epoch_of(BatchPlan(found, batch, acc, seed))
     assert area(batches[0]) == max(map(area, batches))
 

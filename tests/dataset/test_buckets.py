@@ -71,7 +71,7 @@ def test_geometry(
 
 
 @given(st.integers(200, 6000), st.integers(200, 6000))
-def test_the_picture_is_not_distorted(width: int, height: int) -> None:
+def test_the_image_is_not_distorted(width: int, height: int) -> None:
     found = fit(width, height, 512, 64, 2.5, True, False)
     horizontal, vertical = found.resized_hw[1] / width, found.resized_hw[0] / height
     assert abs(horizontal * height - vertical * height) <= 1 or abs(horizontal * width - vertical * width) <= 1
@@ -94,11 +94,11 @@ def test_the_bucket_is_the_nearest(width: int, height: int) -> None:
         (3000, 500, False, Geometry((500, 3000), (448, 2688), (0, 800), (448, 1088))),
     ],
 )
-def test_known_pictures(width: int, height: int, upscale: bool, expected: Geometry) -> None:
+def test_known_images(width: int, height: int, upscale: bool, expected: Geometry) -> None:
     assert fit(width, height, 1024, 64, 2.5, True, upscale) == expected
 
 
-def test_a_picture_below_one_step_is_refused_unless_enlarged() -> None:
+def test_an_image_below_one_step_is_refused_unless_enlarged() -> None:
     with pytest.raises(DataError) as caught:
         fit(500, 40, 512, 64, 2.5, True, False)
     assert caught.value.code == "image-too-small"

@@ -10,8 +10,8 @@ from lora_rocm.errors import DataError
 
 def test_sub_folders_in_one_order(tmp_path: Path, make: SimpleNamespace) -> None:
     for name in ("b.png", "sub/a.png", "a ü [1].png", "Z.JPG", ".hidden.png", ".trash/c.png"):
-        make.picture(tmp_path / name)
-    assert [relative for _, relative in walk(tmp_path, ".txt").pictures] == [
+        make.image(tmp_path / name)
+    assert [relative for _, relative in walk(tmp_path, ".txt").images] == [
         "Z.JPG",
         "a ü [1].png",
         "b.png",
@@ -19,32 +19,32 @@ def test_sub_folders_in_one_order(tmp_path: Path, make: SimpleNamespace) -> None
     ]
 
 
-def test_captions_are_those_beside_the_picture(tmp_path: Path, make: SimpleNamespace) -> None:
-    first = make.picture(tmp_path / "a.b.png", caption="one")
-    second = make.picture(tmp_path / "sub" / "a.b.png")
+def test_captions_are_those_beside_the_image(tmp_path: Path, make: SimpleNamespace) -> None:
+    first = make.image(tmp_path / "a.b.png", caption="one")
+    second = make.image(tmp_path / "sub" / "a.b.png")
     found = walk(tmp_path, "txt")
     assert found.caption_file(first) == tmp_path / "a.b.txt" and found.caption_file(second) is None
 
 
-def test_a_caption_without_a_picture_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+def test_a_caption_without_an_image_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="x")
     assert walk(tmp_path, ".txt").notices == []
     (tmp_path / "lonely.txt").touch()
-    assert walk(tmp_path, ".txt").notices == ["1 caption file has no picture of the same name: lonely.txt."]
+    assert walk(tmp_path, ".txt").notices == ["1 caption file has no image of the same name: lonely.txt."]
 
 
-def test_what_runs_have_drawn_is_no_picture_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:
+def test_what_runs_have_drawn_is_no_image_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:
     """As with ``data.path: .`` beside the recipe."""
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     for name in ("one", "two"):
         run_dir = tmp_path / "runs" / name
-        make.picture(run_dir / "samples" / "step-00000002" / "00.png", caption="x")
+        make.image(run_dir / "samples" / "step-00000002" / "00.png", caption="x")
         (run_dir / "recipe.yaml").touch()
     assert len(walk(tmp_path, ".txt").relatives) == 3, "a recipe alone makes no run"
     for name in ("one", "two"):
         (tmp_path / "runs" / name / "events.jsonl").touch()
     found = walk(tmp_path, ".txt")
-    assert [relative for _, relative in found.pictures] == ["a.png"]
+    assert [relative for _, relative in found.images] == ["a.png"]
     (notice,) = found.notices
     assert notice.startswith("2 run directories were left out") and "runs/one, runs/two" in notice
     with pytest.raises(DataError, match="2 run directories were left out"):
@@ -52,19 +52,19 @@ def test_what_runs_have_drawn_is_no_picture_to_train_on(tmp_path: Path, make: Si
     assert len(walk(tmp_path / "runs" / "one", ".txt").relatives) == 1, "who asks for it gets it"
 
 
-def test_a_folder_named_like_a_picture(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "x.png" / "inside.png")
-    assert [relative for _, relative in walk(tmp_path, ".txt").pictures] == ["x.png/inside.png"]
+def test_a_folder_named_like_an_image(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "x.png" / "inside.png")
+    assert [relative for _, relative in walk(tmp_path, ".txt").images] == ["x.png/inside.png"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
 def test_loops_of_links_end(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "data" / "a.png")
-    make.picture(tmp_path / "elsewhere" / "b.png")
+    make.image(tmp_path / "data" / "a.png")
+    make.image(tmp_path / "elsewhere" / "b.png")
     (tmp_path / "data" / "again").symlink_to(tmp_path / "data", target_is_directory=True)
     (tmp_path / "data" / "other").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "data" / "self.png").symlink_to(tmp_path / "data" / "self.png")
-    relatives = [relative for _, relative in walk(tmp_path / "data", ".txt").pictures]
+    relatives = [relative for _, relative in walk(tmp_path / "data", ".txt").images]
     assert relatives == ["a.png", "other/b.png", "self.png"]
 
 
@@ -77,9 +77,9 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
         "plain/5_deep/d.png",
         "20240131_sea/e.png",
     ):
-        make.picture(tmp_path / name)
+        make.image(tmp_path / name)
     found = walk(tmp_path, ".txt")
-    relatives = [relative for _, relative in found.pictures]
+    relatives = [relative for _, relative in found.images]
     assert relatives == ["10_zibu_cat/a.png", "20240131_sea/e.png", "3_x.png", "plain/5_deep/d.png", "plain/c.png"]
     repeats = found.repeat_folder("10_zibu_cat/a.png")
     assert (repeats.repeats, repeats.caption) == (10, "zibu cat")
@@ -87,7 +87,7 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
     assert found.repeat_folder("3_x.png").repeats == found.repeat_folder("plain/5_deep/d.png").repeats == 1
     assert found.notices == [
         "Folder 0_off: left out (kohya's number_name folders).",
-        "Folder 10_zibu_cat: each picture is seen 10 times an epoch (kohya's number_name folders).",
+        "Folder 10_zibu_cat: each image is seen 10 times an epoch (kohya's number_name folders).",
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_missing_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.M
         source_folder("a.png", 0)
 
 
-def test_the_pictures_of_the_demo_ship_with_the_package() -> None:
+def test_the_images_of_the_demo_ship_with_the_package() -> None:
     assert len(walk(source_folder("builtin:demo", 0), ".txt").relatives) >= 10
     with pytest.raises(DataError) as caught:
         source_folder("builtin:demos", 0)

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from lora_rocm.dataset import hf_datasets as rows
 from lora_rocm.dataset import parquet_guard
-from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, picture_in, rows_of
+from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, rows_of
 from lora_rocm.dataset.image_io import read_header
 from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
@@ -31,7 +31,7 @@ def quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def content(tmp_path: Path, make: SimpleNamespace) -> bytes:
-    return make.picture(tmp_path / "files" / "a.png").read_bytes()
+    return make.image(tmp_path / "files" / "a.png").read_bytes()
 
 
 def source(dataset: Path | str, **keys: Any) -> ResolvedSource:
@@ -47,16 +47,16 @@ def write(path: Path, **columns: list[Any]) -> Path:
 def test_a_parquet_file_of_bytes_paths_and_gaps(tmp_path: Path, content: bytes) -> None:
     images = [{"bytes": content, "path": None}, {"bytes": None, "path": "a.png"}, None, {"bytes": None, "path": None}]
     file = write(tmp_path / "files" / "x.parquet", image=images, text=["one", None, "three", "four"])
-    found = [(picture_in(row), caption) for row, caption in rows_of(source(file))]
+    found = [(image_in(row), caption) for row, caption in rows_of(source(file))]
     assert bytes(found[0][0]) == content
     assert found[1:] == [(tmp_path / "files" / "a.png", None), (None, "three"), (None, "four")]
 
 
 def test_a_folder_of_parquet_files_with_splits(tmp_path: Path, content: bytes) -> None:
-    write(tmp_path / "ds" / "train-00000-of-00001.parquet", picture=[content, content], text=["a", "b"])
-    write(tmp_path / "ds" / "test-00000-of-00001.parquet", picture=[content], text=["c"])
-    rows = list(rows_of(source(tmp_path / "ds", image_column="picture", split="test")))
-    assert [caption for _, caption in rows] == ["c"] and bytes(picture_in(rows[0][0])) == content
+    write(tmp_path / "ds" / "train-00000-of-00001.parquet", photo=[content, content], text=["a", "b"])
+    write(tmp_path / "ds" / "test-00000-of-00001.parquet", photo=[content], text=["c"])
+    rows = list(rows_of(source(tmp_path / "ds", image_column="photo", split="test")))
+    assert [caption for _, caption in rows] == ["c"] and bytes(image_in(rows[0][0])) == content
 
 
 def test_a_saved_dataset(tmp_path: Path, content: bytes) -> None:
@@ -66,7 +66,7 @@ def test_a_saved_dataset(tmp_path: Path, content: bytes) -> None:
     datasets.DatasetDict({"train": table, "more": table}).save_to_disk(str(tmp_path / "dict"))
     for path in ("saved", "dict"):
         rows = list(rows_of(source(tmp_path / path)))
-        assert [caption for _, caption in rows] == ["c", "a"] and bytes(picture_in(rows[1][0])) == content
+        assert [caption for _, caption in rows] == ["c", "a"] and bytes(image_in(rows[1][0])) == content
     with pytest.raises(DataError) as caught:
         list(rows_of(source(tmp_path / "dict", split="val")))
     assert caught.value.fix == "Splits: more, train."
@@ -75,7 +75,7 @@ def test_a_saved_dataset(tmp_path: Path, content: bytes) -> None:
 def test_a_jsonl_file_of_paths(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "files" / "x.jsonl").write_text('{"image": "a.png", "text": "hi"}\n', encoding="utf-8")
     ((row, caption),) = rows_of(source(tmp_path / "files" / "x.jsonl"))
-    assert caption == "hi" and picture_in(row) == tmp_path / "files" / "a.png"
+    assert caption == "hi" and image_in(row) == tmp_path / "files" / "a.png"
 
 
 def test_no_caption_column(tmp_path: Path, content: bytes) -> None:
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, content: bytes, keys: dict[st
     file = write(tmp_path / "x.parquet", image=[content], number=[1], text=["a"])
     with pytest.raises(DataError) as caught:
         for row, _ in rows_of(source(file, **keys)):
-            picture_in(row)
+            image_in(row)
     assert caught.value.code == code and said in str(caught.value) and str(file) in caught.value.where
 
 
@@ -123,8 +123,8 @@ def test_one_value_in_very_many_rows_is_refused_before_it_is_written_out(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, copies: int, refused: bool, as_folder: bool
 ) -> None:
     monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 20 << 20)
-    picture = {"bytes": content + bytes(20_000), "path": None}
-    file = write(tmp_path / "ds" / "train.parquet", image=[picture] * copies, text=["a photo"] * copies)
+    image = {"bytes": content + bytes(20_000), "path": None}
+    file = write(tmp_path / "ds" / "train.parquet", image=[image] * copies, text=["a photo"] * copies)
     assert rows.MAX_UNPACKING * file.stat().st_size < rows.MAX_UNPACKED_BYTES  # which is then the limit
     loads: list[object] = []
     load = datasets.load_dataset
@@ -143,8 +143,8 @@ def test_captions_that_many_rows_share_are_read_after_they_were_counted(
     monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 1 << 20)
     monkeypatch.setattr(rows, "MAX_UNPACKING", 2)
     texts = ["a photo of a cat", "a drawing"] * 500
-    pictures = [content + str(number).encode() for number in range(len(texts))]
-    file = write(tmp_path / "x.parquet", image=pictures, text=texts)
+    images = [content + str(number).encode() for number in range(len(texts))]
+    file = write(tmp_path / "x.parquet", image=images, text=texts)
     counted: list[int] = []
     count = parquet_guard._values_bytes
     monkeypatch.setattr(parquet_guard, "_values_bytes", lambda array: counted.append(count(array)) or counted[-1])
@@ -165,7 +165,7 @@ def imagefolder(root: Path, make: SimpleNamespace, kind: str = "jsonl") -> Path:
     """Images in two folders, one of them without a row, and the captions beside them."""
     table = {"file_name": ["0.png", "sub/1 ü.png", "gone.png"], "text": ["zero", "one", "two"], "n": [1, 2, 3]}
     for number, name in enumerate(("0.png", "sub/1 ü.png", "no row.png")):
-        make.picture(root / name, seed=number)
+        make.image(root / name, seed=number)
     records = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     if kind == "jsonl":
         (root / "metadata.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -180,7 +180,7 @@ def imagefolder(root: Path, make: SimpleNamespace, kind: str = "jsonl") -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_an_imagefolder(tmp_path: Path, make: SimpleNamespace, kind: str) -> None:
     folder = imagefolder(tmp_path / "Bilder [1]", make, kind)
-    found = [(picture_in(row), caption) for row, caption in rows_of(source(folder))]
+    found = [(image_in(row), caption) for row, caption in rows_of(source(folder))]
     names = ("0.png", "sub/1 ü.png", "gone.png")
     assert found == [(folder / name, text) for name, text in zip(names, ("zero", "one", "two"), strict=True)]
     scanned = scan(DataSection(sources=(DataSource(dataset=str(folder)),), resolution=64, bucket_step=16))
@@ -192,12 +192,12 @@ def test_an_imagefolder_with_splits(tmp_path: Path, make: SimpleNamespace) -> No
     for split in ("train", "test"):
         imagefolder(tmp_path / "ds" / split, make)
     table = list(rows_of(source(tmp_path / "ds", split="test")))
-    assert picture_in(table[0][0]) == tmp_path / "ds" / "test" / "0.png" and len(table) == 3
+    assert image_in(table[0][0]) == tmp_path / "ds" / "test" / "0.png" and len(table) == 3
 
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "file:///etc/passwd", "zip://x::y"])
 def test_no_row_of_an_imagefolder_leads_out_of_it(tmp_path: Path, make: SimpleNamespace, name: str) -> None:
-    make.picture(tmp_path / "secret.png")
+    make.image(tmp_path / "secret.png")
     folder = imagefolder(tmp_path / "ds", make)
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": name, "text": "x"}), encoding="utf-8")
     with pytest.raises(DataError) as caught:
@@ -209,7 +209,7 @@ def test_a_list_called_metadata_is_still_a_list(tmp_path: Path, content: bytes) 
     file = tmp_path / "files" / "metadata.jsonl"
     file.write_text('{"image": "a.png", "text": "hi"}\n', encoding="utf-8")
     ((row, caption),) = rows_of(source(file.parent))
-    assert caption == "hi" and picture_in(row) == file.parent / "a.png"
+    assert caption == "hi" and image_in(row) == file.parent / "a.png"
 
 
 def test_the_library_draws_no_bars(tmp_path: Path, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_the_library_draws_no_bars(tmp_path: Path, content: bytes, capfd: pytest
 def test_a_place_that_may_not_be_read_is_outside(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link in the way of a picture, as /proc/1/cwd for anybody but root."""
+    """A link in the way of an image, as /proc/1/cwd for anybody but root."""
     link = tmp_path / "files" / "link"
     link.symlink_to(tmp_path)
     readlink = os.readlink
@@ -236,4 +236,4 @@ def test_a_place_that_may_not_be_read_is_outside(
     file = write(tmp_path / "files" / "x.parquet", image=[{"bytes": None, "path": "link/a.png"}], text=["a"])
     ((row, _),) = rows_of(source(file))
     with pytest.raises(UnreadableCell, match="outside"):
-        picture_in(row)
+        image_in(row)

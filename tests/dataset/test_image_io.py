@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
 from lora_rocm.dataset.buckets import Geometry, fit
-from lora_rocm.dataset.image_io import UnreadablePicture, cut, decode, is_dark, read_header, readable_extensions
+from lora_rocm.dataset.image_io import UnreadableImage, cut, decode, is_dark, read_header, readable_extensions
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -63,7 +63,7 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
 def test_the_header_is_enough_for_the_size() -> None:
     content = encoded(Image.effect_noise((400, 300), 80), "PNG")
     assert read_header(io.BytesIO(content[: len(content) // 2])).size == (400, 300)
-    with pytest.raises(UnreadablePicture):
+    with pytest.raises(UnreadableImage):
         decode(content[: len(content) // 2])
 
 
@@ -87,7 +87,7 @@ def test_a_transparent_colour_becomes_white() -> None:
     [
         (np.array([[0, 32768, 65535]], np.uint16), "PNG", [0, 128, 255]),
         (np.array([[0, 32768, 65535]], np.uint16), "TIFF", [0, 128, 255]),
-        (np.array([[0, 100, 200]], np.uint16), "PNG", [0, 0, 1]),  # a dark picture stays dark
+        (np.array([[0, 100, 200]], np.uint16), "PNG", [0, 0, 1]),  # a dark image stays dark
         (np.array([[0, 2**30, 2**31 - 1]], np.int32), "TIFF", [0, 128, 255]),
         (np.array([[0.0, 0.5, 1.0]], np.float32), "TIFF", [0, 128, 255]),
         (np.array([[-1.0, np.nan, 127.5, 255.0]], np.float32), "TIFF", [0, 0, 128, 255]),
@@ -112,7 +112,7 @@ def test_the_first_frame_of_an_animation() -> None:
 
 
 def test_a_colour_profile_is_converted() -> None:
-    """sRGB with the primaries red and green exchanged turns the picture over."""
+    """sRGB with the primaries red and green exchanged turns the image over."""
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     exchanged = srgb.replace(b"rXYZ", b"tmp ", 1).replace(b"gXYZ", b"rXYZ", 1).replace(b"tmp ", b"gXYZ", 1)
     image = decode(encoded(left_red(), icc_profile=exchanged))
@@ -122,7 +122,7 @@ def test_a_colour_profile_is_converted() -> None:
     assert near(decode(encoded(half_clear, icc_profile=exchanged)).getpixel((2, 8)), (127, 255, 127))
 
 
-def test_lab_pictures() -> None:
+def test_lab_images() -> None:
     lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
     pixels = Image.new("LAB", (4, 4), (136, 209, 195))  # L 53, a 81, b 67: sRGB's red
     assert near(decode(encoded(pixels, "TIFF", icc_profile=lab)).getpixel((1, 1)), RED, 12)
@@ -151,7 +151,7 @@ def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert decode(content).size == (100, 100)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
     for read in (lambda: decode(content), lambda: read_header(io.BytesIO(content))):
-        with pytest.raises(UnreadablePicture, match="too many pixels"):
+        with pytest.raises(UnreadableImage, match="too many pixels"):
             read()
 
 
@@ -165,7 +165,7 @@ def test_reasons(tmp_path: Path) -> None:
         ("eps.png", "format"),
         ("none.png", "No such"),
     ):
-        with pytest.raises(UnreadablePicture, match=reason):
+        with pytest.raises(UnreadableImage, match=reason):
             read_header(tmp_path / name)
 
 
@@ -182,7 +182,7 @@ def test_damaged_files_are_refused_or_read_never_worse(kind: str) -> None:
         for read in (lambda: read_header(io.BytesIO(bytes(content))), lambda: decode(bytes(content))):  # noqa: B023
             try:
                 read()
-            except UnreadablePicture as error:
+            except UnreadableImage as error:
                 assert str(error)
                 refused += 1
     assert refused > 10
@@ -203,7 +203,7 @@ def test_cut_scales_and_crops_and_mirrors() -> None:
 
 def test_the_crop_lies_where_the_geometry_says_in_both_variants() -> None:
     image = Image.new("RGB", (5, 4), GREEN)
-    image.putpixel((1, 0), RED)  # in the mirrored picture at 3
+    image.putpixel((1, 0), RED)  # in the mirrored image at 3
     geometry = Geometry((4, 5), (4, 5), (0, 1), (4, 3))
     assert cut(image, geometry, False).getpixel((0, 0)) == RED
     assert cut(image, geometry, True).getpixel((2, 0)) == RED

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.dataset import image_io, image_plugins
-from lora_rocm.dataset.image_io import UnreadablePicture, decode, read_header
+from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
 from lora_rocm.dataset.image_plugins import jxl_size
 from lora_rocm.dataset.scan import load_image, scan
 from lora_rocm.errors import DataError
@@ -74,14 +74,14 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, kind: str) -> None:
         for read in (lambda: read_header(io.BytesIO(bytes(content[:length]))), lambda: decode(bytes(content[:length]))):  # noqa: B023
             try:
                 read()
-            except UnreadablePicture:
+            except UnreadableImage:
                 pass
     for _ in range(40):
         broken = bytearray(content)
         broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
         try:
             decode(bytes(broken))
-        except UnreadablePicture:
+        except UnreadableImage:
             pass
 
 
@@ -93,7 +93,7 @@ def test_without_the_plugin_they_are_counted_and_named(
         (tmp_path / name).write_bytes(heic)
     (tmp_path / "a.txt").write_text("belongs to a.heic", encoding="utf-8")
     (tmp_path / "c.jxl").write_bytes(jxl)
-    make.picture(tmp_path / "d.png", caption="x")
+    make.image(tmp_path / "d.png", caption="x")
     without_plugins("")
     found = scan(make.data(path=str(tmp_path)))
     assert [sample.key for sample in found.samples] == ["d.png"]
@@ -113,7 +113,7 @@ def test_a_plugin_that_is_broken_is_said(
     tmp_path: Path, make: SimpleNamespace, without_plugins: Callable[[str], None]
 ) -> None:
     (tmp_path / "a.heic").write_bytes(encoded("HEIF"))
-    make.picture(tmp_path / "d.png", caption="x")
+    make.image(tmp_path / "d.png", caption="x")
     without_plugins("libheif.so.1: cannot open shared object file")
     (notice,) = scan(make.data(path=str(tmp_path))).notices
     assert "pillow-heif is installed, but cannot be used: libheif.so.1" in notice
@@ -168,7 +168,7 @@ def test_a_huge_jpeg_xl_is_refused_before_it_is_decoded(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(pillow_jxl.JpegXLImagePlugin, "Decoder", never)
     for read in (lambda: read_header(io.BytesIO(bomb)), lambda: decode(bomb)):
-        with pytest.raises(UnreadablePicture, match="too many pixels"):
+        with pytest.raises(UnreadableImage, match="too many pixels"):
             read()
     with pytest.raises(AssertionError):  # control
         decode(encoded("JXL"))

@@ -21,11 +21,11 @@ from lora_rocm.errors import DataError
 
 
 def names(found: folders.Folder) -> list[str]:
-    return [relative for _, relative in found.pictures]
+    return [relative for _, relative in found.images]
 
 
 def test_each_format_that_is_not_read_is_counted_and_named(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     for name in ("1.CR2", "2.nef", "3.dng", "4.arw", "clip.mp4", "drawing.svg", "all.zip", "star.fits"):
         (tmp_path / name).touch()
     (tmp_path / "1.txt").write_text("of the raw one", encoding="utf-8")
@@ -43,14 +43,14 @@ def test_each_format_that_is_not_read_is_counted_and_named(tmp_path: Path, make:
 
 
 def test_of_files_that_are_no_images_there_is_no_word(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     for name in ("a.npz", "a_sdxl.safetensors", "Thumbs.db", "desktop.ini", "a.json", "notes.md", "a.AAE", "LICENSE"):
         (tmp_path / name).touch()
     assert walk(tmp_path, ".txt").notices == []
 
 
 def test_files_whose_names_say_nothing_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     for name in ("photo", "b.jpg_large", "c.png~"):
         (tmp_path / name).touch()
     (notice,) = walk(tmp_path, ".txt").notices
@@ -65,11 +65,11 @@ def test_no_suffix_is_of_two_kinds() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_file_is_a_picture_or_has_its_word(tmp_path: Path, make: SimpleNamespace, seed: int) -> None:
+def test_every_file_is_an_image_or_has_its_word(tmp_path: Path, make: SimpleNamespace, seed: int) -> None:
     """Of a folder of anything: what is trained on, what is counted and what is harmless is all there is."""
     rng = random.Random(seed)
     kinds = [*readable_extensions(), *HARMLESS_SUFFIXES, *(s for unread in UNREAD_FORMATS for s in unread.suffixes)]
-    make.picture(tmp_path / "sure.png")
+    make.image(tmp_path / "sure.png")
     places = ["", "sub/", "masks/", "_controls/", "10_x/"]
     for number in range(40):
         end = rng.choice([rng.choice(kinds), rng.choice([".png", "-masklabel.png", "", ".what"])])
@@ -88,37 +88,37 @@ def test_every_file_is_a_picture_or_has_its_word(tmp_path: Path, make: SimpleNam
 def test_masks_and_controls_are_counted_and_not_trained_on(tmp_path: Path, make: SimpleNamespace) -> None:
     data = tmp_path / "data"
     for name in ("0.png", "1.jpg", "sub/2.png"):
-        make.picture(data / name, caption="x")
+        make.image(data / name, caption="x")
     masks = ("0-masklabel.png", "1-MaskLabel.png", "masks/0.png", "sub/masks/2_mask.png", "Alpha Masks/1.png")
     controls = ("1-condlabel.png", "_controls/0.depth.jpg", "conditioning/sub/2.png")
     for number, name in enumerate((*masks, *controls)):
-        make.picture(data / name, seed=number, caption="of a mask")
+        make.image(data / name, seed=number, caption="of a mask")
     found = scan(make.data(path=str(data)))
     assert [sample.key for sample in found.samples] == ["0.png", "1.jpg", "sub/2.png"]
     first, second = (notice for notice in found.notices if "not used" in notice)
     assert first.startswith("5 masks are not used: data.mask_path does not name their folder yet (")
     assert second.startswith("3 control images are not used: training with control images is not supported yet (")
-    assert "rename them or their folder" in first and not any("no picture of the same" in n for n in found.notices)
+    assert "rename them or their folder" in first and not any("no image of the same" in n for n in found.notices)
 
 
 def test_a_folder_called_masks_is_data_where_it_is_given_or_has_no_partners(
     tmp_path: Path, make: SimpleNamespace
 ) -> None:
-    make.picture(tmp_path / "masks" / "venice.png", caption="a mask")
-    make.picture(tmp_path / "people.png", seed=1, caption="x")
+    make.image(tmp_path / "masks" / "venice.png", caption="a mask")
+    make.image(tmp_path / "people.png", seed=1, caption="x")
     assert names(walk(tmp_path / "masks", ".txt")) == ["venice.png"] and not walk(tmp_path / "masks", ".txt").notices
     found = walk(tmp_path, ".txt")
     assert names(found) == ["masks/venice.png", "people.png"]
     (notice,) = found.notices
     assert "1 image lies in a folder with a name for masks" in notice and "data.exclude" in notice
-    make.picture(tmp_path / "venice.png", seed=2, caption="x")
+    make.image(tmp_path / "venice.png", seed=2, caption="x")
     assert names(walk(tmp_path, ".txt")) == ["people.png", "venice.png"]
     both = scan(make.data(sources=[{"path": str(tmp_path)}, {"path": str(tmp_path / "masks")}]))
     assert len(both.samples) == 3, "as a source of its own it is trained on"
 
 
 def test_masks_alone_are_no_data(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "0-masklabel.png")
+    make.image(tmp_path / "0-masklabel.png")
     with pytest.raises(DataError, match="mask_path"):
         walk(tmp_path, ".txt")
 
@@ -137,8 +137,8 @@ def test_the_table_of_companions_has_no_name_twice() -> None:
 
 
 def test_without_sub_folders(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
-    make.picture(tmp_path / "sub" / "b.png", seed=1, caption="x")
+    make.image(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "sub" / "b.png", seed=1, caption="x")
     assert len(scan(make.data(path=str(tmp_path))).samples) == 2
     found = scan(make.data(path=str(tmp_path), recursive=False))
     assert [sample.key for sample in found.samples] == ["a.png"] and found.notices == ()
@@ -160,7 +160,7 @@ def test_without_sub_folders(tmp_path: Path, make: SimpleNamespace) -> None:
 )
 def test_patterns(tmp_path: Path, make: SimpleNamespace, pattern: str, left: list[str]) -> None:
     for name in ("a.png", "b-mask.png", "old/d.png", "sub/b-mask.png", "sub/c.JPG"):
-        make.picture(tmp_path / name, caption="x")
+        make.image(tmp_path / name, caption="x")
     found = walk(tmp_path, ".txt", exclude=(pattern,))
     assert names(found) == left
     (notice,) = found.notices
@@ -168,7 +168,7 @@ def test_patterns(tmp_path: Path, make: SimpleNamespace, pattern: str, left: lis
 
 
 def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     assert walk(tmp_path, ".txt", exclude=("olde", "*.gif")).notices == [
         "data.exclude: nothing here is called olde, *.gif."
     ]
@@ -185,7 +185,7 @@ def test_a_link_that_may_not_be_read_is_left_out(
     tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As /proc/1/cwd for anybody but root: Python 3.11 raises where it resolves the link."""
-    make.picture(tmp_path / "data" / "a.png", caption="x")
+    make.image(tmp_path / "data" / "a.png", caption="x")
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "data" / "link.png"
     link.symlink_to(tmp_path / "elsewhere")
@@ -204,9 +204,9 @@ def test_a_link_that_may_not_be_read_is_left_out(
 
 def test_captions_with_another_extension_are_pointed_out(tmp_path: Path, make: SimpleNamespace) -> None:
     for number in range(3):
-        make.picture(tmp_path / f"{number}.png", seed=number)
+        make.image(tmp_path / f"{number}.png", seed=number)
         (tmp_path / f"{number}.Caption").write_text("x", encoding="utf-8")
     (tmp_path / "0.txt").write_text("read", encoding="utf-8")
     (notice,) = walk(tmp_path, ".txt").notices
-    assert notice.startswith("2 pictures have a .caption file beside, which is not read (1.png, 2.png).")
+    assert notice.startswith("2 images have a .caption file beside, which is not read (1.png, 2.png).")
     assert walk(tmp_path, "caption").notices == [], "0.png has both; the one that is asked for is read"

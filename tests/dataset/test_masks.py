@@ -28,7 +28,7 @@ def mask(path: Path, size: tuple[int, int] = (96, 64), value: int = 255) -> Path
 def images(tmp_path: Path, make: SimpleNamespace) -> Path:
     """Three images of 96x64, one of them in a sub-folder."""
     for number, name in enumerate(("a", "b", "sub/c")):
-        make.picture(tmp_path / "data" / f"{name}.png", seed=number, caption=name)
+        make.image(tmp_path / "data" / f"{name}.png", seed=number, caption=name)
     return tmp_path / "data"
 
 

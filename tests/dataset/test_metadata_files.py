@@ -28,7 +28,7 @@ def rows(path: Path, *lines: Any) -> Path:
 
 def test_a_folder_with_metadata(tmp_path: Path, make: SimpleNamespace) -> None:
     for number, name in enumerate(("0.png", "sub/1 ü.png", "own/2.png", "3.png", "4.png")):
-        make.picture(tmp_path / name, seed=number)
+        make.image(tmp_path / name, seed=number)
     (tmp_path / "3.txt").write_text("the file", encoding="utf-8")
     listed = [("0.png", "zero\nin two lines"), ("sub\\1 ü.png", "one"), ("./3.png", "the row")]
     rows(tmp_path / "metadata.jsonl", *({"file_name": name, "text": text} for name, text in listed))
@@ -42,13 +42,13 @@ def test_a_folder_with_metadata(tmp_path: Path, make: SimpleNamespace) -> None:
         "sub/1 ü.png": "one",
     }
     assert found.notices == (
-        "1 picture has a caption file and a row of metadata: the caption file counts (3.png).",
-        '1 picture has no caption; used instead: 4.png "4".',
+        "1 image has a caption file and a row of metadata: the caption file counts (3.png).",
+        '1 image has no caption; used instead: 4.png "4".',
     )
 
 
 def test_another_column_or_none(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png")
+    make.image(tmp_path / "a.png")
     rows(tmp_path / "metadata.jsonl", {"file_name": "a.png", "prompt": "a cat", "width": 8})
     found = scan(make.data(path=str(tmp_path)))
     assert captions(found) == {"a.png": "a"}
@@ -62,7 +62,7 @@ def test_another_column_or_none(tmp_path: Path, make: SimpleNamespace) -> None:
 
 def test_what_the_rows_have_wrong_is_counted_and_named(tmp_path: Path, make: SimpleNamespace) -> None:
     for number in range(3):
-        make.picture(tmp_path / f"{number}.png", seed=number)
+        make.image(tmp_path / f"{number}.png", seed=number)
     bad: list[Any] = [
         "no json",
         "[1]",
@@ -101,7 +101,7 @@ def test_what_the_rows_have_wrong_is_counted_and_named(tmp_path: Path, make: Sim
     ],
 )
 def test_damaged_tables(tmp_path: Path, make: SimpleNamespace, content: bytes, said: str) -> None:
-    make.picture(tmp_path / "0.png")
+    make.image(tmp_path / "0.png")
     (tmp_path / "metadata.csv").write_bytes(content)
     assert said in walk(tmp_path, ".txt").notices[0]
 
@@ -109,7 +109,7 @@ def test_damaged_tables(tmp_path: Path, make: SimpleNamespace, content: bytes, s
 def test_a_file_that_is_none_or_too_large(
     tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make.picture(tmp_path / "0.png")
+    make.image(tmp_path / "0.png")
     rows(tmp_path / "metadata.jsonl", {"file_name": "0.png", "text": "x"})
     monkeypatch.setattr(metadata_files, "MAX_METADATA_BYTES", 10)
     found = walk(tmp_path, ".txt")
@@ -117,7 +117,7 @@ def test_a_file_that_is_none_or_too_large(
 
 
 def test_parquet_is_for_datasets(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "0.png")
+    make.image(tmp_path / "0.png")
     (tmp_path / "metadata.parquet").touch()
     assert walk(tmp_path, ".txt").notices == [
         "metadata.parquet is not read here: give its folder as dataset, not as path."

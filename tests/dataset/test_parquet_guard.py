@@ -119,8 +119,8 @@ def test_two_columns_of_one_name_both_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use_dictionary", [True, False])
 def test_what_is_in_a_file_once_counts_once(tmp_path: Path, use_dictionary: bool) -> None:
-    pictures = [{"bytes": bytes([number % 256]) * 20_000 + str(number).encode(), "path": "a"} for number in range(500)]
-    columns = {"image": pictures, "text": ["a photo", "a drawing"] * 250, "number": list(range(500))}
+    images = [{"bytes": bytes([number % 256]) * 20_000 + str(number).encode(), "path": "a"} for number in range(500)]
+    columns = {"image": images, "text": ["a photo", "a drawing"] * 250, "number": list(range(500))}
     file = write(tmp_path / "x.parquet", columns=columns, use_dictionary=use_dictionary)
     whole = 500 * 20_000
     assert whole <= unpacked_bytes(file, whole + MIB) <= whole + MIB

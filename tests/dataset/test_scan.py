@@ -23,8 +23,8 @@ def captions(found: Scan) -> dict[str, str]:
 
 
 def test_a_folder(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "b.png", 40, 30, caption="a house")
-    make.picture(tmp_path / "sub" / "a ü.png", 30, 40, seed=1, caption="a tree")
+    make.image(tmp_path / "b.png", 40, 30, caption="a house")
+    make.image(tmp_path / "sub" / "a ü.png", 30, 40, seed=1, caption="a tree")
     found = scan(make.data(path=str(tmp_path), resolution=32))
     assert [(s.key, s.caption, s.width, s.height, s.repeats) for s in found.samples] == [
         ("b.png", "a house", 40, 30, 1),
@@ -36,8 +36,8 @@ def test_a_folder(tmp_path: Path, make: SimpleNamespace) -> None:
 
 
 def test_several_sources_keep_their_options(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "one" / "a.png", caption="x")
-    make.picture(tmp_path / "two" / "a.png", seed=1, caption="y")
+    make.image(tmp_path / "one" / "a.png", caption="x")
+    make.image(tmp_path / "two" / "a.png", seed=1, caption="y")
     sources = [{"path": str(tmp_path / "one"), "repeats": 3, "resolution": 128}, {"path": str(tmp_path / "two")}]
     found = scan(make.data(sources=sources))
     assert [(s.key, s.source, s.repeats, s.options.resolution) for s in found.samples] == [
@@ -47,9 +47,9 @@ def test_several_sources_keep_their_options(tmp_path: Path, make: SimpleNamespac
 
 
 def test_kohya_folders_multiply_repeats(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "10_zibu cat" / "IMG_0001.png")
-    make.picture(tmp_path / "10_zibu cat" / "on_a_chair.png", seed=1)
-    make.picture(tmp_path / "10_zibu cat" / "c.png", seed=2, caption="a zibu")
+    make.image(tmp_path / "10_zibu cat" / "IMG_0001.png")
+    make.image(tmp_path / "10_zibu cat" / "on_a_chair.png", seed=1)
+    make.image(tmp_path / "10_zibu cat" / "c.png", seed=2, caption="a zibu")
     found = scan(make.data(path=str(tmp_path), repeats=2))
     assert {sample.repeats for sample in found.samples} == {20}
     assert {sample.folder for sample in found.samples} == {"10_zibu cat"}
@@ -65,10 +65,10 @@ def test_kohya_folders_multiply_repeats(tmp_path: Path, make: SimpleNamespace) -
     ],
 )
 def test_caption_fallbacks(tmp_path: Path, make: SimpleNamespace, keys: dict[str, Any], expected: str) -> None:
-    make.picture(tmp_path / "red_cat.png")
+    make.image(tmp_path / "red_cat.png")
     found = scan(make.data(path=str(tmp_path), **keys))
     assert captions(found) == {"red_cat.png": expected}
-    assert found.notices == (f'1 picture has no caption; used instead: red_cat.png "{expected}".',)
+    assert found.notices == (f'1 image has no caption; used instead: red_cat.png "{expected}".',)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_caption_fallbacks(tmp_path: Path, make: SimpleNamespace, keys: dict[str
 )
 def test_missing_captions_can_be_errors(tmp_path: Path, make: SimpleNamespace, keys: dict[str, Any], code: str) -> None:
     for index in range(5):
-        make.picture(tmp_path / f"{index}.png", seed=index, caption="x" if index == 0 else None)
+        make.image(tmp_path / f"{index}.png", seed=index, caption="x" if index == 0 else None)
     with pytest.raises(DataError) as caught:
         scan(make.data(path=str(tmp_path), **keys))
-    assert caught.value.code == code and "4 pictures" in caught.value.what
+    assert caught.value.code == code and "4 images" in caught.value.what
     assert "1.png, 2.png, 3.png and 1 more" in caught.value.where
     for index in range(5):
         (tmp_path / f"{index}.txt").write_text("x", encoding="utf-8")
@@ -88,17 +88,17 @@ def test_missing_captions_can_be_errors(tmp_path: Path, make: SimpleNamespace, k
 
 
 def test_an_empty_caption_file_is_an_empty_caption(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption=" \n")
+    make.image(tmp_path / "a.png", caption=" \n")
     found = scan(make.data(path=str(tmp_path)))
-    assert captions(found) == {"a.png": ""} and found.notices == ("1 picture has an empty caption: a.png.",)
+    assert captions(found) == {"a.png": ""} and found.notices == ("1 image has an empty caption: a.png.",)
 
 
 def test_what_cannot_be_used_is_set_aside_with_its_reason(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "good.png", caption="x")
+    make.image(tmp_path / "good.png", caption="x")
     (tmp_path / "empty.png").touch()
     (tmp_path / "text.jpg").write_text("hello", encoding="utf-8")
     (tmp_path / "cut [1].png").write_bytes((tmp_path / "good.png").read_bytes()[:20])
-    make.picture(tmp_path / "latin.png", seed=1)
+    make.image(tmp_path / "latin.png", seed=1)
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
     (tmp_path / "broken link.png").symlink_to(tmp_path / "nothing.png")
     found = scan(make.data(path=str(tmp_path)))
@@ -110,11 +110,11 @@ def test_what_cannot_be_used_is_set_aside_with_its_reason(tmp_path: Path, make: 
 
 
 @pytest.mark.parametrize("kind", ["folder", "dataset"])
-def test_of_very_many_pictures_is_told_while_they_are_looked_for(
+def test_of_very_many_images_is_told_while_they_are_looked_for(
     tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for index in range(3):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     (tmp_path / "list.jsonl").write_text("".join(f'{{"image": "data/{n}.png"}}\n' for n in range(3)), encoding="utf-8")
     keys = {"path": str(tmp_path / "data")}
     if kind == "dataset":
@@ -134,45 +134,45 @@ def test_nothing_left_is_an_error(tmp_path: Path, make: SimpleNamespace) -> None
     assert caught.value.code == "no-usable-images" and "empty.png" in caught.value.where
 
 
-def test_copies_and_small_pictures_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+def test_copies_and_small_images_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="x")
     shutil.copy(tmp_path / "a.png", tmp_path / "b.png")
     shutil.copy(tmp_path / "a.txt", tmp_path / "b.txt")
-    make.picture(tmp_path / "c.png", seed=1, caption="x")
-    make.picture(tmp_path / "tiny.png", 15, 15, caption="x")
-    make.picture(tmp_path / "one.png", 1, 1, caption="x")
+    make.image(tmp_path / "c.png", seed=1, caption="x")
+    make.image(tmp_path / "tiny.png", 15, 15, caption="x")
+    make.image(tmp_path / "one.png", 1, 1, caption="x")
     found = scan(make.data(path=str(tmp_path)))
     assert found.notices == (
-        "2 pictures have less than 1/4 of the resolution: one.png, tiny.png.",
-        "Pictures with exactly the same content: a.png = b.png.",
+        "2 images have less than 1/4 of the resolution: one.png, tiny.png.",
+        "Images with exactly the same content: a.png = b.png.",
     )
 
 
 def test_the_same_file_in_two_sources_is_no_copy(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "a.png", caption="x")
     found = scan(make.data(sources=[{"path": str(tmp_path)}, {"path": str(tmp_path), "resolution": 32}]))
     assert len(found.samples) == 2 and found.notices == ()
 
 
 def test_a_dataset(tmp_path: Path, make: SimpleNamespace) -> None:
-    first = make.picture(tmp_path / "a.png", 40, 30).read_bytes()
+    first = make.image(tmp_path / "a.png", 40, 30).read_bytes()
     images = [{"bytes": first, "path": None}, {"bytes": None, "path": "a.png"}, None, {"bytes": b"x", "path": None}]
     file = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"image": images, "text": ["one", None, "three", "four"]}), file)
     found = scan(make.data(sources=[{"dataset": str(file)}], resolution=32))
     assert captions(found) == {"train/0": "one", "train/1": "a"}
     assert [problem.where for problem in found.set_aside] == [f"{file} [train] row 2", f"{file} [train] row 3"]
-    assert "Pictures with exactly the same content: train/0 = train/1." in found.notices
+    assert "Images with exactly the same content: train/0 = train/1." in found.notices
     for sample in found.samples:
         assert image_bytes(sample) == first and load_image(sample).size == (sample.width, sample.height)
 
 
 def test_loading_names_the_file_that_went_bad(tmp_path: Path, make: SimpleNamespace) -> None:
-    path = make.picture(tmp_path / "a.png", caption="x")
+    path = make.image(tmp_path / "a.png", caption="x")
     (sample,) = scan(make.data(path=str(tmp_path))).samples
     assert load_image(sample).size == (96, 64)
     whole = path.read_bytes()
-    for content in (whole[: len(whole) // 2], b"", make.picture(tmp_path / "b.png", 50, 50).read_bytes()):
+    for content in (whole[: len(whole) // 2], b"", make.image(tmp_path / "b.png", 50, 50).read_bytes()):
         path.write_bytes(content)
         with pytest.raises(DataError) as caught:
             load_image(sample)
@@ -182,9 +182,9 @@ def test_loading_names_the_file_that_went_bad(tmp_path: Path, make: SimpleNamesp
         image_bytes(sample)
 
 
-def test_pictures_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "a.png", caption="x")
-    make.picture(tmp_path / "thin.png", 90, 12, caption="x")
+def test_images_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="x")
+    make.image(tmp_path / "thin.png", 90, 12, caption="x")
     data = make.data(path=str(tmp_path))
     found, too_small, _ = geometries(scan(data).samples, data)
     assert list(found) == ["a.png"] and [Path(problem.where).name for problem in too_small] == ["thin.png"]
@@ -193,7 +193,7 @@ def test_pictures_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleN
 
 
 def test_photographs_of_many_shapes() -> None:
-    """Real pictures with what else lies in such a folder: scripts, tables, and a file that Pillow cannot read."""
+    """Real images with what else lies in such a folder: scripts, tables, and a file that Pillow cannot read."""
     data = DataSection(path=str(PHOTOGRAPHS), resolution=256, bucket_step=32, caption_fallback="filename")
     found = scan(data)
     assert [Path(problem.where).name for problem in found.set_aside] == ["multipage_rgb.tif"]
@@ -213,7 +213,7 @@ def test_photographs_of_many_shapes() -> None:
 
 def test_a_scan_decodes_nothing(tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     for index, suffix in enumerate((".png", ".jpg", ".webp", ".tif", ".bmp")):
-        make.picture(tmp_path / f"{index}{suffix}", seed=index, caption="x")
+        make.image(tmp_path / f"{index}{suffix}", seed=index, caption="x")
 
     def load(image: Image.Image) -> None:
         raise AssertionError(f"{image.format} was decoded")
@@ -226,13 +226,13 @@ def test_a_scan_decodes_nothing(tmp_path: Path, make: SimpleNamespace, monkeypat
 
 
 def test_a_folder_whose_own_name_has_a_number_is_told_what_that_means(tmp_path: Path, make: SimpleNamespace) -> None:
-    make.picture(tmp_path / "10_zwx woman" / "a.png", caption="x")
+    make.image(tmp_path / "10_zwx woman" / "a.png", caption="x")
     found = scan(make.data(path=str(tmp_path / "10_zwx woman")))
     assert [sample.repeats for sample in found.samples] == [1]
     (notice,) = found.notices
     assert "The number in 10_zwx woman is not applied" in notice and "set repeats: 10" in notice
     (above,) = scan(make.data(path=str(tmp_path))).notices
-    assert above == "Folder 10_zwx woman: each picture is seen 10 times an epoch (kohya's number_name folders)."
+    assert above == "Folder 10_zwx woman: each image is seen 10 times an epoch (kohya's number_name folders)."
 
 
 def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -244,8 +244,7 @@ def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace
             (tmp_path / f"{stem}.txt").write_text("x", encoding="utf-8")
     notices = scan(make.data(path=str(tmp_path))).notices
     assert (
-        notices[0]
-        == "4 pictures have several frames or pages; only the first is used: a.gif, b.png, c.webp and 1 more."
+        notices[0] == "4 images have several frames or pages; only the first is used: a.gif, b.png, c.webp and 1 more."
     )
 
 
@@ -261,14 +260,14 @@ def test_twelve_bits_in_sixteen_are_said(tmp_path: Path, make: SimpleNamespace) 
     grey16(tmp_path / "full.png", 65535)
     grey16(tmp_path / "dim.png", 5000)
     (notice,) = scan(make.data(path=str(tmp_path))).notices
-    assert notice.startswith("2 of 4 pictures with 16-bit grey that were looked at have no value above 1/16 of white")
+    assert notice.startswith("2 of 4 images with 16-bit grey that were looked at have no value above 1/16 of white")
     assert "dark.png, dark.tif" in notice
     for path in tmp_path.glob("dark*"):
         path.unlink()
     assert scan(make.data(path=str(tmp_path))).notices == ()
 
 
-def test_of_very_many_deep_pictures_a_few_are_decoded(
+def test_of_very_many_deep_images_a_few_are_decoded(
     tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(samples.MAX_DEEP_GREY_READ + 5):
@@ -276,23 +275,23 @@ def test_of_very_many_deep_pictures_a_few_are_decoded(
     asked: list[bytes] = []
     look = samples.is_dark
     monkeypatch.setattr(samples, "is_dark", lambda content: asked.append(content) or look(content))
-    assert "8 of 8 pictures" in scan(make.data(path=str(tmp_path))).notices[0] and len(asked) == 8
+    assert "8 of 8 images" in scan(make.data(path=str(tmp_path))).notices[0] and len(asked) == 8
 
 
 def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
     for name, width, height in (("wide", 320, 64), ("tall", 64, 330), ("usual", 96, 64)):
-        make.picture(tmp_path / f"{name}.png", width, height, caption="x")
+        make.image(tmp_path / f"{name}.png", width, height, caption="x")
 
     def said(**keys: Any) -> list[str]:
         data = make.data(path=str(tmp_path), **keys)
         return geometries(scan(data).samples, data)[2]
 
     (notice,) = said()
-    assert notice.startswith("2 pictures lose more than 25% of the area to the crop: tall.png (64x330: ")
+    assert notice.startswith("2 images lose more than 25% of the area to the crop: tall.png (64x330: ")
     assert "wide.png (320x64: " in notice and notice.endswith("Raise data.bucket_max_aspect (it is 2.5) to keep more.")
     assert said(bucket_max_aspect=8) == []
-    assert said(enable_bucket=False)[0].startswith("3 pictures") and "enable_bucket" in said(enable_bucket=False)[0]
+    assert said(enable_bucket=False)[0].startswith("3 images") and "enable_bucket" in said(enable_bucket=False)[0]
     for name in ("wide", "tall"):
         (tmp_path / f"{name}.png").unlink()
-    make.picture(tmp_path / "small.png", 31, 17, caption="x")
+    make.image(tmp_path / "small.png", 31, 17, caption="x")
     assert "Lower data.bucket_step (it is 16)" in said()[0] and said(bucket_step=8) == []

@@ -29,7 +29,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Passed
-from tests.fake_encoders import picture
+from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
@@ -78,7 +78,7 @@ class Its:
                 (folder / "data").mkdir(parents=True, exist_ok=True)
                 (folder / "data" / f"{number}.txt").write_text(caption, encoding="utf-8", newline="")
             else:
-                picture(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
+                image(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
         if name == "sdxl":
             write_tiny_sdxl(folder / "base", **SHALLOW)
         elif name.startswith("sd"):

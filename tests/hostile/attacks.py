@@ -23,7 +23,7 @@ def payload(folder: Path) -> str:
     return f"open({str(folder / MARK)!r}, 'w').close()  # {MARK}\n"
 
 
-def picture(kind: str = "PNG", side: int = 8, **options: Any) -> bytes:
+def image(kind: str = "PNG", side: int = 8, **options: Any) -> bytes:
     content = io.BytesIO()
     Image.new("RGB", (side, side), "red").save(content, kind, **options)
     return content.getvalue()
@@ -73,14 +73,14 @@ def tiff_of(width: int, height: int) -> bytes:
 
 
 def jpeg_of(width: int, height: int) -> bytes:
-    content = bytearray(picture("JPEG"))
+    content = bytearray(image("JPEG"))
     at = content.index(b"\xff\xc0")
     content[at + 5 : at + 9] = struct.pack(">HH", height, width)
     return bytes(content)
 
 
 def jpeg_with_exif(segments: int) -> bytes:
-    sound = picture("JPEG")
+    sound = image("JPEG")
     segment = b"\xff\xe1\xff\xffExif\0\0" + bytes(65535 - 8)
     return sound[:2] + segment * segments + sound[2:]
 

@@ -32,10 +32,10 @@ def quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """A picture that is nobody's business."""
+    """An image that is nobody's business."""
     path = tmp_path / "private" / "a.png"
     path.parent.mkdir()
-    path.write_bytes(attacks.picture())
+    path.write_bytes(attacks.image())
     return path
 
 
@@ -59,9 +59,9 @@ def test_a_stored_path_that_leads_out_is_not_followed(tmp_path: Path, private: P
         "a\0b",
         "/dev/zero",
     ]
-    images = [{"bytes": attacks.picture(), "path": "/etc/passwd"}, *({"bytes": None, "path": path} for path in paths)]
+    images = [{"bytes": attacks.image(), "path": "/etc/passwd"}, *({"bytes": None, "path": path} for path in paths)]
     file = write(tmp_path / "ds" / "x.parquet", image=images, text=["x"] * len(images))
-    (tmp_path / "ds" / "in.png").write_bytes(attacks.picture())
+    (tmp_path / "ds" / "in.png").write_bytes(attacks.image())
     found = scanned(file)
     assert [sample.key for sample in found.samples] == ["train/0", "train/3"]  # bytes, and the file inside
     assert found.samples[1].location == tmp_path / "ds" / "in.png"
@@ -69,7 +69,7 @@ def test_a_stored_path_that_leads_out_is_not_followed(tmp_path: Path, private: P
 
 
 def test_a_link_inside_that_leads_out_is_not_followed(tmp_path: Path, private: Path) -> None:
-    images = [{"bytes": None, "path": "link.png"}, {"bytes": attacks.picture(), "path": None}]
+    images = [{"bytes": None, "path": "link.png"}, {"bytes": attacks.image(), "path": None}]
     file = write(tmp_path / "ds" / "x.parquet", image=images, text=["x", "y"])
     (tmp_path / "ds" / "link.png").symlink_to(private)
     assert [sample.key for sample in scanned(file).samples] == ["train/1"]
@@ -82,11 +82,11 @@ def test_a_list_of_files_is_the_user_s_own_and_what_lies_outside_is_said(tmp_pat
         json.dumps({"image": name, "text": "x"}) for name in (str(private), "b.png", "//host/a.png", "/etc/passwd")
     ]
     (folder / "x.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    (folder / "b.png").write_bytes(attacks.picture())
+    (folder / "b.png").write_bytes(attacks.image())
     found = scanned(folder / "x.jsonl")
     assert [sample.key for sample in found.samples] == ["train/0", "train/1"]
     assert [notice for notice in found.notices if "outside" in notice] == [
-        f"1 picture lies outside the dataset's folder: train/0 -> {private}."
+        f"1 image lies outside the dataset's folder: train/0 -> {private}."
     ]
     assert {problem.where.rpartition(" ")[2] for problem in found.set_aside} == {"2", "3"}
 
@@ -96,7 +96,7 @@ def test_a_dataset_of_the_hub_names_no_files_of_this_machine(
 ) -> None:
     cached = tmp_path / "hf" / "b.png"
     cached.parent.mkdir()
-    cached.write_bytes(attacks.picture())
+    cached.write_bytes(attacks.image())
     table = datasets.Dataset.from_dict({"image": [str(private), str(cached)], "text": ["a", "b"]})
     monkeypatch.setattr(hf_datasets, "_refuse_silent_hub", lambda *_: None)
     monkeypatch.setattr(hf_datasets, "_from_hub", lambda *_: table)
@@ -113,7 +113,7 @@ def test_parquet_that_swells_is_refused_before_it_is_unpacked(
     monkeypatch.setattr(hf_datasets, "MAX_UNPACKED_BYTES", 1 << 20)
     file = tmp_path / "ds" / "train.parquet"
     file.parent.mkdir()
-    columns = {"image": [attacks.picture() + bytes(1 << 20), attacks.picture() + bytes(1 << 20)], "text": ["x", "y"]}
+    columns = {"image": [attacks.image() + bytes(1 << 20), attacks.image() + bytes(1 << 20)], "text": ["x", "y"]}
     parquet.write_table(pyarrow.table(columns), file, compression=codec, use_dictionary=False)
     loads: list[object] = []
     load = datasets.load_dataset
@@ -128,22 +128,20 @@ def test_parquet_that_swells_is_refused_before_it_is_unpacked(
 
 def test_captions_that_are_none(tmp_path: Path) -> None:
     texts = [f"a{attacks.STEERING}\nb", "x" * (MAX_CAPTION_BYTES + 1), "y" * MAX_CAPTION_BYTES, None]
-    found = scanned(write(tmp_path / "x.parquet", image=[attacks.picture(side=n + 8) for n in range(4)], text=texts))
+    found = scanned(write(tmp_path / "x.parquet", image=[attacks.image(side=n + 8) for n in range(4)], text=texts))
     assert [sample.key for sample in found.samples] == ["train/0", "train/2", "train/3"]
     assert found.samples[0].caption.isprintable() and found.samples[0].caption.endswith(" b")
     assert "larger than 64 KiB" in found.set_aside[0].what
 
 
 def test_categories_are_captions(tmp_path: Path) -> None:
-    table = pyarrow.table({"image": [attacks.picture()] * 2, "text": pyarrow.array(["a", "b"]).dictionary_encode()})
+    table = pyarrow.table({"image": [attacks.image()] * 2, "text": pyarrow.array(["a", "b"]).dictionary_encode()})
     parquet.write_table(table, tmp_path / "x.parquet")
     assert [sample.caption for sample in scanned(tmp_path / "x.parquet").samples] == ["a", "b"]
 
 
 def saved(folder: Path) -> Path:
-    datasets.Dataset.from_dict({"image": [attacks.picture()] * 50, "text": ["some words"] * 50}).save_to_disk(
-        str(folder)
-    )
+    datasets.Dataset.from_dict({"image": [attacks.image()] * 50, "text": ["some words"] * 50}).save_to_disk(str(folder))
     return folder
 
 
@@ -157,7 +155,7 @@ def test_arrow_whose_offsets_lie(tmp_path: Path) -> None:
     for lie in (2**31 - 1, -1 % 2**32, 10_000_000):
         file.write_bytes(content.replace(words, words[:4] + lie.to_bytes(4, "little")))
         hf_datasets._open.cache_clear()
-        hf_datasets._pictures.cache_clear()
+        hf_datasets._images.cache_clear()
         with pytest.raises(DataError) as caught:
             scanned(folder)
         assert caught.value.code == "dataset-damaged"
@@ -175,9 +173,9 @@ def test_a_saved_dataset_that_names_other_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("readme", ["http://127.0.0.1:9/x.parquet", "../private/*.parquet", "/etc/*"])
 def test_a_readme_in_a_folder_names_nothing(tmp_path: Path, readme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "private" / "x.parquet", image=[attacks.picture()], text=["private"])
+    write(tmp_path / "private" / "x.parquet", image=[attacks.image()], text=["private"])
     folder = tmp_path / "ds [x]"
-    write(folder / "train-00000-of-00001.parquet", image=[attacks.picture()], text=["own"])
+    write(folder / "train-00000-of-00001.parquet", image=[attacks.image()], text=["own"])
     config = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {readme}\n---\n"
     (folder / "README.md").write_text(config, encoding="utf-8")
     (folder / "ds.py").write_text(attacks.payload(tmp_path), encoding="utf-8")

@@ -29,7 +29,7 @@ def make_folder(root: Path) -> None:
         (root / name).mkdir(parents=True)
     hostile, sound = root / "hostile", root / "sound"
     make_texts(sound, hostile)
-    make_pictures(sound, hostile)
+    make_images(sound, hostile)
     make_weights(sound, hostile)
     make_data(sound, hostile)
     write_whole_run(RunDir(sound / "run-a"))
@@ -55,7 +55,7 @@ def make_texts(sound: Path, hostile: Path) -> None:
         (hostile / f"recipe-{name}.yaml").write_text(text, encoding="utf-8")
 
 
-def make_pictures(sound: Path, hostile: Path) -> None:
+def make_images(sound: Path, hostile: Path) -> None:
     bombs = {
         "giant.png": attacks.png_of(65_535, 65_535),
         "text.png": attacks.png_of(8, 8, attacks.chunk(b"zTXt", b"k\0\0" + attacks.zeros(200))),
@@ -71,10 +71,10 @@ def make_pictures(sound: Path, hostile: Path) -> None:
         "empty.png": attacks.png_of(13_000, 13_000),  # under the limit, with no pixels
     }
     for name, content in bombs.items():
-        (hostile / f"picture-{name}").write_bytes(content)
+        (hostile / f"image-{name}").write_bytes(content)
     for kind in ("png", "jpeg", "gif", "tiff", "webp"):
-        (sound / f"picture-a.{kind}").write_bytes(attacks.picture(kind.upper()))
-    (sound / "picture-large.png").write_bytes(attacks.png_full_of_zeros(4000))
+        (sound / f"image-a.{kind}").write_bytes(attacks.image(kind.upper()))
+    (sound / "image-large.png").write_bytes(attacks.png_full_of_zeros(4000))
 
 
 def make_weights(sound: Path, hostile: Path) -> None:
@@ -100,7 +100,7 @@ def make_weights(sound: Path, hostile: Path) -> None:
 
 
 def make_data(sound: Path, hostile: Path) -> None:
-    table = datasets.Dataset.from_dict({"image": [attacks.picture()], "text": ["x"]})
+    table = datasets.Dataset.from_dict({"image": [attacks.image()], "text": ["x"]})
     table.save_to_disk(str(sound / "dataset-a"))
     shutil.copytree(sound / "dataset-a", hostile / "dataset-code")
     for name in ("dataset-code.py", "dataset_code.py", "__init__.py"):
@@ -113,7 +113,7 @@ def make_data(sound: Path, hostile: Path) -> None:
     (hostile / "dataset-readme" / "dataset-readme.py").write_text(attacks.payload(hostile), encoding="utf-8")
     for place in (sound / "folder-a", hostile / "folder-a"):
         place.mkdir()
-        (place / "a.png").write_bytes(attacks.picture())
+        (place / "a.png").write_bytes(attacks.image())
         (place / "a.txt").write_text("a caption", encoding="utf-8")
     (hostile / "folder-a" / "b.eps").write_bytes(attacks.eps(hostile))
     (hostile / "folder-a" / "b.png").write_bytes(attacks.png_of(65_535, 65_535))

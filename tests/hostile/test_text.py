@@ -90,16 +90,16 @@ def test_a_caption_is_one_line_of_text(tmp_path: Path, content: bytes, caption: 
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\0", b"\xed\xa0\x80", b"a\x80", "a cat".encode("utf-16-le")])
-def test_a_caption_in_no_encoding_costs_its_picture_alone(tmp_path: Path, content: bytes) -> None:
+def test_a_caption_in_no_encoding_costs_its_image_alone(tmp_path: Path, content: bytes) -> None:
     for name in ("a", "b"):
-        (tmp_path / f"{name}.png").write_bytes(attacks.picture())
+        (tmp_path / f"{name}.png").write_bytes(attacks.image())
     (tmp_path / "a.txt").write_bytes(content)
     found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
     assert [sample.key for sample in found.samples] == ["b.png"] and "not UTF-8" in found.set_aside[0].what
 
 
 def test_a_caption_of_a_gigabyte(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(attacks.picture())
+    (tmp_path / "a.png").write_bytes(attacks.image())
     (tmp_path / "a.txt").write_bytes(b"")
     os.truncate(tmp_path / "a.txt", 1 << 30)  # a hole: it takes no space
     with pytest.raises(LoraRocmError, match="larger than 64 KiB"):
@@ -118,10 +118,10 @@ def test_a_caption_of_thousands_of_tags_is_shuffled_in_time() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
 def test_names_that_steer(tmp_path: Path) -> None:
     for name in (f"a{attacks.STEERING.replace('/', '')}.png", "b\nc.png", "d\udcff.png", "e\u202egnp.png"):
-        (tmp_path / name).write_bytes(attacks.picture())
+        (tmp_path / name).write_bytes(attacks.image())
     (tmp_path / "bad\x1b[2J.png").write_bytes(b"no")
     (tmp_path / "10_\x1b[2Jx").mkdir()
-    (tmp_path / "10_\x1b[2Jx" / "f.png").write_bytes(attacks.picture("JPEG"))
+    (tmp_path / "10_\x1b[2Jx" / "f.png").write_bytes(attacks.image("JPEG"))
     found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
     shown = [text for s in found.samples for text in (s.key, s.caption, s.folder)] + list(found.notices)
     shown += [problem.where + problem.what for problem in found.set_aside]
@@ -131,8 +131,8 @@ def test_names_that_steer(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
 def test_names_that_look_the_same_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    (tmp_path / "a\x1b.png").write_bytes(attacks.picture())
-    (tmp_path / "a\\x1b.png").write_bytes(attacks.picture(side=16))
+    (tmp_path / "a\x1b.png").write_bytes(attacks.image())
+    (tmp_path / "a\\x1b.png").write_bytes(attacks.image(side=16))
     found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
     assert len(found.samples) == 1 and any("looks the same" in notice for notice in found.notices)
 
@@ -239,14 +239,14 @@ def test_the_report_opens_nothing_but_png(tmp_path: Path) -> None:
     path = tmp_path / "01.png"
     for content in (
         attacks.eps(tmp_path),
-        attacks.picture("TIFF"),
+        attacks.image("TIFF"),
         attacks.png_of(12_000, 12_000),
         attacks.LYING_WEIGHTS["gap"],
     ):
         path.write_bytes(content)
         assert image_tag(path, "x") == '<span class="soft">-</span>'
     assert not (tmp_path / attacks.MARK).exists()
-    path.write_bytes(attacks.picture())
+    path.write_bytes(attacks.image())
     assert image_tag(path, attacks.HTML).startswith('<img src="data:image/png') and "<script" not in image_tag(
         path, attacks.HTML
     )

@@ -75,7 +75,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     from lora_rocm.base_models.loading import Source
     from lora_rocm.commands.status import status
     from lora_rocm.dataset import hf_datasets
-    from lora_rocm.dataset.image_io import UnreadablePicture, decode, read_header
+    from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
     from lora_rocm.dataset.scan import load_image, scan
     from lora_rocm.families.base import family_for
     from lora_rocm.families.clip import load_tokenizer
@@ -87,8 +87,8 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     family = family_for(load_recipe("demo.yaml").recipe)
     components = {"unet": family.source.skeleton("unet")}
 
-    def as_picture(path: Path) -> None:
-        with contextlib.suppress(UnreadablePicture):
+    def as_image(path: Path) -> None:
+        with contextlib.suppress(UnreadableImage):
             read_header(path)
             decode(path.read_bytes())
 
@@ -110,7 +110,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
         (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
         for row, _ in hf_datasets.rows_of(source):
             with contextlib.suppress(hf_datasets.UnreadableCell):
-                hf_datasets.picture_in(row)
+                hf_datasets.image_in(row)
 
     def as_run(path: Path) -> None:
         copy = Path(shutil.copytree(path, Path(tempfile.mkdtemp(dir=folder / "own")) / "run"))
@@ -119,7 +119,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
 
     return {
         "recipe": load_recipe,
-        "picture": as_picture,
+        "image": as_image,
         "lora": lambda path: read_lora(family, components, path),
         "model": as_model,
         "folder": as_folder,

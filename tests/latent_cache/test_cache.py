@@ -242,7 +242,7 @@ def test_hashes_that_cannot_be_written_are_a_storage_error(tmp_path: Path) -> No
 
 @given(st.data())
 def test_a_damaged_memory_of_hashes_is_never_believed(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    """A wrong hash would choose other pictures to hold out."""
+    """A wrong hash would choose other images to hold out."""
     folder = tmp_path_factory.mktemp("h")
     files = [old(folder / f"{name}.png", name.encode()) for name in "abc"]
     memory = HashMemory(folder / "cache")

@@ -49,7 +49,7 @@ def caches(tmp_path: Path, family: Any) -> Caches:
     return Caches(Encoding(LatentCache(tmp_path / "cache"), CPU), family.encoders())
 
 
-def pictures_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Wanted]:
+def images_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Wanted]:
     data = make.data(path=str(folder))
     found = scan(data).samples
     cuts, *_ = geometries(found, data)
@@ -66,9 +66,9 @@ def test_pixels() -> None:
 
 def test_only_what_is_missing_is_encoded(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
     for index in range(3):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
-    assert caches.fill_images(pictures[:1]) == {} and caches.fill_images(pictures) == {}
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    images = images_for(make, tmp_path / "data")
+    assert caches.fill_images(images[:1]) == {} and caches.fill_images(images) == {}
     assert len(family.image_encoder.encoded) == 3
     caches.fill_texts(["a", "b"])
     caches.fill_texts(["b", "c", "c"])
@@ -76,10 +76,10 @@ def test_only_what_is_missing_is_encoded(tmp_path: Path, make: SimpleNamespace, 
 
 
 def test_a_complete_cache_loads_nothing(tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any) -> None:
-    make.picture(tmp_path / "data" / "a.png", caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
+    make.image(tmp_path / "data" / "a.png", caption="x")
+    images = images_for(make, tmp_path / "data")
     for _ in range(2):
-        caches.fill_images(pictures)
+        caches.fill_images(images)
         caches.fill_texts(["x"])
     assert family.image_encoder.loads == family.text_encoder.loads == 1
 
@@ -87,20 +87,20 @@ def test_a_complete_cache_loads_nothing(tmp_path: Path, make: SimpleNamespace, c
 def test_a_mirror_image_is_of_the_mirrored_pixels(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
 ) -> None:
-    make.picture(tmp_path / "data" / "a.png", 64, 64, caption="x")
-    caches.fill_images(pictures_for(make, tmp_path / "data", flip=True))
+    make.image(tmp_path / "data" / "a.png", 64, 64, caption="x")
+    caches.fill_images(images_for(make, tmp_path / "data", flip=True))
     plain, mirrored = family.image_encoder.encoded
     assert torch.equal(mirrored, plain.flip(2)) and not torch.equal(mirrored, plain)
 
 
-def test_a_picture_that_cannot_be_decoded_is_set_aside(
+def test_an_image_that_cannot_be_decoded_is_set_aside(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
 ) -> None:
     for index in range(3):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     broken = tmp_path / "data" / "1.png"
     broken.write_bytes(broken.read_bytes()[:3000])  # the header is whole
-    aside = caches.fill_images(pictures_for(make, tmp_path / "data", flip=True))
+    aside = caches.fill_images(images_for(make, tmp_path / "data", flip=True))
     assert list(aside) == ["1.png"] and aside["1.png"].where == str(broken)
     assert len(family.image_encoder.encoded) == 4
 
@@ -108,7 +108,7 @@ def test_a_picture_that_cannot_be_decoded_is_set_aside(
 def test_the_weights_leave_memory(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make.picture(tmp_path / "data" / "a.png", caption="x")
+    make.image(tmp_path / "data" / "a.png", caption="x")
     weights: list[weakref.ref[torch.nn.Module]] = []
 
     def load(device: torch.device) -> Callable[[Any], Any]:
@@ -117,7 +117,7 @@ def test_the_weights_leave_memory(
         return lambda inputs: family.image_encoder.tensors_of(inputs["image"]) if module else {}
 
     monkeypatch.setattr(family.image_encoder, "load", load)
-    caches.fill_images(pictures_for(make, tmp_path / "data"))
+    caches.fill_images(images_for(make, tmp_path / "data"))
     gc.collect()
     assert [reference() for reference in weights] == [None]
 
@@ -126,7 +126,7 @@ def test_stopping_in_the_middle_loses_nothing(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, new_family: Any
 ) -> None:
     for index in range(4):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
 
     def stop(what: str, done: int, total: int, per_second: float) -> None:
         if what == "images":
@@ -134,14 +134,14 @@ def test_stopping_in_the_middle_loses_nothing(
 
     caches.encoding.report = stop
     with pytest.raises(KeyboardInterrupt):
-        caches.fill_images(pictures_for(make, tmp_path / "data"))
+        caches.fill_images(images_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 1
     caches.encoding.report = ignore
-    caches.fill_images(pictures_for(make, tmp_path / "data"))
+    caches.fill_images(images_for(make, tmp_path / "data"))
     assert len(family.image_encoder.encoded) == 4
     assert caches.encoding.cache.root != (other := LatentCache(tmp_path / "other")).root
     fresh = new_family()
-    Caches(Encoding(other, CPU), fresh.encoders()).fill_images(pictures_for(make, tmp_path / "data"))
+    Caches(Encoding(other, CPU), fresh.encoders()).fill_images(images_for(make, tmp_path / "data"))
     files = {path.name: path.read_bytes() for path in caches.encoding.cache.root.rglob("*.safetensors")}
     assert files == {path.name: path.read_bytes() for path in other.root.rglob("*.safetensors")} and len(files) == 4
 
@@ -191,11 +191,11 @@ def test_a_damaged_prompt_is_encoded_again(caches: Caches, family: Any) -> None:
     assert family.text_encoder.encoded == ["a house", "a house"]
 
 
-def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleNamespace, caches: Caches) -> None:
-    path = make.picture(tmp_path / "data" / "a.png", caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
-    caches.fill_images(pictures)
-    (entry,) = entries_of(caches.encoders[0], pictures[0], pictures[0].sha256)
+def test_an_image_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleNamespace, caches: Caches) -> None:
+    path = make.image(tmp_path / "data" / "a.png", caption="x")
+    images = images_for(make, tmp_path / "data")
+    caches.fill_images(images)
+    (entry,) = entries_of(caches.encoders[0], images[0], images[0].sha256)
     key = entry.key
     (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
@@ -207,48 +207,48 @@ def test_a_picture_that_is_gone_cannot_be_repaired(tmp_path: Path, make: SimpleN
     assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
 
 
-def test_a_picture_that_has_changed_is_not_encoded_under_the_key_of_the_one_before(
+def test_an_image_that_has_changed_is_not_encoded_under_the_key_of_the_one_before(
     tmp_path: Path, make: SimpleNamespace, caches: Caches
 ) -> None:
-    path = make.picture(tmp_path / "data" / "a.png", seed=1, caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
-    caches.fill_images(pictures)
-    (entry,) = entries_of(caches.encoders[0], pictures[0], pictures[0].sha256)
+    path = make.image(tmp_path / "data" / "a.png", seed=1, caption="x")
+    images = images_for(make, tmp_path / "data")
+    caches.fill_images(images)
+    (entry,) = entries_of(caches.encoders[0], images[0], images[0].sha256)
     (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
-    make.picture(path, seed=2)  # of the same size
+    make.image(path, seed=2)  # of the same size
     with pytest.raises(DataError, match="has changed since the run began") as caught:
         caches.repair("image", entry.key, "damaged")
     assert str(path) in caught.value.where and not list(caches.encoding.cache.root.rglob("*-1.safetensors"))
-    make.picture(path, seed=1)  # negative control
+    make.image(path, seed=1)  # negative control
     caches.repair("image", entry.key, "damaged")
     assert len(list(caches.encoding.cache.root.rglob("*-1.safetensors"))) == 1
 
 
-def test_pictures_that_are_only_hashed_anew_are_told_of_and_can_be_left(
+def test_images_that_are_only_hashed_anew_are_told_of_and_can_be_left(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
 ) -> None:
     """Their times have changed, or the memory of hashes is gone: nothing is encoded, but each is read."""
     for index in range(5):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    pictures, said = pictures_for(make, tmp_path / "data"), list[tuple[str, int, int, float]]()
-    caches.fill_images(pictures)
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    images, said = images_for(make, tmp_path / "data"), list[tuple[str, int, int, float]]()
+    caches.fill_images(images)
     caches.encoding.report = lambda *facts: said.append(facts)
-    caches.fill_images(pictures)
-    images = [facts for facts in said if facts[0] == "images"]
-    assert len(family.image_encoder.encoded) == 5 and images[0][1:] == (1, 5, 0.0) and images[-1][1:] == (5, 5, 0.0)
+    caches.fill_images(images)
+    told = [facts for facts in said if facts[0] == "images"]
+    assert len(family.image_encoder.encoded) == 5 and told[0][1:] == (1, 5, 0.0) and told[-1][1:] == (5, 5, 0.0)
 
     caches.encoding.report = stop
     with pytest.raises(StoppedError):
-        caches.fill_images(pictures)
+        caches.fill_images(images)
 
 
-def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
+def test_a_slow_encoder_is_said_and_left_for_every_later_image(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is a CPU that claims to be a GPU: only the clock of the fake encoder moves."""
     for index in range(3):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     ways: list[bool] = []
     now = [0.0]
 
@@ -268,7 +268,7 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_picture(
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
     monkeypatch.setattr(image_encoding, "watched", watch)
     monkeypatch.setattr(family.image_encoder, "load", load)
-    assert caches.fill_images(pictures_for(make, tmp_path / "data")) == {}
+    assert caches.fill_images(images_for(make, tmp_path / "data")) == {}
     assert ways == [True, True, False, False, False]
     assert len(said) == 1 and "From here on without it" in said[0]
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3
@@ -280,16 +280,16 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     told: list[Event] = []
     caches.encoding.context = RunContext(told.append)
     for index in range(3):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
-    caches.fill_images(pictures)
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+    images = images_for(make, tmp_path / "data")
+    caches.fill_images(images)
     caches.fill_texts(["a", "b"])
     assert told == []  # what was missing is no damage
     images, texts = (sorted((caches.encoding.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
     images[0].write_bytes(b"")
     texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
     images[1].unlink()
-    caches.fill_images(pictures)
+    caches.fill_images(images)
     for caption in ("a", "b"):
         caches.text_lookup(caption)
     image, text = (event for event in told if isinstance(event, RepairedEvent))
@@ -304,7 +304,7 @@ def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Crowded:
-    """A family whose image encoder fits only small pictures into memory, unless it works in tiles."""
+    """A family whose image encoder fits only small images into memory, unless it works in tiles."""
 
     def __init__(self, new_family: Callable[[], Any], most: float = 96 * 64) -> None:
         self.family = new_family()
@@ -336,9 +336,9 @@ class Crowded:
 
 @pytest.fixture
 def mixed(tmp_path: Path, make: SimpleNamespace) -> Path:
-    """Small pictures, a large one, and small ones again."""
+    """Small images, a large one, and small ones again."""
     for index, side in enumerate((64, 64, 256, 64)):
-        make.picture(tmp_path / "data" / f"{index}.png", side, side, seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", side, side, seed=index, caption="x")
     return tmp_path
 
 
@@ -346,7 +346,7 @@ def files_of(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (root / "cache" / "image").rglob("*.safetensors")}
 
 
-def test_a_picture_that_does_not_fit_is_encoded_in_tiles_under_a_key_of_its_own(
+def test_an_image_that_does_not_fit_is_encoded_in_tiles_under_a_key_of_its_own(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
 ) -> None:
     crowded = Crowded(new_family)
@@ -392,7 +392,7 @@ def test_a_start_that_is_told_encodes_in_tiles_only_what_is_missing(
     assert [item.keys["image"] for item in again.items[1:]] == [item.keys["image"] for item in first.items[1:]]
 
 
-def test_a_picture_that_does_not_fit_in_tiles_either_is_said_by_name(
+def test_an_image_that_does_not_fit_in_tiles_either_is_said_by_name(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
 ) -> None:
     crowded = Crowded(new_family)
@@ -471,8 +471,8 @@ def test_neither_order_nor_bytes_depend_on_the_threads(
     tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(8):
-        make.picture(tmp_path / "data" / f"{index}.png", 64 + 16 * (index % 3), 64, seed=index, caption="x")
-    pictures = pictures_for(make, tmp_path / "data", flip=True)
+        make.image(tmp_path / "data" / f"{index}.png", 64 + 16 * (index % 3), 64, seed=index, caption="x")
+    images = images_for(make, tmp_path / "data", flip=True)
     load, seen, files = image_preprocess.load_image, [], []
 
     def slow_now_and_then(sample: Any, content: bytes) -> Any:
@@ -487,18 +487,18 @@ def test_neither_order_nor_bytes_depend_on_the_threads(
         cache = LatentCache(root)
         write = cache.write
         monkeypatch.setattr(cache, "write", lambda *args, s=write_s, w=write: (time.sleep(s), w(*args)))
-        Caches(Encoding(cache, CPU), family.encoders()).fill_images(pictures)
+        Caches(Encoding(cache, CPU), family.encoders()).fill_images(images)
         seen.append([pixels_CHW.sum().item() for pixels_CHW in family.image_encoder.encoded])
         files.append({path.name: path.read_bytes() for path in root.rglob("*.safetensors")})
     assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 16
     assert files[0] == files[1] == files[2] and len(files[0]) == 16
 
 
-def test_the_next_pictures_are_decoded_while_one_is_encoded(
+def test_the_next_images_are_decoded_while_one_is_encoded(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(4):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     load, second = image_preprocess.load_image, threading.Event()
 
     def noted(sample: Any, content: bytes) -> Any:
@@ -512,14 +512,14 @@ def test_the_next_pictures_are_decoded_while_one_is_encoded(
 
     monkeypatch.setattr(image_preprocess, "load_image", noted)
     family.image_encoder.tensors_of = encode
-    assert caches.fill_images(pictures_for(make, tmp_path / "data")) == {}
+    assert caches.fill_images(images_for(make, tmp_path / "data")) == {}
 
 
-def test_an_error_in_a_thread_says_at_which_picture_and_leaves_no_thread(
+def test_an_error_in_a_thread_says_at_which_image_and_leaves_no_thread(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(4):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
 
     def full(image: Any, geometry: Any, flip: bool) -> Any:
         raise MemoryError("cannot allocate")
@@ -527,17 +527,17 @@ def test_an_error_in_a_thread_says_at_which_picture_and_leaves_no_thread(
     before = set(threading.enumerate())
     monkeypatch.setattr(image_preprocess, "cut", full)
     with pytest.raises(MemoryError) as caught:
-        caches.fill_images(pictures_for(make, tmp_path / "data"))
+        caches.fill_images(images_for(make, tmp_path / "data"))
     assert "0.png" in caught.value.__notes__[0] and set(threading.enumerate()) <= before
 
 
-def test_copies_are_encoded_once_and_a_picture_whose_hash_is_new_but_not_its_content_not_at_all(
+def test_copies_are_encoded_once_and_an_image_whose_hash_is_new_but_not_its_content_not_at_all(
     tmp_path: Path, make: SimpleNamespace, caches: Caches, family: Any
 ) -> None:
     for name in ("a.png", "b.png"):
-        make.picture(tmp_path / "data" / name, seed=1, caption="x")
+        make.image(tmp_path / "data" / name, seed=1, caption="x")
     found: dict[int, Any] = {}
-    unknown = [dataclasses.replace(picture, sha256="") for picture in pictures_for(make, tmp_path / "data")]
+    unknown = [dataclasses.replace(image, sha256="") for image in images_for(make, tmp_path / "data")]
     caches.fill_images(unknown, found=lambda index, entry, looked: found.update({index: looked}))
     assert len(family.image_encoder.encoded) == 1 and found[0].sha256 == found[1].sha256
     assert found[0].entries[0].key == found[1].entries[0].key and not found[1].entries[0].fault
@@ -545,13 +545,13 @@ def test_copies_are_encoded_once_and_a_picture_whose_hash_is_new_but_not_its_con
     assert len(family.image_encoder.encoded) == 1
 
 
-def test_warnings_are_as_they_were_after_pictures_were_read_in_threads(
+def test_warnings_are_as_they_were_after_images_were_read_in_threads(
     tmp_path: Path, make: SimpleNamespace, caches: Caches
 ) -> None:
     for index in range(12):
-        make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
     before = list(warnings.filters)
-    caches.fill_images(pictures_for(make, tmp_path / "data"))
+    caches.fill_images(images_for(make, tmp_path / "data"))
     assert warnings.filters == before
 
 
@@ -582,8 +582,8 @@ def test_memory_that_a_lost_gpu_does_not_give_back_does_not_take_the_place_of_th
 
     encoder.tensors_of = encode
     monkeypatch.setattr(fill, "empty_pools", lost)
-    make.picture(tmp_path / "data" / "0.png", caption="x")
-    pictures = pictures_for(make, tmp_path / "data")
+    make.image(tmp_path / "data" / "0.png", caption="x")
+    images = images_for(make, tmp_path / "data")
     with pytest.raises(RuntimeError) as caught:
-        caches.fill_texts(["a"]) if kind == "text" else caches.fill_images(pictures)
+        caches.fill_texts(["a"]) if kind == "text" else caches.fill_images(images)
     assert caught.value is (first or second)

@@ -66,7 +66,7 @@ class World:
     def __init__(self, root: Path, make: SimpleNamespace) -> None:
         self.root, self.make, self.keys = root, make, dict[str, Any]()
         for index, caption in enumerate(("a", "a b", "a b c d", "e f g")):
-            make.picture(root / "data" / f"{index}.png", 64, 64, seed=index, caption=caption)
+            make.image(root / "data" / f"{index}.png", 64, 64, seed=index, caption=caption)
         self.cache, self.notices = LatentCache(root / "cache"), list[str]()
 
     def prepare(self, family: Toy, **how: Any) -> Prepared:

@@ -32,7 +32,7 @@ def usable(tmp_path: Path, make: SimpleNamespace) -> Usable:
 
 def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
     for index in range(4):
-        make.picture(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
+        make.image(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
     data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
     samples = scan(data).samples.at([0, 2, 3])
     cuts = bytearray()

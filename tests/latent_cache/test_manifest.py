@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lora_rocm.cache_files.maintenance import MANIFESTS, prune
-from lora_rocm.dataset.image_io import UnreadablePicture
+from lora_rocm.dataset.image_io import UnreadableImage
 from lora_rocm.latent_cache import manifest, prepare
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -28,7 +28,7 @@ DAY_S = 86400
 
 
 class Starts:
-    """Starts with one cache, each as a new process would; counts those that looked at every picture."""
+    """Starts with one cache, each as a new process would; counts those that looked at every image."""
 
     def __init__(self, root: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.make, self.new_family = root, make, new_family
@@ -60,8 +60,8 @@ class Starts:
 @pytest.fixture
 def starts(tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> Starts:
     for index in range(6):
-        make.picture(tmp_path / "data" / f"{index} ü.png", 96 + 16 * index, 64, seed=index, caption=f"picture {index}")
-    make.picture(tmp_path / "data" / "3_two" / "copy.png", 96, 64, seed=0, caption="a, b, c")
+        make.image(tmp_path / "data" / f"{index} ü.png", 96 + 16 * index, 64, seed=index, caption=f"image {index}")
+    make.image(tmp_path / "data" / "3_two" / "copy.png", 96, 64, seed=0, caption="a, b, c")
     for path in (tmp_path / "data").glob("*.txt"):
         os.utime(path, (10**9, 10**9))
     (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes()[:2000])
@@ -78,7 +78,7 @@ def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
     assert len(first[0]) + len(first[1]) == 7 and first[1] and len(first[4]) == 1
     again = starts()
     assert starts.looked == 1 and starts.encoded == 0 and parts(again) == first
-    for prompt in ("", "a house", "picture 3"):
+    for prompt in ("", "a house", "image 3"):
         again.text_lookup(prompt)
     plan = BatchPlan(again.items, 2, 1, seed=3)
     workers = open_workers(LatentCache(starts.root / "cache"), starts.family, starts.recipe.runtime, print)
@@ -86,8 +86,8 @@ def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
     assert batch.tensors["latent_mean"].shape[0] == 2
 
 
-def picture_changes(starts: Starts) -> None:
-    starts.make.picture(starts.root / "data" / "2 ü.png", 128, 64, seed=99)
+def image_changes(starts: Starts) -> None:
+    starts.make.image(starts.root / "data" / "2 ü.png", 128, 64, seed=99)
 
 
 def caption_changes(starts: Starts) -> None:
@@ -114,7 +114,7 @@ def another_format(starts: Starts) -> None:
 
 
 def another_program(starts: Starts) -> None:
-    """It may cut pictures or shuffle captions otherwise."""
+    """It may cut images or shuffle captions otherwise."""
     starts.monkeypatch.setattr(manifest, "__version__", "99")
 
 
@@ -127,7 +127,7 @@ def touched(starts: Starts) -> None:
 
 
 def one_more(starts: Starts) -> None:
-    starts.make.picture(starts.root / "data" / "3_two" / "x.png", seed=50, caption="x")
+    starts.make.image(starts.root / "data" / "3_two" / "x.png", seed=50, caption="x")
 
 
 def one_less(starts: Starts) -> None:
@@ -173,7 +173,7 @@ def none_is_kept_of_few(starts: Starts) -> None:
 
 
 CHANGES = [
-    picture_changes, caption_changes, touched, another_reader, another_format, another_program,
+    image_changes, caption_changes, touched, another_reader, another_format, another_program,
     entries_of_another_version, one_more, one_less, image_entry_gone, text_entry_gone, other_encoder, other_seed,
     other_data, damage, cut_short, none_is_kept_of_few, *([] if os.name == "nt" else [captions_exchanged]),
 ]  # fmt: skip
@@ -189,16 +189,16 @@ def test_where_anything_is_otherwise_everything_is_looked_at(starts: Starts, cha
     assert parts(starts()) == made and starts.looked == 2, "what was found is kept again"
 
 
-def test_a_run_beside_the_pictures_changes_nothing(starts: Starts) -> None:
+def test_a_run_beside_the_images_changes_nothing(starts: Starts) -> None:
     first = parts(starts())
-    starts.make.picture(starts.root / "data" / "runs" / "one" / "samples" / "00.png")
+    starts.make.image(starts.root / "data" / "runs" / "one" / "samples" / "00.png")
     for name in ("recipe.yaml", "events.jsonl"):
         (starts.root / "data" / "runs" / "one" / name).touch()
     again = parts(starts())
     assert (starts.looked, again) == (1, first)
 
 
-def test_of_few_pictures_nothing_is_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_few_images_nothing_is_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "KEPT_FROM", 9)
     starts()
     starts()
@@ -239,10 +239,10 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
     assert len(list((starts.root / "cache" / MANIFESTS).iterdir())) == 1
 
 
-def test_memory_that_ran_out_at_a_picture_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ran_out_at_an_image_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_rocm.dataset import scan as samples
 
-    decode, full = samples.decode, UnreadablePicture("no memory")
+    decode, full = samples.decode, UnreadableImage("no memory")
     full.__cause__ = MemoryError()
     broken = (starts.root / "data" / "broken.png").read_bytes()
 
@@ -254,7 +254,7 @@ def test_memory_that_ran_out_at_a_picture_is_not_kept(starts: Starts, monkeypatc
     monkeypatch.setattr(samples, "decode", fails)
     assert len(starts().set_aside) == 1
     assert not (starts.root / "cache" / MANIFESTS).exists()
-    monkeypatch.undo()  # negative control: a picture that is broken stays so
+    monkeypatch.undo()  # negative control: an image that is broken stays so
     monkeypatch.setattr(manifest, "KEPT_FROM", 3)
     assert len(starts().set_aside) == 1 and (starts.root / "cache" / MANIFESTS).exists()
 
@@ -299,7 +299,7 @@ def test_a_dataset_that_names_files(tmp_path: Path, starts: Starts) -> None:
     starts.keys = {"sources": ({"dataset": str(tmp_path / "list.jsonl")},)}
     first = parts(starts())
     assert parts(starts()) == first and starts.looked == 1
-    starts.make.picture(tmp_path / "data" / "5 ü.png", 64, 64, seed=77)
+    starts.make.image(tmp_path / "data" / "5 ü.png", 64, 64, seed=77)
     assert parts(starts()) != first and starts.looked == 2
 
 

@@ -36,7 +36,7 @@ class World:
         self.keys: dict[str, Any] = {"path": str(root / "data"), "mask_path": str(root / "masks")}
         (root / "masks").mkdir()
         for number in range(3):
-            make.picture(root / "data" / f"{number}.png", 64, 64, seed=number, caption=f"{number}")
+            make.image(root / "data" / f"{number}.png", 64, 64, seed=number, caption=f"{number}")
         self.paint(0, slice(0, 32), slice(0, 32))
         self.paint(1, slice(0, 64), slice(0, 12))
         self.cache = LatentCache(root / "cache")
@@ -112,7 +112,7 @@ def test_the_mirrored_view_has_the_mirrored_mask(world: World) -> None:
 def test_entries_are_made_by_content(world: World) -> None:
     before, identity = world.prepare().items, world.prepare().identity()
     assert len(mask_files(world)) == 3
-    world.make.picture(world.root / "data" / "3.png", 64, 64, seed=3, caption="3")
+    world.make.image(world.root / "data" / "3.png", 64, 64, seed=3, caption="3")
     world.prepare()
     assert len(mask_files(world)) == 3, "images without a mask share an entry"
     (world.root / "data" / "3.png").unlink()

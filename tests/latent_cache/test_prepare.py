@@ -46,7 +46,7 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, make: SimpleNamespace, new_family: Any) -> Runs:
     for index in range(4):
-        make.picture(tmp_path / "data" / f"{index}.png", 96 + 16 * index, 64, seed=index, caption=f"picture {index}")
+        make.image(tmp_path / "data" / f"{index}.png", 96 + 16 * index, 64, seed=index, caption=f"image {index}")
     return Runs(tmp_path, make, new_family)
 
 
@@ -59,7 +59,7 @@ def test_the_items(runs: Runs) -> None:
     ((caption, empty),) = item.keys["text"]
     assert item.dropout_rate == 0.1 and caption != empty and len(item.keys["image"]) == 2
     assert runs.encoded == (8, 8)  # 4 captions, the empty one, 2 prompts, the negative prompt
-    for prompt in ("", "a house", "a tree", "bad", "picture 3"):
+    for prompt in ("", "a house", "a tree", "bad", "image 3"):
         prepared.text_lookup(prompt)
     assert prepared.held_out == () and prepared.set_aside == ()
 
@@ -79,9 +79,9 @@ def test_a_complete_cache_loads_no_encoder(runs: Runs) -> None:
     assert again.items == first.items
 
 
-def test_one_picture_changed(runs: Runs) -> None:
+def test_one_image_changed(runs: Runs) -> None:
     runs()
-    runs.make.picture(runs.root / "data" / "2.png", 128, 64, seed=99)
+    runs.make.image(runs.root / "data" / "2.png", 128, 64, seed=99)
     runs()
     assert runs.encoded == (1, 0) and runs.loads == (1, 0)
 
@@ -102,10 +102,10 @@ def test_captions_that_the_encoders_cut_off_are_said(runs: Runs) -> None:
 
 def test_crops_that_cut_off_much_are_said(runs: Runs) -> None:
     (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
-    assert notice.startswith("1 picture loses more than 25% of the area to the crop: 3.png (144x64: 26%).")
-    runs.make.picture(runs.root / "data" / "wide.png", 320, 64, seed=98)
+    assert notice.startswith("1 image loses more than 25% of the area to the crop: 3.png (144x64: 26%).")
+    runs.make.image(runs.root / "data" / "wide.png", 320, 64, seed=98)
     (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
-    assert notice.startswith("2 pictures lose") and "wide.png" in notice
+    assert notice.startswith("2 images lose") and "wide.png" in notice
 
 
 def test_another_encoder(runs: Runs) -> None:
@@ -131,9 +131,9 @@ def test_another_resolution_or_crop(runs: Runs) -> None:
     assert runs.encoded == (0, 0)
 
 
-def test_only_the_cut_of_some_pictures_changes(runs: Runs) -> None:
-    """Another limit on the aspect ratio moves the wide pictures only."""
-    runs.make.picture(runs.root / "data" / "wide.png", 240, 64, seed=7, caption="x")
+def test_only_the_cut_of_some_images_changes(runs: Runs) -> None:
+    """Another limit on the aspect ratio moves the wide images only."""
+    runs.make.image(runs.root / "data" / "wide.png", 240, 64, seed=7, caption="x")
     before = runs().items
     runs.keys = {"bucket_max_aspect": 4.0}
     after = runs().items
@@ -141,13 +141,13 @@ def test_only_the_cut_of_some_pictures_changes(runs: Runs) -> None:
     assert moved == ["3.png", "wide.png"] and runs.encoded == (2, 0)
 
 
-def test_a_renamed_or_added_picture(runs: Runs) -> None:
+def test_a_renamed_or_added_image(runs: Runs) -> None:
     runs()
     for suffix in (".png", ".txt"):
         (runs.root / "data" / f"0{suffix}").rename(runs.root / "data" / f"renamed{suffix}")
     runs()
     assert runs.encoded == (0, 0)
-    runs.make.picture(runs.root / "data" / "new.png", seed=50, caption="new")
+    runs.make.image(runs.root / "data" / "new.png", seed=50, caption="new")
     runs()
     assert runs.encoded == (1, 1)
 
@@ -174,14 +174,14 @@ def test_what_is_set_aside(runs: Runs) -> None:
     data = runs.root / "data"
     (data / "0.png").write_bytes(b"")
     (data / "1.png").write_bytes((data / "1.png").read_bytes()[:2000])
-    runs.make.picture(data / "thin.png", 100, 10, caption="x")
+    runs.make.image(data / "thin.png", 100, 10, caption="x")
     prepared = runs()
     assert [item.key for item in prepared.items] == ["2.png", "3.png"]
     assert [Path(problem.where).name for problem in prepared.set_aside] == ["0.png", "thin.png", "1.png"]
-    assert runs.encoded == (2, 3)  # no caption of a picture that is not used
+    assert runs.encoded == (2, 3)  # no caption of an image that is not used
 
 
-def test_copies_of_a_broken_picture_are_all_set_aside(runs: Runs) -> None:
+def test_copies_of_a_broken_image_are_all_set_aside(runs: Runs) -> None:
     data = runs.root / "data"
     for name in ("0.png", "copy.png"):
         (data / name).write_bytes((data / "1.png").read_bytes()[:2000])
@@ -198,7 +198,7 @@ def test_nothing_usable(runs: Runs) -> None:
 
 
 def test_facts_for_the_metadata(runs: Runs) -> None:
-    runs.make.picture(runs.root / "data" / "10_cat" / "c.png", seed=9, caption="a, b, a")
+    runs.make.image(runs.root / "data" / "10_cat" / "c.png", seed=9, caption="a, b, a")
     facts = runs().facts
     assert facts.folders == {"10_cat": {"n_repeats": 10, "img_count": 1}, "data": {"n_repeats": 1, "img_count": 4}}
     assert facts.tag_frequency["10_cat"] == {"a": 2, "b": 1}
@@ -223,7 +223,7 @@ def test_progress_with_very_many_captions(runs: Runs, monkeypatch: pytest.Monkey
 def test_holding_out(runs: Runs) -> None:
     runs.keys = {"validation_split": 0.5, "flip_aug": True, "repeats": 3, "caption_dropout_rate": 0.5}
     for index in range(4, 12):
-        runs.make.picture(runs.root / "data" / f"{index}.png", seed=index, caption="x, y")
+        runs.make.image(runs.root / "data" / f"{index}.png", seed=index, caption="x, y")
     prepared = runs()
     held = {item.key for item in prepared.held_out}
     assert 0 < len(held) < 12 and held | {item.key for item in prepared.items} == {f"{n}.png" for n in range(12)}
@@ -232,7 +232,7 @@ def test_holding_out(runs: Runs) -> None:
 
 
 @given(hashes, st.sampled_from([0.05, 0.2, 0.5]), st.integers(10**6 + 1, 10**7).map(str))
-def test_adding_a_picture_moves_no_other(found: dict[str, str], share: float, new: str) -> None:
+def test_adding_an_image_moves_no_other(found: dict[str, str], share: float, new: str) -> None:
     below = [fraction("held out", sha256) < share for sha256 in found.values()]
     assume(any(below) and not all(below))  # else one was moved over so that no part is empty
     before, after = choose_held_out(found, share), choose_held_out({**found, "new": new}, share)

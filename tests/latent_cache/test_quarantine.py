@@ -15,7 +15,7 @@ from lora_rocm.latent_cache import quarantine as proven
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
-from tests.latent_cache.test_encode import pictures_for
+from tests.latent_cache.test_encode import images_for
 
 CPU = torch.device("cpu")
 WORDS = ["a", "b", "c", "d", "e"]
@@ -134,8 +134,8 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
             watched.caches.fill_texts(WORDS)
         else:
             for index in range(4):
-                make.picture(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-            watched.caches.fill_images(pictures_for(make, tmp_path / "data"))
+                make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
+            watched.caches.fill_images(images_for(make, tmp_path / "data"))
     assert caught.value is told and watched.on_disk() == (2 if second is None else 1)
 
 

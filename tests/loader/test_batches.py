@@ -24,7 +24,7 @@ RUNTIME = RuntimeSection()
 def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[SimpleNamespace]:
     for index in range(7):
         size = (96, 64) if index < 4 else (64, 96)
-        make.picture(tmp_path / "data" / f"{index}.png", *size, seed=index, caption=f"{index}, a, b, c")
+        make.image(tmp_path / "data" / f"{index}.png", *size, seed=index, caption=f"{index}, a, b, c")
     data = make.data(
         path=str(tmp_path / "data"), flip_aug=True, shuffle_caption=True, caption_dropout_rate=0.3, repeats=2
     )

@@ -211,7 +211,7 @@ def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
 
 
 def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the held-out pictures comes in the middle of a step's reading."""
+    """A look at the held-out images comes in the middle of a step's reading."""
 
     def failing(self: Group, orders: Orders) -> Iterator[Any]:
         yield Source()[next(iter(orders))]

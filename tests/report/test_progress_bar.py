@@ -37,7 +37,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("canary", {"updates": 3, "passed": True, "checks": ["sums"], "detail": "", "seconds": 0.01}),
     ("validation", {"updates": 3, "loss": 0.25}),
     ("checkpoint", {"updates": 3, "path": "checkpoints/step-00000003", "lora": "l.safetensors"}),
-    ("preview", {"updates": 3, "pictures": ["a.png"]}),
+    ("preview", {"updates": 3, "images": ["a.png"]}),
     ("export", {"format": "kohya", "path": "lora.safetensors", "max_difference": 1e-6, "cannot_read": []}),
     ("concept", {"score": 0.9, "control": None, "detail": {}}),
     ("notice", {"text": "[bold]as it is[/bold]"}),

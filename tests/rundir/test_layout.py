@@ -103,9 +103,9 @@ def filled(folder: Path, *names: str) -> RunDir:
     "names",
     [
         ["notes.txt"],
-        ["pictures/a.png"],
+        ["images/a.png"],
         ["run-1/recipe.yaml", "run-1/events.jsonl"],  # ``runs``
-        ["recipe.yaml", "pictures/a.png"],  # the user's recipe beside the user's pictures
+        ["recipe.yaml", "images/a.png"],  # the user's recipe beside the user's images
         ["lora.safetensors"],
         ["samples/mine.png"],
         ["checkpoints/step-00000100/model.bin"],  # of another trainer

@@ -83,7 +83,7 @@ def data_fields(**changes: Any) -> dict[str, Any]:
     fields = {
         "samples": 18,
         "set_aside": [{"where": "pics/<bad>.png", "what": "broken", "fix": "save it again"}],
-        "notices": ["two pictures are the same: a & b"],
+        "notices": ["two images are the same: a & b"],
         "buckets": {"128x128": 12, "96x160": 6},
         "steps_per_epoch": 5,
         "max_train_steps": 40,

@@ -145,7 +145,7 @@ def test_caching_is_compared_with_its_items_once_the_encoder_works() -> None:
     assert worker.state.limit == "cache_first"  # the text encoders are loaded
 
 
-def test_an_encoder_is_waited_for_also_behind_pictures_that_were_there_before() -> None:
+def test_an_encoder_is_waited_for_also_behind_images_that_were_there_before() -> None:
     worker = Worker().starts().begins("cache").caches("hashes", 100, 100)
     for done in range(1, 50):
         worker.after(1).caches("images", done, 100, per_second=0.0)
@@ -190,7 +190,7 @@ def test_what_is_written_to_the_log_is_no_work_but_downloads_tell_nobody_else(ph
     assert isinstance(decide(worker.state, worker.now), Hung)  # the same size is no sign anywhere
 
 
-def test_a_log_that_grows_while_pictures_are_encoded_is_no_sign() -> None:
+def test_a_log_that_grows_while_images_are_encoded_is_no_sign() -> None:
     worker = Worker().starts().begins("cache").caches("images", 1, 9).after(1).caches("images", 2, 9)
     worker.after(301).state.on_log(5000, worker.now)
     assert isinstance(decide(worker.state, worker.now), Hung)

@@ -84,7 +84,7 @@ def test_a_wrong_kernel_makes_no_entry(material: Path, tmp_path: Path, kernels: 
 
 
 class Later(Broken):
-    """Convolutions that go wrong once the first picture is encoded, until all are."""
+    """Convolutions that go wrong once the first image is encoded, until all are."""
 
     def __init__(self) -> None:
         self.spoilt = False
@@ -151,7 +151,7 @@ class Bus:
         return torch.zeros_like(copied) if self.reads % 3 == 0 else copied
 
 
-def test_weights_pictures_and_results_pass_the_checked_door(
+def test_weights_images_and_results_pass_the_checked_door(
     material: Path, tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus, doors = Bus(("unpinned",)), []

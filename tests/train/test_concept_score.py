@@ -25,12 +25,12 @@ def plain(colour: str) -> Image.Image:
 
 
 def with_square(colour: str) -> Image.Image:
-    picture = plain(colour)
-    ImageDraw.Draw(picture).rectangle((40, 40, 90, 90), fill="green")
-    return picture
+    image = plain(colour)
+    ImageDraw.Draw(image).rectangle((40, 40, 90, 90), fill="green")
+    return image
 
 
-def test_pictures_with_the_concept_score_high_and_the_control_stays(zibus: list[Image.Image]) -> None:
+def test_images_with_the_concept_score_high_and_the_control_stays(zibus: list[Image.Image]) -> None:
     before = [plain(colour) for colour in BACKGROUNDS]
     controls = [with_square(colour) for colour in BACKGROUNDS]
     found = score([*before, *controls], [*zibus[:5], *controls], zibus[5:], num_control=5)
@@ -39,7 +39,7 @@ def test_pictures_with_the_concept_score_high_and_the_control_stays(zibus: list[
 
 
 def test_nothing_learned_scores_one_half(zibus: list[Image.Image]) -> None:
-    """Negative control: the same pictures before and after."""
+    """Negative control: the same images before and after."""
     before = [plain(colour) for colour in BACKGROUNDS]
     assert score(before, before, zibus, num_control=0).score == 0.5
 
@@ -53,9 +53,9 @@ def test_another_concept_does_not_score(zibus: list[Image.Image]) -> None:
 
 
 def test_descriptor_is_a_unit_vector_whatever_the_size(zibus: list[Image.Image]) -> None:
-    for picture in (zibus[0], zibus[0].resize((512, 384)), plain("black").convert("L"), plain("white").resize((1, 1))):
-        assert np.isfinite(descriptor(picture)).all()
-        assert 0.5 < np.linalg.norm(descriptor(picture)) <= 1.0 + 1e-9
+    for image in (zibus[0], zibus[0].resize((512, 384)), plain("black").convert("L"), plain("white").resize((1, 1))):
+        assert np.isfinite(descriptor(image)).all()
+        assert 0.5 < np.linalg.norm(descriptor(image)) <= 1.0 + 1e-9
     assert np.linalg.norm(descriptor(zibus[0]) - descriptor(zibus[0].resize((256, 256)))) < 0.2
 
 

@@ -119,13 +119,13 @@ def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) 
             said.append(event.to_json()["text"])
 
     report = CacheRoom(cache, RunContext(note), lambda path: next(frees))
-    report("pictures", 1, 9, 1.0)  # reading them writes nothing
+    report("images", 1, 9, 1.0)  # reading them writes nothing
     cache.writing = "image"
     report("images", 0, 9, 1.0)
     for number in range(2):
-        cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+        cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "an image")
         report("images", number + 1, 9, 1.0)
     assert len(said) == 1 and "7 images that are still to be cached need about 68" in said[0]
     assert str(cache.root) in said[0] and progress == [1, 0, 1, 2]
-    cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "a picture")
+    cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "an image")
     assert cache.written["image"][0] == 2  # it was there

@@ -30,13 +30,13 @@ from tests.train.test_pipeline import bytes_of, make_recipe, start
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, two pictures, and a place for caches that all tests share."""
+    """A tiny model, two images, and a place for caches that all tests share."""
     folder = tmp_path_factory.mktemp("material")
     write_tiny_sdxl(folder / "model", **SHALLOW)
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     for number in range(2):
-        picture = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))
-        picture.save(folder / "pictures" / f"{number}.png")
+        image = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))
+        image.save(folder / "images" / f"{number}.png")
     return folder
 
 

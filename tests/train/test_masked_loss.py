@@ -19,17 +19,17 @@ from tests.train.test_pipeline import bytes_of, make_recipe, start, write_materi
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The images of the other runs, of which the upper half counts."""
     folder = write_material(tmp_path_factory.mktemp("masked"))
-    for path in sorted((folder / "pictures").glob("*.png")):
+    for path in sorted((folder / "images").glob("*.png")):
         with Image.open(path) as image:
             mask = Image.new("L", image.size)
         mask.paste(255, (0, 0, mask.width, mask.height // 2))
-        (folder / "pictures" / "masks").mkdir(exist_ok=True)
-        mask.save(folder / "pictures" / "masks" / path.name)
+        (folder / "images" / "masks").mkdir(exist_ok=True)
+        mask.save(folder / "images" / "masks" / path.name)
     return folder
 
 
 def masked_recipe(material: Path) -> Recipe:
-    data = {"mask_path": str(material / "pictures" / "masks"), "flip_aug": True}
+    data = {"mask_path": str(material / "images" / "masks"), "flip_aug": True}
     train = {"max_train_steps": 3, "gradient_accumulation_steps": 1}
     return make_recipe(material, data=data, train=train, output={"save_every_n_steps": 1})
 
@@ -65,7 +65,7 @@ def test_a_run_with_masks_resumes_to_the_byte_and_not_with_other_masks(
     material: Path, straight: Path, tmp_path: Path
 ) -> None:
     assert not start(masked_recipe(material), tmp_path / "run", stop_at=1)
-    mask = material / "pictures" / "masks" / "bild 1.png"
+    mask = material / "images" / "masks" / "bild 1.png"
     before = mask.read_bytes()
     Image.new("L", (96, 48), 255).save(mask)
     with pytest.raises(ResumeError) as caught:

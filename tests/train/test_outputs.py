@@ -1,4 +1,4 @@
-"""What a run leaves behind when its disk is low, and when it was cut between a checkpoint and its pictures."""
+"""What a run leaves behind when its disk is low, and when it was cut between a checkpoint and its images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
 from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, pictures
+from tests.program import RECIPE, Program, images
 from tests.tiny_models import write_tiny_sdxl
 
 PREVIEWS = (
@@ -30,7 +30,7 @@ PREVIEWS = (
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     write_tiny_sdxl(tmp_path / "model", unet=UNET, vae=VAE)
-    pictures(tmp_path / "pics", count=2)
+    images(tmp_path / "pics", count=2)
     (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return Program(monkeypatch)
@@ -58,7 +58,7 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
     assert run_dir.lora.read_bytes() == Path("straight/lora.safetensors").read_bytes()
 
 
-def test_pictures_that_a_kill_came_before_are_drawn_when_the_run_goes_on(program: Program, tmp_path: Path) -> None:
+def test_images_that_a_kill_came_before_are_drawn_when_the_run_goes_on(program: Program, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     assert program.train(run_dir.path, *PREVIEWS).code == 0
     drawn = (run_dir.samples_at(1) / "00.png").read_bytes()

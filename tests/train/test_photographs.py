@@ -18,24 +18,24 @@ skimage_data = pytest.importorskip("skimage.data", reason="scikit-image ships th
 
 def test_photographs_train_through_buckets_and_broken_files_are_set_aside(tmp_path: Path) -> None:
     write_tiny_sdxl(tmp_path / "model", **SHALLOW)
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     installed = Path(skimage_data.__file__).parent
     names = [path for path in sorted(installed.iterdir()) if path.suffix in (".png", ".jpg")]
     shapes = set()
     for path in names:
-        with Image.open(path) as picture:
-            shapes.add(picture.size)
+        with Image.open(path) as image:
+            shapes.add(image.size)
         (folder / path.name).write_bytes(path.read_bytes())
     assert len(names) >= 6 and len(shapes) >= 4
     whole = (folder / names[0].name).read_bytes()
     (folder / "cut off.png").write_bytes(whole[: len(whole) // 3])
-    (folder / "no picture.jpg").write_text("not a picture", encoding="utf-8")
+    (folder / "no image.jpg").write_text("not an image", encoding="utf-8")
     train = {"max_train_steps": 4, "gradient_accumulation_steps": 1}
     recipe = make_recipe(tmp_path, data={"bucket_step": 8}, train=train)
     assert start(recipe, tmp_path / "run", device=torch.device("cpu"))
     (event,) = [event for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "data"]
-    assert sorted(Path(problem["where"]).name for problem in event["set_aside"]) == ["cut off.png", "no picture.jpg"]
+    assert sorted(Path(problem["where"]).name for problem in event["set_aside"]) == ["cut off.png", "no image.jpg"]
     assert event["samples"] == len(names) and sum(event["buckets"].values()) == len(names)
     assert len(event["buckets"]) >= 3
     assert RunDir(tmp_path / "run").lora.exists()

@@ -40,22 +40,22 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_material(folder: Path) -> Path:
-    """A tiny model, five pictures in two buckets, and a place for caches that all tests share."""
+    """A tiny model, five images in two buckets, and a place for caches that all tests share."""
     write_tiny_sdxl(folder / "model", **SHALLOW)
     generator = random.Random(5)
     for number in range(5):
         size = [(64, 64), (96, 48)][number % 2]
-        picture = Image.frombytes("RGB", size, generator.randbytes(3 * size[0] * size[1]))
-        (folder / "pictures").mkdir(exist_ok=True)
-        picture.save(folder / "pictures" / f"bild {number}.png")
-        (folder / "pictures" / f"bild {number}.txt").write_text(f"zibu, cat, number {number}", encoding="utf-8")
+        image = Image.frombytes("RGB", size, generator.randbytes(3 * size[0] * size[1]))
+        (folder / "images").mkdir(exist_ok=True)
+        image.save(folder / "images" / f"bild {number}.png")
+        (folder / "images" / f"bild {number}.txt").write_text(f"zibu, cat, number {number}", encoding="utf-8")
     return folder
 
 
 def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
     base: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": str(material / "model")},
-        "data": {"path": str(material / "pictures"), "resolution": 64, "bucket_step": 16},
+        "data": {"path": str(material / "images"), "resolution": 64, "bucket_step": 16},
         "lora": {"rank": 2, "targets": RUN_TARGETS},
         "optim": {"learning_rate": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
         "train": {"max_train_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "mixed_precision": "no"},
@@ -199,12 +199,12 @@ def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(mate
     assert RunDir(tmp_path / "run").list_checkpoints()
 
 
-def test_changed_recipe_or_pictures_are_refused_on_resume(material: Path, tmp_path: Path) -> None:
+def test_changed_recipe_or_images_are_refused_on_resume(material: Path, tmp_path: Path) -> None:
     recipe = make_recipe(material)
     assert not start(recipe, tmp_path / "run", stop_at=2)
     with pytest.raises(ResumeError, match="recipe differs"):
         start(make_recipe(material, optim={"learning_rate": 2e-3}), tmp_path / "run")
-    extra = material / "pictures" / "new.png"
+    extra = material / "images" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
         with pytest.raises(ResumeError, match="training data are not those"):
@@ -220,10 +220,10 @@ def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Cut between the last update and the result; the bytes are those of the run whose images were there."""
-    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    images = shutil.copytree(material / "images", tmp_path / "images")
     recipe = make_recipe(
         material,
-        data={"path": str(pictures)},
+        data={"path": str(images)},
         train={"max_train_steps": None, "epochs": 1},
         sample={"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32},
     )
@@ -233,10 +233,10 @@ def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
             start(recipe, tmp_path / "run")
     whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
     assert start(recipe, whole)
-    for path in sorted(pictures.iterdir())[: 2 if how == "one gone" else None]:
+    for path in sorted(images.iterdir())[: 2 if how == "one gone" else None]:
         path.unlink()
     if how == "gone":
-        pictures.rmdir()
+        images.rmdir()
     assert start(recipe, tmp_path / "run")
     assert bytes_of(tmp_path / "run") == bytes_of(whole)
     with_score, without = (json.loads(RunDir(path).result.read_bytes()) for path in (whole, tmp_path / "run"))
@@ -253,16 +253,16 @@ def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
 def test_images_that_vanish_while_the_run_goes_on_cost_the_concept_score_only(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures = shutil.copytree(material / "pictures", tmp_path / "pictures")
+    images = shutil.copytree(material / "images", tmp_path / "images")
     finish = pipeline.Artifacts.finish
 
     def late(artifacts: pipeline.Artifacts, position: Position) -> None:
-        shutil.rmtree(pictures)
+        shutil.rmtree(images)
         finish(artifacts, position)
 
     monkeypatch.setattr(pipeline.Artifacts, "finish", late)
     sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32}
-    recipe = make_recipe(material, data={"path": str(pictures)}, train={"max_train_steps": 1}, sample=sample)
+    recipe = make_recipe(material, data={"path": str(images)}, train={"max_train_steps": 1}, sample=sample)
     assert start(recipe, tmp_path / "run")
     result = json.loads(RunDir(tmp_path / "run").result.read_bytes())
     assert result["updates"] == 1 and "concept" not in result
@@ -277,7 +277,7 @@ def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after
     directory = RunDir(tmp_path / "run")
     assert start(recipe, directory.path)
     whole, older = bytes_of(directory.path), directory.checkpoint(2)
-    extra = material / "pictures" / "new.png"
+    extra = material / "images" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
         with pytest.raises(ResumeError, match="training data are not those"):
@@ -339,7 +339,7 @@ def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_hand(
+def test_the_images_before_and_after_are_those_of_the_prompts_and_weights_at_hand(
     material: Path, tmp_path: Path
 ) -> None:
     def asking(*prompts: str, **optim: Any) -> Recipe:
@@ -347,18 +347,18 @@ def test_the_pictures_before_and_after_are_those_of_the_prompts_and_weights_at_h
         train = {"max_train_steps": 4}
         return make_recipe(material, sample=sample, optim=optim, train=train, output={"keep_last": 9})
 
-    def pictures(run_dir: Path) -> dict[str, bytes]:
+    def images(run_dir: Path) -> dict[str, bytes]:
         return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in run_dir.glob("samples/*/*.png")}
 
     assert start(asking("zibu"), tmp_path / "fresh")
     assert start(asking("a red dog", "a cat"), tmp_path / "run")
-    others = pictures(tmp_path / "run")
+    others = images(tmp_path / "run")
     assert start(asking("zibu"), tmp_path / "run")  # other prompts, fewer of them
-    assert pictures(tmp_path / "run") == pictures(tmp_path / "fresh") and others != pictures(tmp_path / "fresh")
+    assert images(tmp_path / "run") == images(tmp_path / "fresh") and others != images(tmp_path / "fresh")
     back = RunDir(tmp_path / "run").checkpoint(2)
     assert start(asking("zibu", learning_rate=0.1), tmp_path / "run", chosen=back, accept_changes=True)
     changed = {
-        name for name, content in pictures(tmp_path / "run").items() if content != pictures(tmp_path / "fresh")[name]
+        name for name, content in images(tmp_path / "run").items() if content != images(tmp_path / "fresh")[name]
     }
     assert "step-00000004/00.png" in changed and "step-00000000/00.png" not in changed
 

@@ -86,7 +86,7 @@ def test_the_grid_has_before_on_the_left_and_after_on_the_right(tmp_path: Path) 
         assert pixels.getpixel((3 * pixels.width // 4, y)) == Image.new("RGB", (1, 1), right).getpixel((0, 0))
 
 
-def test_large_pictures_are_reduced(tmp_path: Path) -> None:
+def test_large_images_are_reduced(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     before = draw_round(run_dir, 0, ["red"] * 3, size=(1024, 768))
     after = draw_round(run_dir, 5, ["blue"] * 3, size=(1024, 768))

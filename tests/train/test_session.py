@@ -142,7 +142,7 @@ def after_a_step(session: Session, phases: ExitStack) -> None:
         (caching(1), 1),
         (caching(3), 0),
     ],
-    ids=["start", "load", "first-step", "step", "first-picture", "picture", "next-encoder"],
+    ids=["start", "load", "first-step", "step", "first-image", "image", "next-encoder"],
 )
 def test_stacks_are_written_once_and_only_where_the_silence_is_too_long_for_what_is_done(
     tmp_path: Path, begin: Callable[[Session, ExitStack], None], written: int

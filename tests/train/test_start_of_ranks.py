@@ -148,9 +148,9 @@ def test_another_number_format_is_refused(material: Path, start: Pair, monkeypat
     assert refusals(ends, "software") == ["precision: rank 0 has torch.float32, rank 1 has torch.bfloat16"] * 2
 
 
-def test_other_pictures_are_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_images_are_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same path on another machine, and what is there is not the same."""
-    prepare_data, caption = pipeline.prepare_data, material / "pictures" / "bild 1.txt"
+    prepare_data, caption = pipeline.prepare_data, material / "images" / "bild 1.txt"
     before = caption.read_bytes()
 
     def elsewhere(begin: StartContext, family: ModelFamily) -> Data:

@@ -149,7 +149,7 @@ def test_a_stop_that_one_hears_stops_all_at_the_same_place(rank: int) -> None:
 
 @pytest.mark.parametrize("scale", [False, True])
 def test_a_sample_that_is_not_finite_on_one_rank_is_skipped_by_all(scale: bool) -> None:
-    """The second picture of the batch is the first rank's: only it can name it, but both know that it is the data."""
+    """The second image of the batch is the first rank's: only it can name it, but both know that it is the data."""
     ranks = Ranks(2, poison=3, scale=scale)
     assert ranks.fit() == [True, True]
     assert ranks.incidents() == [["nonfinite"], ["nonfinite"]] and ranks.agree

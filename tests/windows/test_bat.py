@@ -150,12 +150,12 @@ def test_a_network_path(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "\\"])
-def test_a_dropped_folder_of_pictures(stage: Stage, ending: str) -> None:
-    pictures = stage.root.parent / "it's & [x] #2 \u00fc"
-    pictures.mkdir()
-    (pictures / "a.png").touch()
-    outcome = stage.double_click("train.bat", f'"{windows_path(pictures)}{ending}"')
-    value = windows_path(pictures).replace("'", "''") + ending
+def test_a_dropped_folder_of_images(stage: Stage, ending: str) -> None:
+    images = stage.root.parent / "it's & [x] #2 \u00fc"
+    images.mkdir()
+    (images / "a.png").touch()
+    outcome = stage.double_click("train.bat", f'"{windows_path(images)}{ending}"')
+    value = windows_path(images).replace("'", "''") + ending
     assert outcome.calls[-1].arguments == ["train", "sdxl.yaml", "--set", f"data.path='{value}'"]
 
 

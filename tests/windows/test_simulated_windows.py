@@ -14,7 +14,7 @@ import pytest
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from tests.program import RECIPE, pictures
+from tests.program import RECIPE, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def python(*words: object, folder: Path, **variables: str) -> subprocess.Complet
 
 def test_training_resume_export_and_report(tmp_path: Path) -> None:
     write_tiny_sdxl(tmp_path / "model", **SHALLOW)
-    pictures(tmp_path / "pics")
+    images(tmp_path / "pics")
     (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
     train = (
         "-m",

@@ -1,4 +1,4 @@
-"""Pictures that claim more than they hold: refused from the header, at a bounded cost; sound ones are read."""
+"""Images that claim more than they hold: refused from the header, at a bounded cost; sound ones are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from lora_rocm.dataset import image_io
 from lora_rocm.dataset.folders import walk
-from lora_rocm.dataset.image_io import MAX_PICTURE_BYTES, UnreadablePicture, decode, read_header, readable_extensions
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode, read_header, readable_extensions
 from lora_rocm.dataset.scan import image_bytes, load_image, scan
 from lora_rocm.recipe.schema import DataSection
 from tests.hostile import attacks
@@ -22,7 +22,7 @@ QUICK_S = 5.0  # measured: under 0.9 s; without the guard minutes
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(UnreadablePicture) as caught:
+    with pytest.raises(UnreadableImage) as caught:
         read_header(path)
     return str(caught.value)
 
@@ -71,7 +71,7 @@ def test_headers_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
 
 def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
     frame = b"\x21\xf9\x04\0\0\0\0\0\x2c\0\0\0\0\x08\0\x08\0\0\x02\x02\x4c\x01\0"
-    head = attacks.picture("GIF")
+    head = attacks.image("GIF")
     (tmp_path / "x.gif").write_bytes(head[:-1] + frame * 100_000 + b"\x3b")
     began = time.process_time()
     assert read_header(tmp_path / "x.gif").size == (8, 8)
@@ -81,11 +81,11 @@ def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_short_at_every_byte(tmp_path: Path, kind: str) -> None:
-    whole = attacks.picture(kind)
+    whole = attacks.image(kind)
     for size in range(len(whole)):
         try:
             assert decode(whole[:size]).size == (8, 8)
-        except UnreadablePicture as error:
+        except UnreadableImage as error:
             assert str(error)
     assert decode(whole).size == (8, 8)
 
@@ -96,24 +96,24 @@ def test_formats_for_which_programs_would_run_are_not_read(tmp_path: Path, suffi
     path = tmp_path / f"x{suffix}"
     for content in (attacks.eps(tmp_path), b"\xd7\xcd\xc6\x9a" + bytes(100), b"SIMPLE  =" + bytes(3000)):
         path.write_bytes(content)
-        assert "not a picture" in refused(path)
+        assert "not an image" in refused(path)
     assert not (tmp_path / attacks.MARK).exists()
     assert not {".eps", ".wmf", ".emf", ".fits", ".mpg"} & readable_extensions()
 
 
 def test_one_file_that_is_two_things(tmp_path: Path) -> None:
-    """A picture with a web page or an archive behind it is the picture, and nothing is done with the rest."""
+    """An image with a web page or an archive behind it is the image, and nothing is done with the rest."""
     for tail in (attacks.HTML.encode(), b"PK\x03\x04" + bytes(40), attacks.pickled(tmp_path)):
-        assert decode(attacks.picture("JPEG") + tail).size == (8, 8)
+        assert decode(attacks.image("JPEG") + tail).size == (8, 8)
     assert not (tmp_path / attacks.MARK).exists()
 
 
 def test_files_of_gigabytes_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
-    path.write_bytes(attacks.picture())
+    path.write_bytes(attacks.image())
     sample = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8)).samples[0]
     assert load_image(sample).size == (8, 8)
-    os.truncate(path, MAX_PICTURE_BYTES + 1)  # a hole: it takes no space
+    os.truncate(path, MAX_IMAGE_BYTES + 1)  # a hole: it takes no space
     assert "larger than 512 MiB" in refused(path)
     with pytest.raises(Exception, match="larger than 512 MiB"):
         image_bytes(sample)
@@ -137,7 +137,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "pics"
     folder.mkdir()
     for name in ("good.png", "talk.png"):
-        (folder / name).write_bytes(attacks.picture())
+        (folder / name).write_bytes(attacks.image())
     os.mkfifo(folder / "pipe.png")
     os.mkfifo(folder / "talk.txt")
     (folder / "zero.png").symlink_to("/dev/zero")
@@ -156,9 +156,9 @@ def test_links_that_lead_out_are_said(tmp_path: Path) -> None:
     private, folder = tmp_path / "private", tmp_path / "pics"
     for place in (private, folder / "sub"):
         place.mkdir(parents=True)
-    (private / "a.png").write_bytes(attacks.picture())
+    (private / "a.png").write_bytes(attacks.image())
     (private / "secret.json").write_text("key", encoding="utf-8")
-    (folder / "own.png").write_bytes(attacks.picture())
+    (folder / "own.png").write_bytes(attacks.image())
     (folder / "sub" / "inside.png").symlink_to(folder / "own.png")
     assert walk(folder, ".txt").notices == []  # control: a link that stays inside
     (folder / "out.png").symlink_to(private / "a.png")
@@ -170,7 +170,7 @@ def test_links_that_lead_out_are_said(tmp_path: Path) -> None:
 
 
 def test_a_tree_deeper_than_the_stack(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(attacks.picture())
+    (tmp_path / "a.png").write_bytes(attacks.image())
     place = os.getcwd()
     try:
         os.chdir(tmp_path)
@@ -179,5 +179,5 @@ def test_a_tree_deeper_than_the_stack(tmp_path: Path) -> None:
             os.chdir("d")
     finally:
         os.chdir(place)
-    assert [name for _, name in walk(tmp_path, ".txt").pictures] == ["a.png"]
+    assert [name for _, name in walk(tmp_path, ".txt").images] == ["a.png"]
     subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=False)  # deeper than shutil goes
