@@ -85,6 +85,16 @@ def test_kohya_without_alpha_has_scale_one(live: tuple[Any, Any, Any], tmp_path:
     assert {entry.scale for entry in read_lora(family, model.components, path).values()} == {1.0}
 
 
+def test_factors_of_different_ranks_are_named(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    family, model, adapter = live
+    path = tmp_path / "x.safetensors"
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith("lora_down.weight"))
+    save_file({**tensors, name: tensors[name][:2].contiguous()}, path)
+    assert "ranks 4 and 2" in refused(path, live).what
+
+
 def peft_unet(**config: Any) -> nn.Module:
     """A UNet adapted by PEFT alone, as a diffusers training script does it."""
     torch.manual_seed(0)

@@ -67,6 +67,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield CPU
         return
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions keep ten bits with it
     torch.use_deterministic_algorithms(True)
     yield torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)
