@@ -44,5 +44,7 @@ def test_holes_in_the_types_are_those_of_the_list() -> None:
 
 
 def test_a_hole_is_seen() -> None:
-    source = "from typing import Any\nimport typing as t\nx: Any = f()  # type: ignore[no-untyped-call]\ny: t.Any = 'Any'\n"
+    source = (
+        "from typing import Any\nimport typing as t\nx: Any = f()  # type: ignore[no-untyped-call]\ny: t.Any = 'Any'\n"
+    )
     assert holes(Module(f"{PACKAGE}.train.x", source)) == (2, 1)

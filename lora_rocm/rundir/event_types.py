@@ -156,7 +156,7 @@ class StepEvent(Event):
 
     Seconds: step_s of the whole step, loading_s of waiting for the loader, copy_s of copies to the device, check_s of
     checking them there, wait_s of waiting for the verdict. optimizer: what the optimizer tells of itself
-    (``optim.rule``), by name.
+    (``optim.update_rule``), by name.
     """
 
     type = "step"

@@ -93,7 +93,7 @@ class Checkpoint:
         return safetensors.torch.load(content)
 
 
-def save(
+def save_checkpoint(
     run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
 ) -> Path:
     """Write a checkpoint; one that is there for the same number of updates, and valid, stays as it is.
@@ -102,7 +102,7 @@ def save(
         StorageError: disk full, no permission; nothing older is lost.
     """
     final = run_dir.checkpoint(position.updates)
-    if read(final) is not None:
+    if read_checkpoint(final) is not None:
         return final
     temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
@@ -115,7 +115,7 @@ def save(
                 write_through(temporary / FILE_OF[part], content)
         state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
         write_through(temporary / STATE_FILE, _sealed(state))
-        if read(temporary) is None:
+        if read_checkpoint(temporary) is None:
             raise OSError(0, "what was written did not read back the same")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
@@ -128,7 +128,7 @@ def save(
     return final
 
 
-def read(path: Path) -> Checkpoint | None:
+def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None where anything about it is damaged, missing, or not as it is written here."""
     try:
         state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
@@ -176,21 +176,21 @@ def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
     """The newest checkpoint that is whole, and the newer ones that were passed over because they are not."""
     damaged: list[Path] = []
     for _, path in reversed(run_dir.list_checkpoints()):
-        checkpoint = read(path)
+        checkpoint = read_checkpoint(path)
         if checkpoint is not None:
             return checkpoint, damaged
         damaged.append(path)
     return None, damaged
 
 
-def rotate(run_dir: RunDir, keep_last: int) -> None:
+def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
     """Delete all but the newest ``keep_last`` checkpoints that are whole; the last whole one is never deleted."""
     kept = 0
     for _, path in reversed(run_dir.list_checkpoints()):
         if kept >= keep_last:
             with contextlib.suppress(OSError):  # Windows: somebody has a file of it open; the next rotation tries again
                 _remove(path)
-        elif read(path) is not None:
+        elif read_checkpoint(path) is not None:
             kept += 1
 
 
@@ -200,7 +200,7 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
     Damaged checkpoints stay: they are passed over, and what they hold is for the user to throw away.
     """
     for found, path in run_dir.list_checkpoints():
-        if found > updates and read(path) is not None:
+        if found > updates and read_checkpoint(path) is not None:
             _remove(path)
             run_dir.checkpoint_lora(found).unlink(missing_ok=True)
     for found, folder in run_dir.list_samples():

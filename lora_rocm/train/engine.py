@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.train.graphs import Graphs, Passed
 
 

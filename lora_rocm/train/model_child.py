@@ -37,7 +37,7 @@ from lora_rocm.recipe.schema import TEXT_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.preview import ENDINGS, content_of
 
 Job = dict[str, Any]
@@ -121,7 +121,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     )
 
 
-def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
+def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
     """The newest valid checkpoint, or the one after so many updates.
 
     Raises:
@@ -129,7 +129,7 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
         StorageError: that one is gone or damaged.
     """
     if updates is not None:
-        found = state.read(run_dir.checkpoint(updates))
+        found = read_checkpoint(run_dir.checkpoint(updates))
         if found is None:
             raise StorageError(
                 "result-lost",
@@ -139,7 +139,7 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
                 fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
             )
         return found
-    newest, _ = state.latest_valid(run_dir)
+    newest, _ = latest_valid(run_dir)
     if newest is None:
         raise AdapterError(
             "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."

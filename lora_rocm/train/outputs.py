@@ -31,9 +31,9 @@ from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
+from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, save_checkpoint
 from lora_rocm.train.disk_forecast import Room
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
@@ -81,8 +81,8 @@ class Artifacts:
             StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
         """
         updates = position.updates
-        if state.read(self.run_dir.checkpoint(updates)) is not None:
-            state.rotate(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
+        if read_checkpoint(self.run_dir.checkpoint(updates)) is not None:
+            rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
             return
         with self.session.phase("checkpoint"):
             self.guard.check_all(updates)
@@ -116,8 +116,8 @@ class Artifacts:
             "ranks": self.world.size,
             "metadata": asdict(self._facts(position)),
         }
-        path = state.save(self.run_dir, position, parts, facts)
-        state.rotate(self.run_dir, self.recipe.output.keep_last)
+        path = save_checkpoint(self.run_dir, position, parts, facts)
+        rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)
         self.session.context.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
 
     def _require_in_step(self, updates: int) -> None:

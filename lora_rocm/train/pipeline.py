@@ -30,10 +30,10 @@ from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.rules.mitigations import Seen, change_event
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
+from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.context import Data, StartContext, captures, pins, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
@@ -49,7 +49,7 @@ BASE_DIFFERS = "The base model is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
+def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
     """The checkpoint to go on from; damaged ones are named and passed over.
 
     Raises:
@@ -59,13 +59,13 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
     if session.rank == 0:
         run_dir.discard_unfinished(of_parent=False)
     if chosen is not None:
-        checkpoint = state.read(chosen)
+        checkpoint = read_checkpoint(chosen)
         if checkpoint is None:
             raise ResumeError(
                 "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
             )
         return checkpoint
-    found, damaged = state.latest_valid(run_dir)
+    found, damaged = latest_valid(run_dir)
     for path in damaged:
         session.context.notice(f"The checkpoint {path.name} is damaged and was passed over.")
     return found
@@ -76,7 +76,7 @@ def train(start: StartContext) -> tuple[bool, int]:
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
         session.readers.append(TensorBoard(session.run_dir.tensorboard, start.context))
-    if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
+    if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
@@ -149,7 +149,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     if start.world.is_first:  # only now that nothing can be refused any more
         accept(session.run_dir)
         if checkpoint is not None:
-            state.discard_newer(session.run_dir, position.updates)
+            discard_newer(session.run_dir, position.updates)
     position.attempt = max(position.attempt, start.attempt)
     capture = capture_on_gpu if captures(start) else None
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
@@ -288,7 +288,7 @@ def _load_model(
 
 
 def _require_same_base_and_data(
-    start: StartContext, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
+    start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
 ) -> Seals:
     """Refuse a checkpoint that was made from something else; the seals of the base that the next one carries.
 
@@ -317,9 +317,7 @@ def _require_same_base_and_data(
     return seals if found else {**(before or {}), **seals}
 
 
-def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
-) -> Position:
+def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
     """Take over a checkpoint; everything restored crosses the checked door."""
 
     def sent(part: str) -> dict[str, Tensor]:

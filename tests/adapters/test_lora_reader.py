@@ -19,7 +19,7 @@ from torch import nn
 
 from lora_rocm.adapters.lora_entry import LoraEntry
 from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, components_of, read_lora
-from lora_rocm.adapters.names import adaptable
+from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
