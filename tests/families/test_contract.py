@@ -60,6 +60,13 @@ def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Its.write(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    """A run inside this process asks for deterministic kernels."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """On a GPU only deterministic kernels, so that bits can be compared."""
