@@ -12,8 +12,40 @@ from tests.test_architecture import PACKAGE, Module, package_modules
 
 JSON = "JSON and YAML as they are read, before they are checked"
 LIBRARY = "diffusers, transformers and PEFT have no annotations, or only in part"
+ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
+SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
-HOLES: dict[str, tuple[int, int, str]] = {}
+HOLES: dict[str, tuple[int, int, str]] = {
+    "adapters": (44, 0, LIBRARY),
+    "base_models": (15, 3, LIBRARY),
+    "bench": (7, 0, JSON),
+    "cache_files": (5, 0, JSON),
+    "checks": (3, 0, TORCH),
+    "cli": (1, 0, JSON),
+    "commands": (26, 0, JSON),
+    "dataset": (33, 3, ARROW),
+    "device": (1, 3, TORCH),
+    "doctor": (5, 1, JSON),
+    "errors": (2, 0, JSON),
+    "export": (5, 0, LIBRARY),
+    "families": (85, 0, LIBRARY),
+    "foundation": (5, 0, JSON),
+    "hardware": (17, 0, JSON),
+    "hardware.probe": (14, 1, SYSTEM),
+    "kernels": (21, 0, TORCH),
+    "latent_cache": (17, 0, ARROW),
+    "loader": (6, 2, TORCH),
+    "memory": (31, 0, TORCH),
+    "optim": (2, 1, TORCH),
+    "planning": (2, 0, JSON),
+    "recipe": (67, 2, JSON),
+    "report": (10, 0, JSON),
+    "rules": (2, 0, JSON),
+    "rundir": (21, 0, JSON),
+    "sections": (5, 0, JSON),
+    "supervisor": (13, 0, JSON),
+    "train": (18, 0, JSON),
+}
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")
 
