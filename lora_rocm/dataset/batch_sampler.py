@@ -144,7 +144,7 @@ class BatchPlan:
         bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
         self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
         ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
-        self._buckets: list[tuple[Shape, range]] = [  # with the start of each of its batches
+        self._buckets: list[tuple[Shape, range]] = [  # each with its batch starts
             (shape, range(start, end, self.effective_batch))
             for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
         ]
@@ -202,7 +202,7 @@ class BatchPlan:
     def _epoch(self, epoch: int) -> _Epoch:
         """The order of an epoch, computed once and kept for the latest NUM_EPOCHS_KEPT epochs."""
         found = self._epochs.get(epoch)
-        if found is None:  # thread-safe line by line: the loader's thread does the same
+        if found is None:  # each line is thread-safe: a loader thread may do the same
             for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
                 self._epochs.pop(oldest, None)
             found = self._epochs[epoch] = self._shuffled(epoch)
@@ -230,5 +230,5 @@ class BatchPlan:
         return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
 
     def _largest(self) -> range:
-        """Batch starts of the bucket that needs the most memory; the batches of all buckets have as many rows."""
+        """Batch starts of the bucket that needs the most memory; all batches have the same number of rows."""
         return max(self._buckets, key=lambda bucket: bucket[0].order)[1]

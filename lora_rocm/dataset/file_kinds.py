@@ -122,7 +122,7 @@ class CompanionMatch:
 
 
 def companion_match(relative: str) -> CompanionMatch | None:
-    """The companion that a file's path stands for: relative to the source's folder, with slashes."""
+    """The companion that a path stands for. ``relative``: to the source's folder, with slashes."""
     folder, _, name = relative.lower().rpartition("/")
     stem = name.rpartition(".")[0]
     for companion in COMPANIONS:
