@@ -154,7 +154,10 @@ def pixels_of(image: Image.Image) -> Tensor:
 
 
 def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wanted]) -> list[Looked]:
-    """Look up the entries of samples in the cache without reading files, if their hashes are remembered."""
+    """Look up the entries of samples in the cache, for warm caches.
+
+    Image files are not read: their hashes are remembered, or unknown. Rows of datasets are read and hashed.
+    """
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 
 

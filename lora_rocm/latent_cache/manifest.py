@@ -1,9 +1,9 @@
 """Manifests: stored results of preparing a large dataset, so that a start does not check every image again.
 
-A manifest is valid if the data section of the recipe and the files (by name, size and times of change) are the same,
-and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are read.
-Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged entries
-before training.
+A manifest is valid if the recipe (as far as it affects the data) and the files (by name, size and times of change) are
+the same, and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are
+read. Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged
+entries before training.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def ahead(
 class Behind:
     """A thread that runs writes in order. Use it in a ``with`` block; at its end, all writes are finished.
 
-    If the block raises, that error propagates, and errors of the remaining writes are suppressed.
+    If the block fails (a stop request is no failure), its error propagates and errors of the remaining writes are
+    suppressed; only complete writes stay.
     """
 
     def __init__(self) -> None:
