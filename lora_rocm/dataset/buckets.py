@@ -108,7 +108,7 @@ def fit(
         DataError: a side of the image is smaller than one step and ``upscale`` is off, or the resolution is smaller
             than one step.
     """
-    if width < height:  # compute portrait as transposed landscape, so both are treated exactly alike
+    if width < height:  # portrait is landscape lying down, so that both are treated exactly alike
         return fit(height, width, resolution, step, max_aspect, enable_bucket, upscale).transposed()
     max_aspect = max_aspect if enable_bucket else 1.0
     aspect = math.log(width / height)
