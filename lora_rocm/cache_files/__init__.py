@@ -1,1 +1,1 @@
-"""Cache entries as files, without torch: their header and checksum, and their upkeep."""
+"""Cache entries as files, without torch: header, checksums and maintenance."""

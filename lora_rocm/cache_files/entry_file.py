@@ -1,7 +1,7 @@
-"""Files of the cache, read and checked without torch: for the cache itself, and for looking after it.
+"""Reads and checks cache entry files without torch, for the cache itself and for its maintenance.
 
-Nothing in a file is believed: its kind, its size, its header and its place are checked before its bytes are, and no
-more than MAX_ENTRY_BYTES of it are ever in memory.
+Files are untrusted: file type, size, header and place are checked before the payload, and at most MAX_ENTRY_BYTES of a
+file are in memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from numpy.typing import NDArray
 
 from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, parse_header
 
-SPEC_VERSION = 1  # raise it when the same image or caption would be encoded otherwise
-METADATA_KEY = "lora_rocm"  # one key: safetensors writes several in random order, and equal runs write equal bytes
+SPEC_VERSION = 1  # increase it if the same image or caption is encoded differently from before
+METADATA_KEY = "lora_rocm"  # a single key: safetensors writes several in random order, but equal runs write equal bytes
 MAX_ENTRY_BYTES = 1 << 29  # an image of 100 megapixels takes 50 MB
 CHUNK_WORDS = 1 << 20
 WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 
 
 class CacheEntryBad(Exception):
-    """An entry that is missing, damaged or of another kind; the message says which."""
+    """A cache entry is missing, damaged or of another kind; the message says which."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What an entry says of itself.
+    """The header of a cache entry.
 
-    spans: name -> first byte and end of a tensor's bytes in the file; they follow each other without a gap.
+    fingerprints: tensor name -> fingerprint.
+    spans: tensor name -> (begin, end) of its bytes in the file; contiguous, without gaps.
+    num_bytes: size of the file.
     """
 
     kind: str
@@ -44,17 +46,17 @@ class Header:
 
 
 def metadata_text(kind: str, key: str, fingerprints: Mapping[str, int]) -> str:
-    """What the header of a new entry holds under METADATA_KEY."""
+    """The metadata of a new entry, stored in its header under METADATA_KEY."""
     facts = {"kind": kind, "key": key, "spec": SPEC_VERSION, "fingerprints": dict(fingerprints)}
     return json.dumps(facts, sort_keys=True)
 
 
 def read_header(path: Path) -> Header:
-    """The header of an entry whose file is a plain one, of the size that the header says.
+    """Read the header of an entry; the file must be a regular file of the size given by the header.
 
     Raises:
         CacheEntryBad: it is not such a file.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device might never end
@@ -69,11 +71,11 @@ def read_header(path: Path) -> Header:
 
 
 def read_entry(path: Path) -> tuple[Header, bytes]:
-    """Header and whole content of an entry; the bytes of the tensors are not yet checked.
+    """Read the header and the whole content of an entry; does not verify the tensors' bytes.
 
     Raises:
-        CacheEntryBad: it is not an entry.
-        OSError: it cannot be read.
+        CacheEntryBad: the file is not a cache entry.
+        OSError: the file cannot be read.
     """
     header = read_header(path)
     with path.open("rb") as file:
@@ -84,13 +86,13 @@ def read_entry(path: Path) -> tuple[Header, bytes]:
 
 
 def check_place(header: Header, kind: str, key: str) -> None:
-    """Raise CacheEntryBad where an entry lies under a name that is not its own."""
+    """Raise CacheEntryBad if an entry's kind or key does not match its place in the cache."""
     if (header.kind, header.key) != (kind, key):
         raise CacheEntryBad("it is another entry's file")
 
 
 def check_bytes(header: Header, content: bytes) -> None:
-    """Raise CacheEntryBad where a tensor's bytes are not those that were written."""
+    """Raise CacheEntryBad if a tensor's bytes do not match its fingerprint."""
     for name, (begin, end) in header.spans.items():
         if fingerprint_of(memoryview(content)[begin:end]) != header.fingerprints[name]:
             raise CacheEntryBad(f"{name} is not as it was written")
@@ -108,7 +110,7 @@ def fingerprint_of(sample: bytes | memoryview) -> int:
 
 
 def _weights(first: int, count: int) -> NDArray[np.int64]:
-    """The odd weights of the positions from ``first`` on, as in ``device.transfer``; int64 wraps around."""
+    """The odd weights of ``count`` positions from ``first`` on, as in ``device.transfer``; int64 wraps around."""
     mixed_N = np.arange(first + 1, first + count + 1, dtype=np.int64) * np.int64(-0x61C8864680B583EB)
     mixed_N = (mixed_N ^ (mixed_N >> 30)) * np.int64(-0x40A7B892E31B1A47)
     mixed_N = (mixed_N ^ (mixed_N >> 27)) * np.int64(-0x6B2FB644ECCEEE15)
@@ -116,10 +118,10 @@ def _weights(first: int, count: int) -> NDArray[np.int64]:
 
 
 def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> Header:
-    """What the header of a sound safetensors file says of the entry.
+    """Build the entry's header from that of a valid safetensors file.
 
     Raises:
-        CacheEntryBad: it is none.
+        CacheEntryBad: the file is not a cache entry.
     """
     try:
         facts = json.loads(metadata[METADATA_KEY])

@@ -1,4 +1,4 @@
-"""The hashes of files, remembered by what a file is known by: path, size, times."""
+"""Remembers the hashes of files by file state: path, size and times of change."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SETTLED_S = 2.0  # a file changed this recently could change again within one ti
 
 
 def marks_of(found: os.stat_result) -> tuple[int, int, int]:
-    """What a file is known by, besides its name; see ``FileState``."""
+    """Size and times of change, which identify a file's state together with its path; see ``FileState``."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What a file is known by: as long as these are the same, so are its bytes.
+    """Identifies a file's content: while the state is the same, its bytes are too.
 
-    inode_changed_ns: files that come out of one archive have the same times, and those without compression the same
-    sizes; of two that exchange their names this alone tells (on Windows it is the time at which the file was made).
+    inode_changed_ns: detects that two files swapped names if they share times (both unpacked from one archive) and size
+        (uncompressed formats). On Windows it is the time of creation.
     """
 
     path: str
@@ -38,10 +38,10 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """Of a file now.
+        """The current state of a file.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the file's status cannot be read.
         """
         return cls(str(file.absolute()), *marks_of(file.stat()))
 
@@ -51,7 +51,7 @@ class FileState:
 
 
 class State(Protocol):
-    """What is remembered by: changes whenever the bytes do. changed_ns: when they did."""
+    """The key of a remembered hash; differs whenever the bytes differ. changed_ns: time of the last change."""
 
     @property
     def identity(self) -> list[Any]: ...
@@ -60,10 +60,10 @@ class State(Protocol):
 
 
 class HashMemory:
-    """SHA-256 of files, remembered by (absolute path, size, times of change) in ``hashes.jsonl``, which only grows.
+    """SHA-256 of files by (absolute path, size, times of change), stored in the append-only file ``hashes.jsonl``.
 
-    The file is read when it is first asked. Each line carries a digest of itself: one that was torn by a crash or
-    damaged is skipped, and its file is hashed again. ``recall`` may be called in any thread once ``begin`` was.
+    The file is read on first use. Each line carries a digest of itself: a line damaged or torn by a crash is skipped,
+    and its file is hashed again. After ``begin``, ``recall`` may be called from any thread.
     """
 
     def __init__(self, root: Path, name: str = "hashes.jsonl") -> None:
@@ -71,18 +71,20 @@ class HashMemory:
         self._known: dict[bytes, bytes] | None = None
 
     def begin(self) -> dict[bytes, bytes]:
-        """Read what is remembered, once."""
+        """Read the remembered hashes on the first call; returns them."""
         if self._known is None:
             self._known = self._read()
         return self._known
 
     def recall(self, state: State) -> str | None:
-        """The hash (hex) of a file that has been in this state before."""
+        """The remembered hash (hex) of a file in this state; None if it is not known."""
         known = self.begin().get(_digest(state.identity))
         return known.hex() if known is not None else None
 
     def remember(self, state: State, sha256: str) -> None:
-        """Keep the hash of what was read from a file after it was found in this state; of two the last counts.
+        """Remember the hash of content that was read after the state was taken; the last hash of a state counts.
+
+        A file changed less than SETTLED_S ago is not remembered.
 
         Raises:
             StorageError: the memory cannot be written.
@@ -93,7 +95,7 @@ class HashMemory:
             self._append(remembered_line(state, sha256))
 
     def sha256(self, file: Path) -> str:
-        """The hash of a file's bytes, read only if the file is new or changed.
+        """The hash of a file's bytes; reads the file only if it is new or changed.
 
         Raises:
             OSError: the file cannot be read.
@@ -140,13 +142,13 @@ class HashMemory:
 
 
 def remembered_line(state: State, sha256: str) -> bytes:
-    """A line of the memory of hashes."""
+    """A line of the hash memory's file."""
     line = [*state.identity, sha256, _line_digest(state.identity, sha256)]
     return json.dumps(line).encode("ascii") + b"\n"
 
 
 def _digest(identity: list[Any]) -> bytes:
-    """A short name for a file's state: a million of them take little memory."""
+    """A short digest of a file's state, to save memory: there may be a million."""
     return hashlib.blake2b(json.dumps(identity).encode("ascii"), digest_size=16).digest()
 
 

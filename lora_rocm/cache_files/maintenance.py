@@ -1,7 +1,7 @@
-"""Looking after a cache folder: what it holds, what is damaged, what can go. Light, and one entry at a time in memory.
+"""Maintenance of a cache folder: statistics, verification and pruning. No torch; one entry at a time in memory.
 
-Only what the cache itself writes is touched, told by place and name; links are never followed. It may be done beside a
-run: what is deleted while that run wants it costs the run nothing but encoding it again.
+Only files written by the cache are touched, recognised by place and name; links are never followed. It is safe during a
+run: if an entry that the run needs is deleted, the run encodes it again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANIFESTS = "manifests"
 MANIFEST_NAME = re.compile(r"([0-9a-f]{40})")
 MANIFEST_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}\.([0-9]{1,9})\.[0-9a-f]{8}\.tmp")
 OLD_TEMPORARY_S = 3600
-FRESH_TEMPORARY_S = 60  # its writer may be on another machine that shares the folder
+FRESH_TEMPORARY_S = 60  # younger files are kept: the writer may be on another machine that shares the folder
 DAY_S = 86400
 MAX_NAMED = 100
 GOOD, BAD, UNREADABLE, LINK, OLDER, NEWER = "good", "bad", "unreadable", "no plain file", "older", "newer"
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class File:
-    """One file of an entry; ``number`` counts its repairs."""
+    """One file of an entry. ``number``: number of repairs before it. ``why``: the fault, if there is one."""
 
     path: Path
     kind: str
@@ -58,7 +58,7 @@ class File:
 
 
 def stats(folder: Path) -> str:
-    """Number and size of the files of each kind in a cache folder.
+    """A text with the number and total size of the files of each kind in a cache folder.
 
     Raises:
         UserError: there is no such folder.
@@ -78,14 +78,15 @@ def stats(folder: Path) -> str:
 
 
 def verify(folder: Path, say: Say) -> int:
-    """Read every entry, compare its bytes with its fingerprints, and name the bad ones.
+    """Read every entry, compare its bytes with its fingerprints, and report the bad ones.
 
     Returns:
-        Exit code: that of a fault of the machine where an entry is bad or unreadable and no good one stands in for it.
+        Exit code: that of ``MachineError`` if an entry is bad or unreadable and has no good replacement, else 0.
 
     Raises:
         UserError: there is no such folder.
     """
+    # Read and count the files of each entry.
     counts: Counter[str] = Counter()
     for files in _entries(folder, say):
         healthy = any(file.state == GOOD for file in files)
@@ -98,6 +99,7 @@ def verify(folder: Path, say: Say) -> int:
                     say(f"{file.state}: {_shown(file.path)}: {printable(file.why)}")
     if counts["named"] > MAX_NAMED:
         say(f"... and {counts['named'] - MAX_NAMED} more")
+    # Report the totals.
     bad, unreadable = counts[BAD] + counts[LINK], counts[UNREADABLE]
     summary = f"{_shown(folder)}: {counts[GOOD]} good, {bad} bad, {unreadable} unreadable"
     for state, words in (("replaced", "damaged before and replaced"), (OLDER, "of older"), (NEWER, "of newer")):
@@ -114,7 +116,10 @@ def verify(folder: Path, say: Say) -> int:
 
 @dataclass
 class Pruning:
-    """Deletes and counts; with ``dry`` it only counts."""
+    """Deletes files and counts them; with ``dry``, only counts.
+
+    done: number of files deleted, by reason. left: number of files left alone, by reason.
+    """
 
     dry: bool
     freed_bytes: int = 0
@@ -122,12 +127,12 @@ class Pruning:
     left: Counter[str] = field(default_factory=Counter)
 
     def delete(self, path: Path, found: os.stat_result, why: str) -> None:
-        """Delete a file that is still the one that was looked at."""
+        """Delete a file, unless it has changed since it was examined."""
         if self._do(path, found, path.unlink):
             self._count(found, why)
 
     def move(self, file: File, target: Path, over: File | None) -> bool:
-        """Give a good entry an earlier name, over a file that is to go; whether it has that name now."""
+        """Rename a good entry to an earlier name, replacing the file ``over``. Returns whether it was renamed."""
         moved = self._do(file.path, file.found, lambda: os.replace(file.path, target))
         if moved and over is not None:
             self._count(over.found, over.state)
@@ -147,7 +152,7 @@ class Pruning:
                 change()
         except FileNotFoundError:
             return False
-        except PermissionError:  # Windows: somebody has it open
+        except PermissionError:  # on Windows also if a process has it open
             self.left["in use, or not yours to delete"] += 1
             return False
         except OSError as error:
@@ -156,12 +161,13 @@ class Pruning:
 
 
 def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> None:
-    """Delete what killed writers left, bad and superfluous entries, and with a limit those that no run wanted lately.
+    """Delete leftovers of killed writers, bad and superfluous entries, and optionally entries not used recently.
 
     Raises:
         UserError: there is no such folder.
         StorageError: the folder cannot be written.
     """
+    # Delete entries, temporary files and manifests.
     pruning, now = Pruning(dry_run), time.time()
     oldest = None if older_than_days is None else now - older_than_days * DAY_S
     for files in _entries(folder, say):
@@ -170,6 +176,7 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
         for path, pid in _matching(place, TEMPORARY_NAME):
             _prune_temporary(pruning, path, int(pid[1]), now)
     _prune_manifests(pruning, folder / MANIFESTS, oldest, now)
+    # Report the result.
     words = {
         BAD: "bad",
         GOOD: "second copies",
@@ -185,9 +192,9 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
 
 
 def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) -> None:
-    """Of the files of one entry only the newest good one stays, under the first name that is free for it.
+    """Keep only the newest good file of an entry, under the first free name.
 
-    A run looks for an entry's names from the first on and stops at the first gap; so none is left.
+    A run looks up an entry's names from the first on and stops at the first gap, so no gap may remain.
     """
     good = [file for file in files if file.state == GOOD]
     unused = bool(good) and oldest is not None and max(file.found.st_mtime for file in good) < oldest
@@ -207,7 +214,7 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
 
 
 def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
-    """What large datasets came to (``latent_cache/manifest.py``): without one the next start takes longer, no more."""
+    """Delete unused manifests (``latent_cache/manifest.py``); without one, the next start only takes longer."""
     if not is_folder(folder):
         return
     for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
@@ -220,6 +227,7 @@ def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: 
 
 
 def _prune_temporary(pruning: Pruning, path: Path, pid: int, now: float) -> None:
+    """Delete a temporary file that is old, or whose writer has ended and that is not fresh."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -235,7 +243,7 @@ def _named(file: File, number: int) -> Path:
 
 
 def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
-    """The files of each entry, in the order of their repairs, looked at one after the other."""
+    """The examined files of each entry, in the order of its repairs."""
     _check_folder(folder)
     for kind in _kinds(folder):
         if is_link(folder / kind):
@@ -251,14 +259,14 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    """The folders that hold entries, without following links."""
+    """The folders that directly contain entry files; links are not followed."""
     for kind in _kinds(folder):
         if not is_link(folder / kind):
             yield from (path for path, _ in _matching(folder / kind, KEY_START) if is_folder(path))
 
 
 def _kinds(folder: Path) -> list[str]:
-    """Names of the folders of entries: known ones, and those with a file that says it is an entry of that name."""
+    """The entry kinds in a cache folder: known ones, and folders with a file whose header names that kind."""
     found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
     return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]
 
@@ -273,7 +281,7 @@ def _has_entry(place: Path) -> bool:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    """What lies in a folder and has such a name, in order.
+    """Paths in a folder whose names match the pattern, sorted by name; empty if there is no such folder.
 
     Raises:
         StorageError: the folder cannot be read.
@@ -288,7 +296,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Mat
 
 
 def _look(path: Path, kind: str, key: str, number: int) -> File | None:
-    """One file, read and checked; nothing where it is gone meanwhile."""
+    """Read and check one file; None if it no longer exists."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,1 +1,1 @@
-"""What is trained on, without torch: folders and datasets, captions, buckets, the order of batches."""
+"""Training data, without torch: folders and datasets, captions, buckets, batch order."""

@@ -1,9 +1,9 @@
-"""Which samples make up which update: a pure function of (seed, epoch). No torch.
+"""Assigns samples to updates, as a pure function of (seed, epoch). No torch.
 
 An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
-slice them, so the same recipe gives the same updates whole or split. A bucket's last batch is filled with rows of
-weight 0, so shapes never change. The very first batch is one of the shape that costs most: what does not fit into
-memory shows at once, and the allocator's first pieces are large enough for all that follow.
+slice them, so a recipe gives the same updates however they are split. A bucket's last batch is padded with rows of
+weight 0, so shapes never change. The first batch of training has the most expensive shape: running out of memory shows
+at once, and the allocator's first blocks are large enough for all later batches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.foundation.seeds import draw, drawer, fraction
 
-NUM_EPOCHS_KEPT = 2  # readers that run ahead cross the end of an epoch before the loop does
+NUM_EPOCHS_KEPT = 2  # prefetch reaches the next epoch before the training loop does
 
 
 Grid = tuple[tuple[str, ...], ...]
-"""Cache keys of one entry of a sample: one tuple a view, in it one key a caption, the last for the empty caption.
+"""Cache keys of one entry of a sample: a tuple per view, holding a key per caption; the last is the empty caption's.
 
-An entry that is not made from an image has one view; one that is not made from a caption has one key a view.
+An entry that is not made from an image has one view. An entry that is not made from a caption has one key per view.
 """
 
 
@@ -34,12 +34,13 @@ An entry that is not made from an image has one view; one that is not made from 
 class Item:
     """One sample to train on.
 
-    key: of its ``Sample``.
-    keys: for each entry of the family the cache keys.
-    num_views: 2 with flip_aug (the image and its mirror image). num_captions: variants, without the empty caption.
-    dropout_rate: how often the empty caption takes the place of a variant.
-    geometry: how its image is cut; None if the family reads no image.
-    content: cache keys that say which data this is, however it was encoded.
+    key: key of the ``Sample``.
+    keys: cache keys by entry of the family.
+    num_views: 2 with flip_aug (the image and its mirror image), else 1.
+    num_captions: number of caption variants, without the empty caption.
+    dropout_rate: probability that the empty caption replaces a variant.
+    geometry: scaling and crop of the image; None if the family reads no image.
+    content: cache keys that identify the data independently of how it was encoded.
     """
 
     key: str
@@ -55,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of one update. ``position``: its index in the effective batch; ``weight``: its share of the loss."""
+    """One sample of one update. ``position``: index in the effective batch; ``weight``: share of the loss."""
 
     item: Item
     position: int
@@ -65,7 +66,7 @@ class Row:
     dropout: bool
 
     def key(self, entry: str) -> str:
-        """The cache key of one of its entries."""
+        """The cache key of an entry for this row's view and caption."""
         views = self.item.keys[entry]
         captions = views[int(self.flip)] if len(views) > 1 else views[0]
         if len(captions) == 1:
@@ -75,10 +76,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Outline:
-    """What the order of N items is made from.
+    """The data of N items that determines their order.
 
-    keys: of the items' samples; iterated anew for each epoch.
-    shapes: each shape that an item has, once. shape_N: for each item, the index of its shape in ``shapes``.
+    keys: sample keys; iterated again for each epoch.
+    shapes: the distinct shapes of the items. shape_N: index of each item's shape in ``shapes``.
+    repeats_N: repeats of each item in an epoch.
     """
 
     keys: Iterable[str]
@@ -89,13 +91,13 @@ class Outline:
 
 @runtime_checkable
 class Outlined(Protocol):
-    """Items so many that they say this of all at once: to make each would take longer than all the rest of a start."""
+    """A lazy item list that can return its outline in bulk: building a million items would dominate start-up."""
 
     def outline(self) -> Outline: ...
 
 
 def outline_of(items: Sequence[Item]) -> Outline:
-    """The outline of items, in their order."""
+    """The outline of the items, in the same order."""
     if isinstance(items, Outlined):
         return items.outline()
     numbers: dict[Shape, int] = {}
@@ -107,7 +109,7 @@ def outline_of(items: Sequence[Item]) -> Outline:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The numbers of its samples, bucket by bucket, and those of its batches in the order of training."""
+    """The order of one epoch: its P sample numbers, grouped by bucket, and its S batch numbers in training order."""
 
     samples_P: NDArray[np.int64]
     batches_S: NDArray[np.int64]
@@ -116,17 +118,16 @@ class _Epoch:
 class BatchPlan:
     """The order of training.
 
-    The P samples of an epoch are numbered item by item, one for each repeat. Of an epoch only two orders are kept: that
-    of these numbers, bucket by bucket, and that of the batches which the buckets are cut into, always at the same S
-    places.
+    The P samples of an epoch are numbered item by item, one number per repeat. Only two permutations are kept per
+    epoch: the sample numbers, grouped by bucket, and the S batches. Batch boundaries are the same in every epoch.
 
     Args:
-        items: in an order that does not change between starts; their keys are unique. Not copied: they may be many.
-        batch_size: samples of one micro-batch.
-        accumulation: micro-batches of one update on each rank.
-        seed: decides order, mirroring, caption variants and dropout.
+        items: items with unique keys, in an order that is the same at every start. Not copied: there may be many.
+        batch_size: samples per micro-batch.
+        accumulation: micro-batches per update on each rank.
+        seed: determines order, mirroring, caption variants and dropout.
         world: number of ranks.
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(
@@ -134,24 +135,26 @@ class BatchPlan:
     ) -> None:
         self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
         self.seed, self.world, self.rank = seed, world, rank
+        # Number the samples item by item, one per repeat.
         outline = outline_of(items)
         self._keys, self._repeats_N = outline.keys, outline.repeats_N
-        self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # of the numbers of each item's samples
+        self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # first sample number of each item
+        # Assign each sample to its bucket and cut the buckets into batches.
         shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
         bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
         self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
         ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
-        self._buckets: list[tuple[Shape, range]] = [  # with the places where the batches of each start
+        self._buckets: list[tuple[Shape, range]] = [  # each with its batch starts
             (shape, range(start, end, self.effective_batch))
             for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
         ]
         bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
-        self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from its start to that of the next
+        self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from bounds[n] to bounds[n + 1]
         self._epochs: dict[int, _Epoch] = {}
 
     @property
     def effective_batch(self) -> int:
-        """Rows of one update, on all ranks."""
+        """Rows per update, summed over all ranks."""
         return self.batch_size * self.accumulation * self.world
 
     @property
@@ -159,7 +162,7 @@ class BatchPlan:
         return len(self._bounds_S1) - 1
 
     def rows(self, iteration: int) -> list[Row]:
-        """Every row of one effective batch, on all ranks. The weights of its real samples are equal and sum to 1."""
+        """All rows of one effective batch, over all ranks. The weights of real samples are equal and sum to 1."""
         return self._rows(iteration, range(self.effective_batch))
 
     def micro(self, iteration: int, index: int) -> list[Row]:
@@ -189,7 +192,7 @@ class BatchPlan:
         )
 
     def _samples(self, epoch: int, step: int) -> list[tuple[int, int]]:
-        """Item and repeat of each sample of one effective batch, without filling."""
+        """(item index, repeat) of each sample of one effective batch, without padding rows."""
         order = self._epoch(epoch)
         batch = order.batches_S[step]
         samples = order.samples_P[self._bounds_S1[batch] : self._bounds_S1[batch + 1]]
@@ -197,15 +200,16 @@ class BatchPlan:
         return list(zip(items.tolist(), (samples - self._firsts_N[items]).tolist(), strict=True))
 
     def _epoch(self, epoch: int) -> _Epoch:
-        """The order of an epoch."""
+        """The order of an epoch, computed once and kept for the latest NUM_EPOCHS_KEPT epochs."""
         found = self._epochs.get(epoch)
-        if found is None:  # each line is safe beside another thread that does the same: loader workers have one
+        if found is None:  # each line is thread-safe: a loader thread may do the same
             for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
                 self._epochs.pop(oldest, None)
             found = self._epochs[epoch] = self._shuffled(epoch)
         return found
 
     def _shuffled(self, epoch: int) -> _Epoch:
+        """A newly drawn order; epoch 0 starts with a batch of the most expensive shape."""
         drawn_P, drawn_S = self._sample_draws(epoch), self._batch_draws(epoch)
         batches_S = np.argsort(drawn_S, kind="stable")
         if epoch == 0:
@@ -226,5 +230,5 @@ class BatchPlan:
         return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
 
     def _largest(self) -> range:
-        """The batches of the bucket that needs the most memory (batches of all buckets have as many rows)."""
+        """Batch starts of the bucket that needs the most memory; all batches have the same number of rows."""
         return max(self._buckets, key=lambda bucket: bucket[0].order)[1]

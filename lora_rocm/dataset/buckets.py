@@ -18,12 +18,12 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one image is cut. SDXL is told original_hw, crop_top_left and target_hw.
+    """Scaling and crop of one image. SDXL is conditioned on original_hw, crop_top_left and target_hw.
 
     original_hw: size of the file after EXIF orientation.
-    resized_hw: size it is scaled to; covers target_hw.
+    resized_hw: size after scaling; covers target_hw.
     crop_top_left: (top, left) of the crop in the scaled image.
-    target_hw: size of the crop, which is the size of the bucket.
+    target_hw: size of the crop, equal to the bucket size.
     """
 
     original_hw: Size
@@ -33,17 +33,17 @@ class Geometry:
 
     @property
     def shape(self) -> Shape:
-        """The bucket."""
+        """The shape of the bucket."""
         return image_shape(self.target_hw)
 
     @property
     def lost_share(self) -> float:
-        """Share of the image's area that the crop cuts off."""
+        """Fraction of the image's area that the crop removes."""
         (height, width), (target_height, target_width) = self.resized_hw, self.target_hw
         return 1.0 - target_height * target_width / (height * width)
 
     def transposed(self) -> Geometry:
-        """The same with height and width exchanged."""
+        """The same geometry with height and width swapped."""
         return Geometry(self.original_hw[::-1], self.resized_hw[::-1], self.crop_top_left[::-1], self.target_hw[::-1])
 
 
@@ -54,10 +54,10 @@ def image_shape(size_hw: Size) -> Shape:
 
 @lru_cache(maxsize=64)
 def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
-    """Every bucket, sorted: sides are multiples of ``step``, the area is at most ``resolution**2``.
+    """All buckets, sorted. Sides are multiples of ``step``; the area is at most ``resolution**2``.
 
-    For each width the highest that fits, and for each height the widest; and the square, rounded down to ``step``.
-    Longest over shortest side is at most ``max_aspect``.
+    They are the tallest bucket for each width, the widest for each height, and the square rounded down to ``step``. The
+    ratio of the longer to the shorter side is at most ``max_aspect``.
 
     Raises:
         DataError: the resolution is smaller than one step.
@@ -71,7 +71,7 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
             fix="Raise data.resolution or lower data.bucket_step.",
         )
     sizes = {(side, side)}
-    widest = min(resolution**2 // step, math.ceil(resolution * math.sqrt(max_aspect)))  # beyond it is too flat
+    widest = min(resolution**2 // step, math.ceil(resolution * math.sqrt(max_aspect)))  # wider is too flat
     for width in range(step, widest + 1, step):
         height = resolution**2 // width // step * step
         if max(height, width) <= max_aspect * min(height, width):
@@ -80,7 +80,7 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
 
 
 def largest_shape(data: DataSection) -> Shape:
-    """The bucket that costs most, whether or not an image falls into it; of several the one closest to a square."""
+    """The bucket of the largest area, whether or not an image uses it; ties go to the one closest to a square."""
     resolution = max(source.resolution for source in data.resolved_sources())
     sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)
     return image_shape(max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1]))))
@@ -90,7 +90,7 @@ def square_shape(data: DataSection) -> Shape:
     """The bucket of a square image.
 
     Raises:
-        DataError: as ``bucket_sizes``.
+        DataError: see ``bucket_sizes``.
     """
     return image_shape(max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0)))
 
@@ -98,14 +98,15 @@ def square_shape(data: DataSection) -> Shape:
 def choose_bucket(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> Geometry:
-    """Choose the bucket of an image: the nearest by logarithm of the aspect ratio. Scaled to cover, cut at the centre.
+    """Choose the bucket nearest in log aspect ratio; the image is scaled to cover it and cropped at the centre.
 
-    Without ``upscale`` an image that is smaller than its bucket gets a smaller bucket of its own: its sides rounded
-    down to ``step``, within the sides of the bucket that it missed and within ``max_aspect``.
-    Without ``enable_bucket`` every bucket is square.
+    Without ``upscale``, an image smaller than its bucket gets a smaller bucket of its own: its sides rounded down to
+    ``step``, limited by the sides of the nearest bucket and by ``max_aspect``.
+    Without ``enable_bucket``, every bucket is square.
 
     Raises:
-        DataError: a side is smaller than one step (and ``upscale`` is off), or the resolution is.
+        DataError: a side of the image is smaller than one step and ``upscale`` is off, or the resolution is smaller
+            than one step.
     """
     if width < height:  # portrait is landscape lying down, so that both are treated exactly alike
         return choose_bucket(height, width, resolution, step, max_aspect, enable_bucket, upscale).transposed()
@@ -121,7 +122,11 @@ def choose_bucket(
 
 
 def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect: float) -> Size:
-    """The bucket of a landscape image that is smaller than ``bucket_hw``."""
+    """The bucket of a landscape image that is smaller than ``bucket_hw``.
+
+    Raises:
+        DataError: the height is smaller than one step.
+    """
     if height < step:
         raise DataError(
             "image-too-small",
@@ -134,9 +139,9 @@ def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect:
 
 
 def _cover(original_hw: Size, target_hw: Size) -> Size:
-    """Size of the original after scaling both sides alike until it just covers the target (rounded to whole pixels)."""
+    """Smallest size that covers the target at the original's aspect ratio, rounded to whole pixels."""
     (height, width), (target_height, target_width) = original_hw, target_hw
-    if target_height * width >= target_width * height:  # the height decides
+    if target_height * width >= target_width * height:  # the height limits the scale
         return target_height, max(target_width, _divide_rounded(width * target_height, height))
     return max(target_height, _divide_rounded(height * target_width, width)), target_width
 

@@ -1,4 +1,4 @@
-"""Captions that are longer than the text encoders read: counted with their own tokenizers, without torch."""
+"""Finds captions that the text encoders truncate, by counting tokens with their own tokenizers. No torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """A tokenizer, in the JSON form of the ``tokenizers`` library, and how many tokens the text encoder reads.
+    """A tokenizer and the number of tokens that its text encoder reads.
 
-    max_tokens: with the one that ends a text, which takes the last place.
+    tokenizer: in the JSON format of the ``tokenizers`` library.
+    max_tokens: includes the end-of-text token, which takes the last position.
     """
 
     tokenizer: str
@@ -34,7 +35,7 @@ class TokenLimit:
 
 
 def lost_ends(captions: Iterable[str], limits: Sequence[TokenLimit]) -> Iterator[str]:
-    """The longest end of each caption that one of the text encoders does not read; "" where they read all of it."""
+    """The longest end of each caption that a text encoder truncates; "" if all of them read the whole caption."""
     tokenizers = [(_loaded(limit.tokenizer), limit.max_tokens) for limit in limits]
     left = iter(captions)
     while chunk := list(islice(left, AT_ONCE)):
@@ -49,7 +50,7 @@ def lost_ends(captions: Iterable[str], limits: Sequence[TokenLimit]) -> Iterator
 
 
 def _surely_fits(caption: str, max_tokens: int) -> bool:
-    """A token stands for a letter at least, in plain English; two more begin and end a text."""
+    """Whether a caption fits without tokenizing it: a token covers at least one ASCII character, plus begin and end."""
     return len(caption) + 2 <= max_tokens and caption.isascii()
 
 
@@ -66,10 +67,12 @@ def _loaded(tokenizer: str) -> Tokenizer:
 def cut_notice(
     captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit], are_samples: bool = False
 ) -> tuple[str, ...]:
-    """A notice where captions are longer than the text encoders read. ``captions``: the key of a sample, its caption.
+    """A notice if the text encoders truncate captions. With shuffling, each variant loses different tags.
 
-    ``are_samples``: they are the texts that the model itself is trained on. With shuffling it is other tags that are
-    lost each time.
+    Args:
+        captions: pairs of sample key and caption.
+        limits: the tokenizers of the text encoders.
+        are_samples: the captions are the texts that the model itself is trained on.
     """
     keys, texts = tee(captions)
     count, example = 0, ""
@@ -86,10 +89,10 @@ def cut_notice(
 
 
 def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:
-    """Keep tokenizers in a cache folder, each once; returns what ``recall_limits`` finds them by.
+    """Store each distinct tokenizer in a cache folder; returns the list that ``recall_limits`` takes.
 
     Raises:
-        StorageError: they cannot be written.
+        StorageError: a tokenizer cannot be written.
     """
     kept = []
     for limit in limits:
@@ -102,7 +105,7 @@ def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:
 
 
 def recall_limits(cache: Path, kept: object) -> list[TokenLimit] | None:
-    """The tokenizers of ``keep_limits``; None where one is gone or damaged, or ``kept`` is something else."""
+    """The limits stored by ``keep_limits``; None if a tokenizer is missing or damaged, or ``kept`` is malformed."""
     try:
         named = [(str(digest), int(max_tokens)) for digest, max_tokens in kept]  # type: ignore[attr-defined]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""From the caption as read to the captions that are trained on: pure text, no randomness but the seed's."""
+"""Turns captions as read into the captions to train on: text only, deterministic given the seed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TRIES_PER_VARIANT = 32
 
 
 def prepare(caption: str, options: SourceOptions) -> str:
-    """Put the trigger word in front, as a tag of its own, unless the caption contains it as a whole word.
+    """Prepend the trigger word as a separate tag, unless the caption contains it as a whole word.
 
-    Case does not count: CLIP's tokenizers lower everything.
+    Matching ignores case, because CLIP's tokenizers lower-case all text.
     """
     trigger = (options.trigger_word or "").strip()
     if not trigger or _contains(caption, trigger):
@@ -25,11 +25,11 @@ def prepare(caption: str, options: SourceOptions) -> str:
 
 
 def variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
-    """The captions that are cached for an image, a function of (seed, caption) and the options alone.
+    """The captions to cache for an image; depends only on seed, caption and options.
 
-    Without ``shuffle_caption``: the prepared caption alone. With it: up to ``num_variants`` different orders of its
-    comma-separated tags (fewer where there are not so many). The first ``keep_tokens`` tags stay where they are, and
-    so does a tag with the trigger word.
+    Without ``shuffle_caption``, this is the prepared caption alone. With it, up to ``num_variants`` different orders of
+    its comma-separated tags (fewer if there are not enough). The first ``keep_tokens`` tags and tags that contain the
+    trigger word keep their positions.
     """
     prepared = prepare(caption, options)
     tags = tags_of(prepared)
@@ -50,7 +50,7 @@ def variants(caption: str, options: SourceOptions, num_variants: int, seed: int)
 
 
 def _shuffled(tags: list[str], movable: list[int], number: Callable[..., int], attempt: int) -> str:
-    """The tags with those at the ``movable`` places in another order."""
+    """The caption with the tags at the ``movable`` positions reordered."""
     order = sorted(movable, key=lambda place: number(attempt, place))
     shuffled = list(tags)
     for place, source in zip(movable, order, strict=True):
@@ -59,7 +59,7 @@ def _shuffled(tags: list[str], movable: list[int], number: Callable[..., int], a
 
 
 def tags_of(caption: str) -> list[str]:
-    """The comma-separated tags of a caption, as the metadata counts them."""
+    """The non-empty comma-separated tags of a caption, as counted in the metadata."""
     return [tag for tag in (part.strip() for part in caption.split(",")) if tag]
 
 

@@ -1,4 +1,4 @@
-"""Sequences whose things are made when they are asked for: as objects, a million of them take ten times the memory."""
+"""Sequences that build their elements on access: a million stored objects would take ten times the memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MADE_AT_ONCE = 1024
 
 
 class Lazy(Sequence[Thing]):
-    """A sequence whose things are made when they are asked for."""
+    """A sequence that builds its elements on access."""
 
     @abstractmethod
     def _made(self, start: int, stop: int) -> Sequence[Thing]:
-        """The things from one index up to another, at most MADE_AT_ONCE of them; both lie inside the sequence."""
+        """The elements of [start, stop), at most MADE_AT_ONCE; both bounds lie within the sequence."""
 
     @overload
     def __getitem__(self, index: int) -> Thing: ...
@@ -36,7 +36,7 @@ class Lazy(Sequence[Thing]):
 
 
 class Few(Lazy[str]):
-    """The first names of many, and how many there are: for sentences. Only the first can be asked for."""
+    """The first few of many names, and their total count, for messages. Only the first ``most`` can be read."""
 
     def __init__(self, most: int) -> None:
         self._most, self._names, self._count = most, list[str](), 0

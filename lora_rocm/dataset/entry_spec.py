@@ -1,4 +1,4 @@
-"""What a family caches of a sample: entries, what each is made from, and the tensors in it. No torch."""
+"""Specifies the cache entries of a model family: the inputs and tensors of each entry. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True)
 class Pad:
-    """The axis of a tensor (a letter of ``TensorSpec.dims``) along which samples may differ, and what fills it up."""
+    """The axis of a tensor (a letter of ``TensorSpec.dims``) in which samples may differ, and the padding value."""
 
     axis: str
     value: float = 0.0
@@ -23,8 +23,8 @@ class Pad:
 class TensorSpec:
     """One cached tensor.
 
-    dtype: as torch names it ("float32"). dims: one letter a dimension ("CHW").
-    pad: None if the tensors of all samples of one batch have the same size.
+    dtype: torch's name of the dtype ("float32"). dims: one letter per dimension ("CHW").
+    pad: None if all samples of a batch have tensors of the same size.
     """
 
     dtype: str
@@ -40,12 +40,12 @@ class TensorSpec:
 class EntrySpec:
     """One cached entry of a sample.
 
-    name: unique in a family; the folder of the cache that it lies in.
-    inputs: what it is made from, of INPUTS. There is one entry for each view (mirrored or not) of an image or mask and
-        for each variant of a caption; with both inputs, one for each pair.
-    tensors: what it holds, without a batch dimension.
-    follows_shape: the size of its tensors follows from the sample's ``Shape``. Of a text it is the other way round: the
-        number of tokens is the size of the axis S of its tensors, for only the encoder can count them.
+    name: unique in a family; also the name of its folder in the cache.
+    inputs: the inputs it is encoded from, a subset of INPUTS. There is one entry per view (mirrored or not) of an image
+        or mask and per variant of a caption; with both inputs, one per pair.
+    tensors: the cached tensors by name, without a batch dimension.
+    follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
+        shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Files of a data folder that are not trained on, told by their names. The tables are data.
+"""Recognises by name the files in a data folder that are not training images. The tables are data.
 
-Three kinds: images in formats that are not read here, files that belong beside images (captions, caches, settings), and
-masks and control images that other trainers put beside the images they belong to.
+There are three kinds: images in unsupported formats, files that commonly accompany images (captions, caches, settings),
+and masks and control images that other trainers store next to their images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ AS_USUAL = "Save them as PNG or JPEG."
 
 @dataclass(frozen=True)
 class UnreadFormat:
-    """A format that is not read here. ``name``: in the plural. ``plugin``: the package that teaches it to Pillow."""
+    """An unsupported format.
+
+    name: in the plural. suffixes: its extensions, in lower case.
+    fix: advice for the user. plugin: the package that adds the format to Pillow, if there is one.
+    """
 
     name: str
     suffixes: tuple[str, ...]
@@ -56,9 +60,9 @@ UNREAD_FORMATS = (
     ),
 )
 
-# Of no concern to training: what other programs leave in such folders. No word is said about them.
+# Files that other programs leave in data folders. They are ignored without a notice.
 HARMLESS_SUFFIXES = frozenset(
-    # captions and lists; caches and weights of trainers; settings, notes, scripts; leavings of systems and cameras
+    # captions and lists; trainers' caches and weights; settings, notes, scripts; files of operating systems and cameras
     ".txt .caption .captions .tags .cap .json .jsonl .csv .tsv .parquet .arrow .xml .xmp .aae .thm "
     ".npz .npy .safetensors .sft .pt .pth .ckpt .bin .onnx .gguf .pkl .h5 .lmdb .mdb .db .sqlite .cache .lock "
     ".yaml .yml .toml .ini .cfg .conf .md .rst .log .html .htm .py .ipynb .sh .bat .ps1 .cmd .js .css "
@@ -70,13 +74,13 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".tags", ".cap")
 
 @dataclass(frozen=True)
 class Companion:
-    """Images that other trainers keep beside those that they train on.
+    """A kind of image that other trainers store next to training images.
 
-    what: their name in sentences.
-    unsupported: what would have to be there to use them.
-    stem_ends: they end a file's name, before the extension.
-    folders: sub-folders that hold nothing else.
-    paired_folders: sub-folders with ordinary names. A file in one is a companion where an image elsewhere has its name.
+    what: its name in messages, in the plural.
+    unsupported: the reason why it is not used.
+    stem_ends: endings of a file name, before the extension, that mark a companion.
+    folders: names of sub-folders that hold only companions.
+    paired_folders: ordinary names of sub-folders. A file in one is a companion if an image elsewhere has the same name.
     """
 
     what: str
@@ -86,8 +90,8 @@ class Companion:
     paired_folders: tuple[str, ...] = ()
 
 
-# OneTrainer: -masklabel, -condlabel. ai-toolkit: _controls, and folders named by mask_path and control_path. kohya's
-# scripts, diffusion-pipe, musubi-tuner: folders of the user's, whose files have the names of the images.
+# OneTrainer: -masklabel, -condlabel. ai-toolkit: _controls, and folders set by mask_path and control_path. kohya's
+# scripts, diffusion-pipe, musubi-tuner: user-chosen folders whose files have the names of the images.
 COMPANIONS = (
     Companion(
         "masks",
@@ -111,14 +115,14 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class CompanionMatch:
-    """Which companion a name says it is; ``paired``: only if an image elsewhere has its name."""
+    """The companion that a name stands for. ``paired``: only if an image elsewhere has the same name."""
 
     companion: Companion
     paired: bool
 
 
 def companion_match(relative: str) -> CompanionMatch | None:
-    """The companion that a path below the source's folder (with slashes) names. The source's own name is not asked."""
+    """The companion that a path stands for. ``relative``: to the source's folder, with slashes."""
     folder, _, name = relative.lower().rpartition("/")
     stem = name.rpartition(".")[0]
     for companion in COMPANIONS:
@@ -141,10 +145,10 @@ def _folder_match(folder: str) -> CompanionMatch | None:
 
 @cache
 def unread_format(suffix: str) -> UnreadFormat | None:
-    """The format that an extension (".heic", lower case) stands for, if it is one that is known and not read."""
+    """The unsupported format of an extension (".heic", lower case); None if it is not in UNREAD_FORMATS."""
     return next((found for found in UNREAD_FORMATS if suffix in found.suffixes), None)
 
 
 def is_harmless(name: str, suffix: str) -> bool:
-    """Whether a file that is no image needs no word."""
+    """Whether a file that is not an image is ignored without a notice."""
     return suffix in HARMLESS_SUFFIXES or name.lower() in HARMLESS_NAMES

@@ -1,4 +1,4 @@
-"""Folders of images: walking them, kohya's ``10_name`` sub-folders, caption files, captions from file names."""
+"""Walks folders of images and texts; reads caption files, file names and kohya's ``10_name`` sub-folders."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lora_rocm.rundir.layout import RUN_MARKS
 TEXT_SUFFIX = ".txt"
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
-# Names that cameras and phones give ("IMG_0042", "20240131_120000", "Screenshot 3"): they describe nothing.
+# File names that cameras and phones assign ("IMG_0042", "20240131_120000", "Screenshot 3"), useless as captions.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RepeatFolder:
-    """What the first sub-folder on an image's path says: nothing, or kohya's number of repeats and name."""
+    """Repeats and caption given by the first sub-folder on an image's path; the defaults if it is not ``10_name``."""
 
     name: str = ""
     repeats: int = 1
@@ -38,9 +38,11 @@ class RepeatFolder:
 
 @dataclass
 class Folder:
-    """What a walk found. ``relatives``: paths below ``root``, as they can be shown and as they are; sorted.
+    """The result of a walk.
 
-    ``lasting``: no folder could not be read for now.
+    relatives: sorted pairs of the printable and the real path of each file, relative to ``root``.
+    captions: extension of each caption file, by its absolute path without extension.
+    lasting: nothing was left out because of a read error that may be temporary.
     """
 
     root: Path
@@ -56,20 +58,20 @@ class Folder:
 
     @property
     def images(self) -> Iterator[tuple[Path, str]]:
-        """Path, and path below the folder with slashes, of each, sorted by the latter."""
+        """Path and printable relative path (with slashes) of each image, sorted by the latter."""
         return ((self.root / real, relative) for relative, real in self.relatives)
 
     def listed_caption(self, position: int) -> str | None:
-        """The caption that a metadata file has for the image at a position in ``relatives``."""
+        """The caption from a metadata file for the image at this position in ``relatives``, if there is one."""
         return None if self.metadata is None else self.metadata.caption(position)
 
     def caption_file(self, image: Path) -> Path | None:
-        """The caption file beside an image."""
+        """The caption file next to an image; None if there is none."""
         stem = os.path.splitext(image)[0]
         return Path(stem + self.captions[stem]) if stem in self.captions else None
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
-        """What kohya's convention says of an image: the sub-folder ``10_name`` repeats its images 10 times."""
+        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times."""
         first, slash, _ = relative.partition("/")
         match = REPEAT_FOLDER.fullmatch(first) if slash else None
         if match is None:
@@ -78,10 +80,10 @@ class Folder:
 
 
 def source_folder(path: str, index: int) -> Path:
-    """The folder that a source's ``path`` names; ``builtin:demo`` is the one that ships with the package.
+    """The folder of a source's ``path``; ``builtin:demo`` is the one shipped with the package.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such folder.
     """
     where = f"data.path or data.sources[{index}].path: {path}"
     if path.startswith("builtin:"):
@@ -90,7 +92,7 @@ def source_folder(path: str, index: int) -> Path:
             raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")
         return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_FOLDERS[path]))
     folder = Path(path).expanduser().absolute()
-    if os.path.isdir(folder):  # pathlib raises where a folder above may not be read
+    if os.path.isdir(folder):  # pathlib raises if a parent folder may not be read
         return folder
     if os.path.exists(folder):
         what, fix = f"{folder} is a file, not a folder.", "Give the folder that it is in, or use dataset."
@@ -112,31 +114,32 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Left out are names that begin with a dot, and run directories: what a run has drawn is nothing to train on, and each
-    start would find more of it. What else is left out is counted and said: see ``left_out``.
-    Linked folders and files are followed, each folder once, so that a loop of links ends; links that lead out of
-    ``root`` are said, for what is trained on may end up in a file that is given away.
+    Names that begin with a dot and run directories are skipped: previews drawn by a run are not training data, and each
+    start would find more of them. Other skipped files are counted and reported: see ``left_out``.
+    Links are followed. Each folder is visited once, so a loop of links ends. Links that lead out of ``root`` are
+    reported, because traces of the training data may end up in a LoRA file that is given away.
 
     Args:
         root: the folder.
-        caption_extension: of caption files.
-        recursive: walk through sub-folders too.
+        caption_extension: extension of caption files.
+        recursive: also walk through sub-folders.
         exclude: see ``Exclusion``.
-        caption_column: of metadata files beside the images; None leaves these alone.
-        masks: a folder that may lie in there and holds no images to train on.
+        caption_column: caption column of metadata files next to the images; None ignores these files.
+        masks: a folder of masks, skipped if it lies inside ``root``.
 
     Raises:
-        DataError: no image at all.
+        DataError: there is no image at all.
     """
     folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
+    # Sort every file into images, metadata files, caption files and the rest.
     for path, real in _files(folder, left_out, exclusion, recursive, real_path(Path(masks)) if masks else None):
         (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
         if suffix in wanted:
             relative = real if real.isascii() and real.isprintable() else shown(real)
-            if relative in taken:  # names that differ only in what cannot be shown
+            if relative in taken:  # names that differ only in unprintable characters
                 folder.notices.append(f"Left out, as another name looks the same: {relative}.")
                 continue
             taken.add(relative)
@@ -149,6 +152,7 @@ def walk(
         else:
             left_out.no_image(real, stem, suffix)
             other_captions.get(suffix, set()).add(stem)
+    # Decide the ambiguous companions, drop folders with 0 repeats and collect the notices.
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion)
     num_found = len(folder.relatives)
@@ -164,17 +168,17 @@ def walk(
 
 
 def walk_texts(root: Path, *, recursive: bool = True, exclude: Sequence[str] = ()) -> Folder:
-    """Find the texts (``.txt`` files) in a folder and its sub-folders; folders and links are followed as by ``walk``.
+    """Find the texts (``.txt`` files) in a folder and its sub-folders; skips names and follows links like ``walk``.
 
     Raises:
-        DataError: no text at all.
+        DataError: there is no text at all.
     """
     folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
     found, others = dict[str, str](), few()
     for path, real in _files(folder, left_out, exclusion, recursive):
         if path.suffix.lower() != TEXT_SUFFIX:
             others.append(shown(real))
-        elif found.setdefault(shown(real), real) != real:  # names that differ only in what cannot be shown
+        elif found.setdefault(shown(real), real) != real:  # names that differ only in unprintable characters
             folder.notices.append(f"Left out, as another name looks the same: {shown(real)}.")
     folder.relatives = sorted(found.items())
     folder.notices += left_out.notices(exclusion)
@@ -205,17 +209,19 @@ def _no_images(folder: Folder, suffixes: Counter[str], num_found: int) -> DataEr
 def _files(
     folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, masks: str | None = None
 ) -> Iterator[tuple[Path, str]]:
-    """Every file of the tree, folder by folder, and its path below the root with slashes; none of ``masks``."""
+    """Path and relative path (with slashes) of every file of the tree, folder by folder; skips the folder ``masks``."""
     root = folder.root
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
     real_root = real_path(root) or str(root)
-    pending = [(root, real_root, "")]  # no recursion: a tree can be deeper than Python's stack
+    # Walk depth first with a stack of our own: a tree can be deeper than Python's call stack.
+    pending = [(root, real_root, "")]
     while pending:
         parent, real, above = pending.pop()
         entries = _entries(folder, parent, visited)
         if parent != root and lists_run(entries):
             runs.append(shown(above.rstrip("/")))
             continue
+        # Yield the files of this folder and collect its sub-folders.
         below = []
         for entry in entries:
             path, relative, is_folder = parent / entry.name, above + entry.name, _is_folder(entry)
@@ -238,7 +244,10 @@ def _files(
 
 
 def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """What lies in one folder, by name; nothing where it was visited before, or cannot be read, which is said."""
+    """The entries of one folder, sorted by name, without hidden ones.
+
+    Empty if the folder was visited before, or if it cannot be read, which adds a notice.
+    """
     try:
         found = parent.stat()
         if (found.st_dev, found.st_ino) in visited:
@@ -253,7 +262,7 @@ def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> lis
 
 
 def real_path(path: Path) -> str | None:
-    """Where a path leads, links followed; None where a link on the way may not be read (Python 3.11 raises there)."""
+    """The path with links resolved; None if a link on the way may not be read (Python 3.11 raises then)."""
     try:
         return os.path.realpath(path)
     except OSError:
@@ -270,7 +279,7 @@ def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]
 
 
 def lists_run(entries: Iterable[os.DirEntry[str]]) -> bool:
-    """Whether a folder with these entries is the directory of a run."""
+    """Whether a folder with these entries is a run directory."""
     return {entry.name for entry in entries} >= RUN_MARKS
 
 
@@ -286,7 +295,7 @@ def _lies_in(path: str, folder: str) -> bool:
 
 
 def _leave_out_unwanted(folder: Folder) -> None:
-    """Say what ``10_name`` folders do, and leave out those that ask for 0 repeats."""
+    """Add a notice for each ``10_name`` folder, and drop the images of folders with 0 repeats."""
     repeats = {
         found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
     }
@@ -297,7 +306,7 @@ def _leave_out_unwanted(folder: Folder) -> None:
 
 
 def _say_lonely_captions(folder: Folder, left_out_stems: Container[str]) -> None:
-    """Say which captions have no image. Those of images that are left out are none of them."""
+    """Add a notice for caption files without an image; caption files of left-out images do not count."""
     captions = folder.captions
     if not captions:
         return
@@ -313,7 +322,7 @@ def _say_lonely_captions(folder: Folder, left_out_stems: Container[str]) -> None
 
 
 def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) -> None:
-    """Say where images have no caption file, and a file beside them has another extension that captions have."""
+    """Add a notice if images lack a caption file but have a file next to them with another caption extension."""
     if not any(others.values()):
         return
     found = {suffix: few() for suffix in others}
@@ -333,7 +342,7 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
 
 
 def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]]) -> None:
-    """Take over the captions in metadata files, and say what of them could not be used."""
+    """Read the captions of metadata files, and add notices for rows and files that could not be used."""
     found = Metadata(column, {real: position for position, (_, real) in enumerate(folder.relatives)})
     for path, relative in files:
         if path.name == PARQUET_NAME:
@@ -344,7 +353,7 @@ def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]
         except OSError as error:
             folder.notices.append(f"{shown(relative)} cannot be read: {error.strerror}.")
             folder.lasting &= isinstance(error, PermissionError)
-    found.positions = {}  # a million of them take memory
+    found.positions = {}  # frees memory: there may be a million
     folder.metadata = found
     both = few()
     if folder.captions:
@@ -358,11 +367,11 @@ def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]
 
 
 def read_caption(path: Path) -> str:
-    """The text of a caption file (UTF-8, with or without a byte-order mark) on one line.
+    """The text of a caption file (UTF-8, with or without a byte-order mark), joined to one line.
 
     Raises:
-        OSError: the file cannot be read, or is no caption (a pipe, a file of gigabytes).
-        UnicodeDecodeError: it is no UTF-8 text. UTF-16 without a byte-order mark is known by its many NUL bytes.
+        OSError: the file cannot be read, or cannot be a caption (a pipe, gigabytes in size).
+        UnicodeDecodeError: it is not UTF-8 text. UTF-16 without a byte-order mark is recognised by its many NUL bytes.
     """
     content = read_plain(path, MAX_CAPTION_BYTES)
     if content.count(0) * 3 > len(content):
@@ -371,17 +380,17 @@ def read_caption(path: Path) -> str:
 
 
 def file_name_caption(path: Path) -> str:
-    """The file name as words."""
+    """A caption made from the file name: the stem, with underscores as spaces."""
     return one_line(path.stem.replace("_", " "))
 
 
 def describes(caption: str) -> bool:
-    """Whether a caption made from a file name says more than a camera's counter."""
+    """Whether a caption made from a file name is descriptive, unlike a camera's counter."""
     return CAMERA_NAME.fullmatch(caption) is None
 
 
 def shown(path: object) -> str:
-    """A path as text on one line that can be shown and written, whatever bytes are in the file's name."""
+    """A path as one line of printable, encodable text, whatever bytes the file name contains."""
     return legible(str(path))
 
 

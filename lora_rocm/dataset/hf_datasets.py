@@ -1,4 +1,4 @@
-"""``datasets`` sources: rows are addressed by index and read one at a time; nothing is decoded here."""
+"""Reads rows of Hugging Face ``datasets`` sources by index, one at a time. Images are not decoded here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 TEXT_TYPES = ("string", "large_string", "string_view")
-# Formats of which nothing but rows is ever made. (The library knows others, and old ones came with programs to run.)
+# Builders that only read rows. (The library has others; older datasets came with code to execute.)
 READ = frozenset({"parquet", "json", "arrow", "csv", "imagefolder", "webdataset"})
 ANSWER_TIMEOUT_S = 15.0
-# What the library raises at files that are damaged, of another kind, or come with a program to run (RuntimeError).
+# Raised by the library for files that are damaged, of another format, or come with code to execute (RuntimeError).
 DATASET_ERRORS = (
     OSError,
     ValueError,
@@ -36,8 +36,8 @@ DATASET_ERRORS = (
     ImportError,
 )
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
-"""Parquet that unpacks to more than both, in bytes and as often as its own size, was not made of images: these hardly
-shrink. The library would write all of it to its cache. (A footer that lies is not found out here.)"""
+"""A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of its own size) cannot hold
+images, which hardly compress. The library would write all of it to its cache. (Forged footers are not detected.)"""
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
@@ -59,20 +59,20 @@ class DatasetRow:
 
 
 def num_rows(source: ResolvedSource) -> int:
-    """How many rows there are.
+    """The number of rows.
 
     Raises:
-        DataError: no such dataset or split.
+        DataError: there is no such dataset or split.
     """
     assert source.dataset is not None
     return len(_open(source.dataset, source.split))
 
 
 def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | UnreadableCell | None]]:
-    """Every row and its caption: None where there is none, the reason where it cannot be used.
+    """Every row and its caption: None if there is none, an ``UnreadableCell`` if it cannot be used.
 
     Raises:
-        DataError: no such dataset, split or column, or a column that holds something else, or damaged.
+        DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
     """
     assert source.dataset is not None
     table = _open(source.dataset, source.split)
@@ -103,16 +103,16 @@ def _caption(cell: Any, column: str | None, row: DatasetRow) -> str | None:
             fix="Name a column with text in caption_column, or null to go without.",
         )
     content = cell.as_buffer()
-    if content is not None and len(content) > MAX_CAPTION_BYTES:  # looked at before it is copied
+    if content is not None and len(content) > MAX_CAPTION_BYTES:  # checked before it is copied
         raise UnreadableCell(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
     return one_line(_text(cell))
 
 
 def _cell(table: Any, index: int) -> Any:
-    """The only cell of a row of a table with one column, in Arrow's own form.
+    """The cell of a row of a one-column table, as an Arrow scalar.
 
     Raises:
-        UnreadableCell: the table says that it has this row, and has not.
+        UnreadableCell: the row is missing, although the table's length includes it.
     """
     import pyarrow
 
@@ -123,18 +123,18 @@ def _cell(table: Any, index: int) -> Any:
 
 
 def image_in(row: DatasetRow) -> Path | memoryview | None:
-    """Where the row's image is: a file, or its undecoded bytes (a view, not a copy); None for an empty cell.
+    """The row's image: a file path, or its undecoded bytes (a view, not a copy); None for an empty cell.
 
-    A path is that of a file in the folder of a local dataset. One that leads out of it is for ``DatasetRow`` of a list
-    of files (a JSON file, a column of texts), which users write; in a dataset of the hub no path is followed.
+    Relative paths resolve inside the folder of a local dataset. Paths outside it are accepted only from lists of files
+    (a JSON file, a column of texts), which users write. A hub dataset may only name files in the library's own caches.
 
     Raises:
-        DataError: the column holds no images.
-        UnreadableCell: it names a file that a dataset has no business to name.
+        DataError: the column does not hold images.
+        UnreadableCell: the cell names a file that the dataset may not name.
     """
     value = _cell(_images(row.dataset, row.split, row.column), row.index)
     listed = True
-    if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}: what an Image feature stores
+    if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}, as stored by an Image feature
         listed = False
         fields = [value[name] for name in ("bytes", "path") if name in value]
         value = next((field for field in fields if field.is_valid), None)
@@ -153,7 +153,7 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
 
 
 class _View(io.RawIOBase):
-    """Reads from a memoryview without copying the whole of it."""
+    """A raw file over a memoryview; copies only the bytes that are read."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._position = content, 0
@@ -177,28 +177,28 @@ class _View(io.RawIOBase):
 
 
 def as_file(content: memoryview) -> io.BufferedReader:
-    """A file object over bytes mapped from disk: of a large image only the header is read."""
+    """A file object over memory-mapped bytes, so reading the header of a large image does not load all of it."""
     return io.BufferedReader(_View(content))
 
 
 def leads_out(path: Path, dataset: str) -> bool:
-    """Whether an image of a local dataset lies outside the dataset's folder, links followed."""
+    """Whether an image of a local dataset lies outside the dataset's folder after resolving links."""
     return not _lies_in(path, _folder(dataset))
 
 
 def _resolved(text: str, dataset: str, listed: bool) -> Path:
-    """The file that a cell names; relative paths are relative to a local dataset's folder.
+    """The file that a cell names; relative paths resolve against a local dataset's folder.
 
-    ``listed``: the cell is a text in a list of files, not what the library stored with an image.
+    ``listed``: the cell is text from a list of files, not a path that the library stored with an image.
 
     Raises:
         UnreadableCell: see ``image_in``.
     """
-    if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any computer that is named there
+    if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any host in a UNC path
         raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
     local = Path(os.path.expanduser(dataset))
     if os.path.exists(local):
-        path = _folder(dataset) / text  # an absolute one stays as it is
+        path = _folder(dataset) / text  # an absolute path stays unchanged
         allowed = listed or not leads_out(path, dataset)
     else:
         path = Path(text)
@@ -219,7 +219,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def _library_caches() -> tuple[str, str]:
-    """Where the library puts the files of a dataset that it has downloaded."""
+    """The folders in which the library stores downloaded datasets."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -235,12 +235,18 @@ def _text(cell: Any) -> str:
 
 @lru_cache(maxsize=8)
 def _open(dataset: str, split: str) -> Any:
+    """The dataset's split as the library's table, from disk or from the hub.
+
+    Raises:
+        DataError: it is missing, empty, unreadable, or of a format that is not supported.
+    """
     import datasets
 
-    datasets.disable_progress_bars()  # it draws them into logs too; of long work this program tells itself
+    datasets.disable_progress_bars()  # they end up in logs too, and we report progress ourselves
     path = Path(os.path.expanduser(dataset))
     where = f"data: dataset {dataset}, split {split}"
     try:
+        # A folder written by save_to_disk.
         if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
             opened = datasets.load_from_disk(str(path))
             if isinstance(opened, datasets.DatasetDict):
@@ -252,6 +258,7 @@ def _open(dataset: str, split: str) -> Any:
                         fix=f"Splits: {', '.join(sorted(opened))}.",
                     )
                 opened = opened[split]
+        # A single Parquet or JSON file.
         elif os.path.isfile(path):
             if path.suffix.lower() not in BUILDERS:
                 raise DataError(
@@ -264,6 +271,7 @@ def _open(dataset: str, split: str) -> Any:
             opened = datasets.load_dataset(
                 BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
             )
+        # Another folder, or an id on the hub.
         elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
             if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
@@ -271,7 +279,7 @@ def _open(dataset: str, split: str) -> Any:
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
-    except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # its own only says that there is a cause
+    except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # DatasetsError only points to its cause
         raise DataError(
             "dataset-unreadable",
             f"The dataset cannot be read: {shown(error.__cause__ or error):.400}",
@@ -285,9 +293,13 @@ def _open(dataset: str, split: str) -> Any:
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:
-    """A folder of Parquet or JSON files, or of images with metadata files; splits are told from their names.
+    """Load a folder of Parquet or JSON files, or of images with metadata files; file names determine the splits.
 
-    The library itself would follow a README.md in the folder, which may name files anywhere, also in the network.
+    The file list is passed explicitly, because the library would otherwise follow a README.md in the folder, which may
+    name files anywhere, even on the network.
+
+    Raises:
+        DataError: the folder holds no dataset, or a Parquet file unpacks to too much.
     """
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
@@ -298,6 +310,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         there = [file for pattern in wanted for file in path.rglob(pattern)]
         if not there or (builder == "imagefolder" and not any(map(names_files, there))):
             continue
+        # List the files of each split by the library's naming patterns, limited to this builder's files.
         suffixes = [Path(pattern).suffix for pattern in wanted]
         found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=suffixes)
         files = {
@@ -317,11 +330,11 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
 
 
 def _refuse_swelling(files: Iterable[Path], where: str) -> None:
-    """Find out what Parquet files hold before the library unpacks anything.
+    """Check the unpacked size of Parquet files before the library unpacks any.
 
     Raises:
-        DataError: see MAX_UNPACKED_BYTES.
-        OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is no Parquet.
+        DataError: a file exceeds the limits of MAX_UNPACKED_BYTES and MAX_UNPACKING.
+        OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is not Parquet.
     """
     for file in files:
         if file.suffix.lower() != ".parquet":
@@ -352,12 +365,13 @@ def _from_hub(dataset: str, split: str, where: str) -> Any:
 
 
 def _refuse_silent_hub(dataset: str, where: str) -> None:
-    """``load_dataset`` waits without end for a hub that takes a question and never answers (datasets 5.2).
+    """Check that the hub answers.
 
-    Any other failure is left to it: it looks into its cache.
+    ``load_dataset`` waits forever for a hub that accepts a request and never responds (datasets 5.2). Other
+    failures are left to ``load_dataset``, which falls back to its cache.
 
     Raises:
-        DataError: the hub is silent.
+        DataError: the hub does not answer within ANSWER_TIMEOUT_S.
     """
     from huggingface_hub import dataset_info
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever library it uses
@@ -378,11 +392,12 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
 
 @lru_cache(maxsize=8)
 def _images(dataset: str, split: str, column: str) -> Any:
-    """The image column as Arrow cells: bytes stay where they are, mapped from disk."""
+    """The image column in Arrow format; its bytes stay memory-mapped."""
     return _open(dataset, split).select_columns([column]).with_format("arrow")
 
 
 def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+    """Raise DataError if a dataset lacks a column, or if the column is damaged. ``key``: the recipe's key for it."""
     import pyarrow
 
     if name not in table.column_names:
@@ -392,7 +407,7 @@ def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
             where=f"data: dataset {dataset}, {key}: {name}",
             fix=f"Columns: {shown(', '.join(table.column_names)):.400}.",
         )
-    try:  # Arrow believes a file's lengths and offsets unless it is asked to look: a wrong one reads anywhere
+    try:  # Arrow trusts a file's lengths and offsets unless validated: a wrong one reads arbitrary memory
         table.data.column(name).validate(full=True)
     except (ValueError, pyarrow.ArrowException) as error:
         where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or make the dataset again."

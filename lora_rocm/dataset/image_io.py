@@ -1,4 +1,4 @@
-"""Reading images with Pillow: the size from the header, and any mode as 8-bit sRGB."""
+"""Reads images with Pillow: the size from the header, and pixels of any mode as 8-bit sRGB."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ if TYPE_CHECKING:
 
     from lora_rocm.dataset.buckets import Geometry
 
-# Formats that people keep images in; HEIF and JXL where a plugin has taught them to Pillow. It knows more, but a file
-# is of the format that its content says, whatever its name: for EPS it would run Ghostscript, for WMF the drawing code
-# of Windows, and what is left (FITS, SPIDER, ...) nobody trains on.
+# Supported formats; HEIF and JXL need a plugin. Pillow has more, but it detects the format by content, whatever the
+# file name: for EPS it would run Ghostscript, for WMF the drawing code of Windows, and nobody trains on the others
+# (FITS, SPIDER, ...).
 READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
 MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
-MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, the most that Pillow opens, take 512 MiB without any compression
-# EXIF after a PNG's pixels is found by these marks near the end of the file; reading it costs a full decode.
+MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, Pillow's limit, take 512 MiB uncompressed
+# EXIF after a PNG's pixels is detected by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_BYTES = 65536
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
-SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
-SEVERAL_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")  # of other formats the further images are thumbnails, layers, depths
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+SEVERAL_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")  # in other formats, further frames are thumbnails, layers, depths
 DARK_SHARE = 16  # 12-bit values in 16 bits stay below 1/16 of white
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says of an image. size: (width, height) after EXIF orientation.
+    """Properties of an image from its header.
 
-    several: it has further frames or pages, which are not read. deep_grey: grey of more than 8 bits.
-    transparent: it has an alpha channel, or a colour that stands for transparency.
+    size: (width, height) after EXIF orientation.
+    several: it has further frames or pages, which are not read.
+    deep_grey: it is greyscale with more than 8 bits.
+    transparent: it has an alpha channel or a transparent colour.
     """
 
     size: tuple[int, int]
@@ -52,12 +54,12 @@ class Header:
 
 
 class UnreadableImage(Exception):
-    """An image that cannot be read; the message says why, for a sentence that already names the file."""
+    """An image cannot be read. The message gives the reason, for a sentence that already names the file."""
 
 
 @lru_cache(maxsize=1)
 def readable_formats() -> tuple[str, ...]:
-    """Pillow's names of the formats that are read, in the order in which they are tried: the common ones first."""
+    """Pillow's names of the supported formats, in the order in which they are tried: common ones first."""
     from PIL import Image
 
     Image.preinit()
@@ -68,7 +70,7 @@ def readable_formats() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def readable_extensions() -> frozenset[str]:
-    """Extensions (".png", lower case) of the formats that are read."""
+    """Extensions (".png", lower case) of the supported formats."""
     from PIL import Image
 
     formats = readable_formats()
@@ -76,10 +78,12 @@ def readable_extensions() -> frozenset[str]:
 
 
 def read_header(file: Path | BinaryIO) -> Header:
-    """Size and kind of an image: no pixels are decoded (but see PNG_TAIL_BYTES; the plugin for JPEG XL always decodes).
+    """Read size and kind of an image without decoding pixels.
+
+    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS) and JPEG XL, whose plugin always decodes.
 
     Raises:
-        UnreadableImage: not an image, or a damaged or unreadable one, or one too large to be decoded.
+        UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
     """
     with quiet:
         try:
@@ -93,13 +97,13 @@ def read_header(file: Path | BinaryIO) -> Header:
 
 
 def decode(content: bytes) -> Image.Image:
-    """The image (of an animation, the first frame) in mode RGB.
+    """Decode an image (the first frame of an animation) in mode RGB.
 
-    EXIF orientation is applied, an embedded colour profile is converted to sRGB (one that is damaged or of another
-    kind is taken for sRGB), transparency is put on white, and grey of 16 or 32 bits is scaled to 8.
+    Applies EXIF orientation, converts an embedded colour profile to sRGB (a damaged or unusable profile is ignored),
+    composites transparency onto white, and scales 16-bit and 32-bit grey to 8 bits.
 
     Raises:
-        UnreadableImage: truncated, damaged, too large, or not an image.
+        UnreadableImage: the content is truncated, damaged, too large, or not an image.
     """
     from PIL import Image
 
@@ -118,12 +122,12 @@ def decode(content: bytes) -> Image.Image:
 
 
 def decode_mask(content: bytes, alpha: bool) -> Image.Image:
-    """A mask in mode L, upright: 255 counts, 0 does not, nor do places that are transparent.
+    """Decode a mask in mode L with EXIF orientation applied: 255 counts fully, 0 and transparent pixels do not count.
 
-    ``alpha``: of the alpha channel alone; an image without one counts everywhere.
+    ``alpha``: use the alpha channel alone; an image without one counts everywhere.
 
     Raises:
-        UnreadableImage: as ``decode``.
+        UnreadableImage: see ``decode``.
     """
     from PIL import Image, ImageChops
 
@@ -138,7 +142,7 @@ def decode_mask(content: bytes, alpha: bool) -> Image.Image:
 
 
 def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
-    """The image with EXIF orientation applied and at most 8 bits a channel, and its colour profile."""
+    """The image with EXIF orientation applied and at most 8 bits per channel, and its colour profile."""
     from PIL import ImageOps
 
     frugal = _Frugal(BytesIO(content))
@@ -152,10 +156,10 @@ def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
 
 
 def is_dark(content: bytes) -> bool:
-    """Whether grey of 16 bits has no value above 1/16 of white: as a rule 12-bit values, which come out almost black.
+    """Whether a 16-bit grey image has no value above 1/16 of white: usually 12-bit data, which looks almost black.
 
     Raises:
-        UnreadableImage: as ``decode``.
+        UnreadableImage: see ``decode``.
     """
     with quiet:
         try:
@@ -170,10 +174,10 @@ def is_dark(content: bytes) -> bool:
 
 
 def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
-    """Scale, mirror, crop: the pixels that a geometry means.
+    """Scale, optionally mirror, and crop an image to a geometry.
 
-    Mirrored before it is cropped, so that crop_top_left is true of both variants: kohya's trainer too gives the crop as
-    it lies in the mirrored image ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
+    The image is mirrored before it is cropped, so crop_top_left holds for both views. kohya's trainer also gives the
+    crop in the mirrored image ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
     """
     from PIL import Image
 
@@ -185,10 +189,10 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
 
 
 class _Quiet:
-    """Pillow warns of large images and odd metadata; neither matters here.
+    """Context manager that silences Pillow's warnings about large images and odd metadata.
 
-    Python's filters for warnings belong to the process. Where threads read images, the one that waits for them holds
-    this all the while: else one would put back what it found while another is still at it.
+    Python's warning filters are process-wide. If threads read images, the thread that waits for them must hold this
+    throughout; otherwise one reader could restore the filters while another is still reading.
     """
 
     def __init__(self) -> None:
@@ -213,10 +217,10 @@ quiet = _Quiet()
 
 
 class _Frugal:
-    """A file that is read for its header, at a bounded cost; afterwards like any other.
+    """A file with a limit on the cost of reading its header; setting ``left`` to infinity lifts the limit.
 
-    Pillow joins the parts of a JPEG's EXIF data again and again (125 MB of them take minutes), keeps every chunk of a
-    PNG, and reads the comment of a PPM letter by letter.
+    Pillow joins the parts of a JPEG's EXIF data over and over (125 MB take minutes), keeps every chunk of a PNG, and
+    reads the comment of a PPM byte by byte.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -225,8 +229,7 @@ class _Frugal:
         position = file.tell()
         start = file.read(12)
         file.seek(position)
-        # WebP, JPEG XL and the family of AVIF are handed as a whole to their own libraries; a TIFF can have its layers
-        # in a tag
+        # WebP, JPEG XL and the AVIF family are read whole by their own libraries; a TIFF can hold its layers in a tag.
         whole = start[8:12] == b"WEBP" or start[4:8] == b"ftyp" or start[:4] in (b"II*\0", b"MM\0*")
         whole = whole or start.startswith(JXL_STARTS)
         self.left: float = 2 * MAX_IMAGE_BYTES if whole else MAX_HEADER_COST
@@ -247,10 +250,10 @@ class _Frugal:
 
 
 def _open(file: _Frugal) -> Image.Image:
-    """The image, its header read. Raises what Pillow raises, and where it is too large."""
+    """Open an image and read its header. Raises Pillow's exceptions, also for an image that is too large."""
     from PIL import Image
 
-    formats, as_file = readable_formats(), cast("BinaryIO", file)  # all that Pillow asks of one
+    formats, as_file = readable_formats(), cast("BinaryIO", file)  # it has the methods that Pillow needs
     size = jxl_size(as_file) if "JXL" in formats else None
     if size is not None and size[0] * size[1] > 2 * (Image.MAX_IMAGE_PIXELS or MAX_IMAGE_BYTES):
         raise Image.DecompressionBombError(f"{size[0]}x{size[1]}")
@@ -268,7 +271,7 @@ def _header(file: BinaryIO) -> Header:
 
 
 def _has_several_frames(image: Image.Image) -> bool:
-    """Whether there is a second frame. Where it is damaged, or far away, there is none that could be used."""
+    """Whether there is a second frame; False if finding it fails (it is damaged, or too far into the file)."""
     try:
         return bool(getattr(image, "is_animated", False))
     except _decode_errors():
@@ -277,7 +280,7 @@ def _has_several_frames(image: Image.Image) -> bool:
 
 @lru_cache(maxsize=1)
 def _decode_errors() -> tuple[type[Exception], ...]:
-    """What Pillow's readers raise on damaged files, found by feeding them damaged files."""
+    """Exceptions that Pillow's readers raise on damaged files, found by testing with damaged files."""
     from PIL import Image
 
     known = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError)
@@ -298,13 +301,13 @@ def _reason(error: Exception, file: Path | BinaryIO) -> str:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation that is still to be applied to ``image.size``."""
+    """The EXIF orientation not yet applied to ``image.size``."""
     from PIL import ExifTags, Image
 
-    if image.format == "TIFF":  # Pillow has already exchanged the sides
+    if image.format == "TIFF":  # Pillow has already swapped the sides
         return 1
     if image.format == "PNG" and not _png_tail_has_exif(image):
-        exif = Image.Image.getexif(image)  # PNG's own method decodes the image to look behind its pixels
+        exif = Image.Image.getexif(image)  # PNG's own method decodes the image to find data after the pixels
     else:
         exif = image.getexif()
     orientation = exif.get(ExifTags.Base.Orientation, 1)
@@ -322,7 +325,7 @@ def _png_tail_has_exif(image: Image.Image) -> bool:
 
 
 def _bits_per_sample(image: Image.Image) -> int:
-    """Bits of a grey value as the file declares them: TIFF also has 12, which Pillow hands on unscaled in 16."""
+    """Bits per grey value declared by the file: 12 for a 12-bit TIFF, whose values Pillow leaves unscaled, else 16."""
     from PIL import TiffImagePlugin
 
     declared = (
@@ -332,10 +335,10 @@ def _bits_per_sample(image: Image.Image) -> int:
 
 
 def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
-    """Grey of more than 8 bits as mode L.
+    """Convert grey of more than 8 bits to mode L.
 
-    I;16 has 2**bits - 1 as white. Mode I has 65535 where its values allow it (Pillow's PGM and 16-bit TIFF readers),
-    else 2**31 - 1. Mode F has the smallest of 1, 255, 65535 that holds its values, else their maximum.
+    White is 2**bits - 1 in mode I;16. In mode I it is 65535 if no value exceeds it (Pillow's PGM and 16-bit TIFF
+    readers), else 2**31 - 1. In mode F it is the smallest of 1, 255 and 65535 that no value exceeds, else the maximum.
     """
     import numpy as np
     from PIL import Image
@@ -350,7 +353,7 @@ def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """An opaque image as RGB, through its profile where that can be used."""
+    """Convert an opaque image to sRGB by its colour profile; to plain RGB if the profile is missing or unusable."""
     from PIL import ImageCms
 
     if profile:
@@ -359,7 +362,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
             converted = ImageCms.profileToProfile(_in_space_of(image, source), source, _srgb(), outputMode="RGB")
         except (ImageCms.PyCMSError, OSError, ValueError):
             return image.convert("RGB")
-        assert converted is not None  # None is for inPlace=True
+        assert converted is not None  # None is returned only for inPlace=True
         return converted
     return image.convert("RGB")
 
@@ -372,7 +375,7 @@ def _srgb() -> ImageCms.ImageCmsProfile:
 
 
 def _in_space_of(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Grey and palette images often carry an RGB profile."""
+    """The image in the colour space of its profile: grey and palette images often carry an RGB profile."""
     if profile.profile.xcolor_space.strip() == "RGB" and image.mode in ("1", "L", "P"):
         return image.convert("RGB")
     return image.convert("L") if image.mode == "1" else image

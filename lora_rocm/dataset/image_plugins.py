@@ -1,6 +1,6 @@
-"""Plugins that teach Pillow formats which it does not read itself. Whoever opens an image comes by here first.
+"""Registers plugins for image formats that Pillow does not read itself. Runs before any image is opened.
 
-A plugin is taken where the user has installed it; nothing depends on one.
+Plugins are optional: one is used if the user has installed it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from typing import BinaryIO
 
 JXL_STARTS = (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n")
 MAX_BOXES = 1000
-# Width over height of an image, as JPEG XL numbers them (ISO/IEC 18181-1, table of SizeHeader).
+# Aspect ratios (width, height) by their JPEG XL code (ISO/IEC 18181-1, table of SizeHeader).
 JXL_RATIOS = {1: (1, 1), 2: (12, 10), 3: (4, 3), 4: (3, 2), 5: (16, 9), 6: (5, 4), 7: (2, 1)}
 JXL_SIDE_BITS = (9, 13, 18, 30)
-HEADER_BYTES = 16  # of a codestream: a size takes less
+HEADER_BYTES = 16  # of a codestream; the size field is shorter
 
 
 @cache
 def plugin_faults() -> dict[str, str]:
-    """Register every plugin that is installed. Returns package -> why it cannot be used, "" where it is missing."""
+    """Register all installed plugins. Returns package -> reason why it cannot be used, "" if it is not installed."""
     faults = {}
     for package, register in (("pillow-heif", _register_heif), ("pillow-jxl-plugin", _register_jxl)):
         try:
             register()
         except ModuleNotFoundError as error:
             faults[package] = "" if error.name in ("pillow_heif", "pillow_jxl") else str(error)
-        except (ImportError, OSError, AttributeError) as error:  # its own library is missing, or it is of another kind
+        except (ImportError, OSError, AttributeError) as error:  # its shared library is missing, or its API differs
             faults[package] = str(error) or type(error).__name__
     return faults
 
 
 def _register_heif() -> None:
     plugin = import_module("pillow_heif")
-    import_module("_pillow_heif")  # without it the plugin would fail when an image is opened, and not before
+    import_module("_pillow_heif")  # fails now instead of when an image is opened
     plugin.register_heif_opener()
 
 
@@ -42,9 +42,9 @@ def _register_jxl() -> None:
 
 
 def jxl_size(file: BinaryIO) -> tuple[int, int] | None:
-    """(width, height) as JPEG XL's header has them; None for other formats. The position in the file stays.
+    """(width, height) from a JPEG XL header; None for other formats. Restores the file position.
 
-    The plugin decodes an image when it is opened, and Pillow can only then compare its size with what is allowed.
+    The plugin decodes an image as soon as it is opened, so Pillow's own size check would come too late.
 
     Raises:
         SyntaxError: the header is damaged.
@@ -64,14 +64,14 @@ def jxl_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _codestream(file: BinaryIO) -> bytes:
-    """The first bytes of the codestream in a container: a row of boxes, each with its length and type in front."""
+    """The first bytes of the codestream in a container: a sequence of boxes, each prefixed by its length and type."""
     head = b""
     for _ in range(MAX_BOXES):
         box = file.read(8)
         length, kind, told = int.from_bytes(box[:4], "big"), box[4:], 8
         if length == 1:
             length, told = int.from_bytes(file.read(8), "big"), 16
-        if kind == b"jxlp":  # a part; its number stands in front
+        if kind == b"jxlp":  # a partial codestream, prefixed by its number
             file.read(4)
             told += 4
         if kind in (b"jxlc", b"jxlp"):
@@ -80,7 +80,7 @@ def _codestream(file: BinaryIO) -> bytes:
             head += content
             if len(head) >= HEADER_BYTES or kind == b"jxlc":
                 return head
-        if length < told:  # 0: to the end of the file
+        if length < told:  # length 0: the box extends to the end of the file
             break
         file.seek(length - told, 1)
     return head

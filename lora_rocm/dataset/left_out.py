@@ -1,4 +1,4 @@
-"""What a walk leaves out of a folder, counted by why, with a few names of each: in sentences for the user."""
+"""Counts the files that a walk leaves out, by reason, and turns them into notices that name a few of each."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from lora_rocm.dataset.image_plugins import plugin_faults
 from lora_rocm.foundation.terminal_text import legible
 
 NUM_NAMED = 3
-# "0_mask" in a folder of masks belongs to "0".
+# Ending of a companion's name: "0_mask" in a folder of masks belongs to "0".
 COMPANION_END = re.compile(r"[-_. ](mask|masklabel|condlabel|control|cond)$", re.IGNORECASE)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of further ones."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more
 
 
 def counted(names: Sequence[str], one: str, many: str) -> str:
-    """A number with the words for one ("file is") or for several ("files are")."""
+    """The number of names, followed by the words for one ("file is") or several ("files are")."""
     return f"1 {one}" if len(names) == 1 else f"{len(names)} {many}"
 
 
 def few() -> Few:
-    """Names of which a sentence shows the first."""
+    """An empty list of names of which a notice shows the first NUM_NAMED."""
     return Few(NUM_NAMED)
 
 
 class Exclusion:
-    """The patterns of ``data.exclude``: each fits a name, or a path below the source's folder, of a file or folder."""
+    """The patterns of ``data.exclude``, each matched against a file's or folder's name and its relative path."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [(pattern, re.compile(fnmatch.translate(_plain(pattern)))) for pattern in patterns]
         self._used = set[str]()
 
     def fits(self, relative: str) -> bool:
-        """Whether a path below the folder is left out."""
+        """Whether a path relative to the source's folder is excluded."""
         plain = relative.lower()
         name = plain.rpartition("/")[2]
         found = [pattern for pattern, regex in self._patterns if regex.match(plain) or regex.match(name)]
@@ -52,7 +52,7 @@ class Exclusion:
 
     @property
     def unused(self) -> list[str]:
-        """The patterns that fitted nothing."""
+        """The patterns that matched nothing."""
         return [pattern for pattern, _ in self._patterns if pattern not in self._used]
 
 
@@ -64,8 +64,8 @@ def _plain(pattern: str) -> str:
 class LeftOut:
     """Files that are not trained on.
 
-    stems: the paths without extension of images that are left out; a caption file beside one belongs to it.
-    suffixes: how many files of each extension are no images that can be read.
+    stems: paths of left-out images, without extension; a caption file with one of these stems belongs to that image.
+    suffixes: number of files per extension that are not readable images.
     """
 
     formats: defaultdict[UnreadFormat, Few] = field(default_factory=lambda: defaultdict(few))
@@ -79,7 +79,7 @@ class LeftOut:
     _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
 
     def no_image(self, relative: str, stem: str, suffix: str) -> None:
-        """Count a file whose extension is not that of an image that can be read."""
+        """Count a file whose extension is not that of a supported image format."""
         name = relative.rpartition("/")[2]
         self.suffixes[legible(suffix) or "no extension"] += 1
         if (found := unread_format(suffix)) is not None:
@@ -89,12 +89,12 @@ class LeftOut:
             self.unknown.append(legible(relative))
 
     def exclude(self, relative: str, stem: str, is_folder: bool) -> None:
-        """Count what the user leaves out."""
+        """Count a file or folder that matches ``data.exclude``."""
         self.excluded.append(legible(relative) + "/" * is_folder)
         self.stems.add(stem)
 
     def is_companion(self, relative: str, real: str, stem: str) -> bool:
-        """Whether an image is a mask or control image by its name; one that may be waits for ``settle_pairs``."""
+        """Whether an image is, by its name, a mask or control image; ambiguous ones are decided by ``settle_pairs``."""
         match = companion_match(real)
         if match is None:
             return False
@@ -106,7 +106,10 @@ class LeftOut:
         return True
 
     def settle_pairs(self, root: str, images: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Of the images in folders such as "masks" those that have no partner among ``images``: they are images."""
+        """Decide the ambiguous companions (in folders such as "masks"); returns those without a partner in ``images``.
+
+        Files without a partner are trained on as images; the others are counted as companions.
+        """
         if not self._paired:
             return []
         names = {_name(real) for _, real in images}
@@ -121,7 +124,7 @@ class LeftOut:
         return alone
 
     def notices(self, exclusion: Exclusion) -> list[str]:
-        """What the user should know; nothing where nothing is left out."""
+        """Notices about the files that are left out, and about patterns that matched nothing."""
         said = [_say_format(found, names) for found, names in self.formats.items()]
         said += [_say_companion(companion, names) for companion, names in self.companions.items()]
         if self.unpaired:

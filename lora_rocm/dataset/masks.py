@@ -1,4 +1,4 @@
-"""Masks: how much each place of an image counts in the loss. Where they are, whether they fit, and their values."""
+"""Loss masks: weights of the pixels of an image in the loss. Finds masks, checks their size, computes values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained
 
 
 class Masks:
-    """The masks of one source. A file of ``mask_path`` belongs to the image with its path below the source's folder.
+    """The masks of one source. A file in ``mask_path`` belongs to the image with the same path relative to its folder.
 
-    Extensions do not count, nor the endings that other trainers give to masks ("0-masklabel", "0_mask").
+    The comparison ignores extensions and the endings that other trainers give to masks ("0-masklabel", "0_mask").
 
     Args:
-        options: of the source.
-        index: of the source in the recipe.
+        options: options of the source.
+        index: index of the source in the recipe.
 
     Raises:
-        DataError: the masks are said to lie among the images.
+        DataError: ``mask_path`` is the folder of the images.
     """
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
@@ -51,7 +51,7 @@ class Masks:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """Path below the folder, without extension -> mask; of several the first by name."""
+        """Relative path without extension -> mask; the first by name if several match."""
         wanted, found = readable_extensions(), dict[str, Path]()
         for parent, _, names in os.walk(self._root, onerror=_refuse):
             for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
@@ -60,14 +60,14 @@ class Masks:
         return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
 
     def of(self, sample: Sample) -> Path | DatasetRow | None:
-        """What holds the mask of an image of this source: a file, or the image itself; None if nothing does."""
+        """The location of the mask of an image of this source: a file, or the image itself; None without a mask."""
         if self._options.mask_path is None:
             return sample.location if self._options.alpha_mask else None
         assert isinstance(sample.location, Path), "a recipe with rows of a dataset and mask_path is refused"
         return self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
 
     def look(self, sample: Sample, header: Header) -> Problem | None:
-        """Count an image, and look at the header of its mask: why the two cannot be used, if they cannot."""
+        """Count an image and check the header of its mask. Returns the reason if the pair cannot be used, else None."""
         mask = self.of(sample)
         if mask is None or (self._options.alpha_mask and not header.transparent):
             self._without.append(sample.key)
@@ -87,10 +87,10 @@ class Masks:
         return Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX)
 
     def notices(self) -> list[str]:
-        """What the user should know of the masks, where the recipe asks for any.
+        """Notices about the masks; none if the recipe uses no masks.
 
         Raises:
-            DataError: no image has one.
+            DataError: no image has a mask.
         """
         if self._options.mask_path is None and not self._options.alpha_mask:
             return []
@@ -121,15 +121,15 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def fits(mask_wh: Size, image_wh: Size) -> bool:
-    """Whether a mask has the proportions of an image, but for a pixel that rounding has cost."""
+    """Whether a mask has the aspect ratio of an image, up to one pixel of rounding."""
     (mask_width, mask_height), (width, height) = mask_wh, image_wh
     return abs(mask_height * width - mask_width * height) <= max(width, height)
 
 
 def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, step_hw: Size) -> NDArray[np.float32]:
-    """The mask of an image as it is cut, reduced by area: float32 of 0 to 1, one value a cell of ``step_hw`` pixels.
+    """The mask of a cropped image, averaged by area: float32 in [0, 1], one value per cell of ``step_hw`` pixels.
 
-    As ``image_io.cut`` does it, the whole is mirrored before it is cropped.
+    Like in ``image_io.cut``, the mask is mirrored before it is cropped.
     """
     (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
     (target_height, target_width), (step_y, step_x) = geometry.target_hw, step_hw
@@ -140,7 +140,7 @@ def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, ste
 
 
 def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
-    """Means over the rows between edges, on a scale on which all N rows are ``whole`` long."""
+    """Means over the rows between consecutive edges, which are in units in which all N rows together are ``whole``."""
     values = values_NM.astype(np.float64)
     at = edges * len(values) / whole
     lower = np.minimum(at.astype(np.int64), len(values) - 1)

@@ -1,7 +1,7 @@
-"""Captions in ``metadata.jsonl`` and ``metadata.csv``, as Hugging Face's imagefolder has them: file_name and a column.
+"""Reads captions from ``metadata.jsonl`` and ``metadata.csv`` in the layout of Hugging Face's imagefolder.
 
-The files come from anywhere: sizes are bounded, rows that cannot be used are counted and the first few named, and no
-name leads out of the folder that the file lies in.
+The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
+out of the metadata file's folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class BadRow(Exception):
-    """A row that cannot be used; the message says why."""
+    """A row cannot be used; the message gives the reason."""
 
 
 @dataclass
 class Metadata:
-    """What the metadata files of one source came to.
+    """Captions and statistics from the metadata files of one source.
 
-    column: that of the captions.
-    positions: of the images by their path below the source's folder, as it is on disk, with slashes.
+    column: the caption column.
+    positions: position of each image, by its path on disk relative to the source's folder, with slashes.
+    bad: rows that cannot be used. unknown: files named that are not among the images.
+    repeated: images named again. other_columns: columns of the first row without the caption column.
     """
 
     column: str
@@ -54,14 +56,14 @@ class Metadata:
         self._captions: list[str | None] = [None] * len(self.positions)
 
     def caption(self, position: int) -> str | None:
-        """The caption of the image at a position, if there is a row with one."""
+        """The caption of the image at this position; None if no row has one."""
         return self._captions[position]
 
     def read(self, path: Path, relative: str) -> None:
-        """Take over the rows of one file. ``relative``: its path below the source's folder.
+        """Read the rows of one file. ``relative``: its path relative to the source's folder.
 
         Raises:
-            OSError: it cannot be read, or is no plain file, or too large.
+            OSError: the file cannot be read, is not a regular file, or is too large.
         """
         check_plain(path, MAX_METADATA_BYTES)
         folder = posixpath.dirname(relative)
@@ -75,7 +77,7 @@ class Metadata:
                     self.bad.append(f"{legible(relative)}, line {line}: {error}")
 
     def notices(self) -> list[str]:
-        """What the user should know of the rows that were not taken."""
+        """Notices about the rows that were not used."""
         said = []
         if self.bad:
             are = counted(self.bad, "row of metadata is", "rows of metadata are")
@@ -104,7 +106,7 @@ class Metadata:
             return
         if self.column not in row:
             self.num_without_column += 1
-            if not self.other_columns:  # of the first of them
+            if not self.other_columns:  # keep those of the first such row
                 names = [legible(str(key))[:40] for key in row if key != FILE_COLUMN]
                 self.other_columns = names[:MAX_COLUMNS_NAMED]
             return
@@ -122,7 +124,7 @@ class Metadata:
 
 
 def names_files(path: Path) -> bool:
-    """Whether the first row of a metadata file names a file, as those of an imagefolder do."""
+    """Whether the first row of a metadata file has a file name column, like those of an imagefolder."""
     try:
         check_plain(path, MAX_METADATA_BYTES)
         if path.name == PARQUET_NAME:
@@ -133,7 +135,7 @@ def names_files(path: Path) -> bool:
             with path.open("rb") as file:
                 _, row = next(_rows(path, file), (0, {}))
             columns = () if isinstance(row, BadRow) else row
-    except (OSError, ValueError):  # of Arrow too; who reads it says what is wrong
+    except (OSError, ValueError):  # also Arrow's errors; the fault is reported when the file is read
         return False
     return any(name == FILE_COLUMN or name.endswith(f"_{FILE_COLUMN}") for name in columns)
 
@@ -143,7 +145,11 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] |
 
 
 def _place(name: str, folder: str) -> str:
-    """The path below the source's folder that a file name means, which is relative to the metadata file's folder."""
+    """Convert a file name, relative to the metadata file's folder, to a path relative to the source's folder.
+
+    Raises:
+        BadRow: the name leads out of the metadata file's folder.
+    """
     plain = name.replace("\\", "/")
     inside = posixpath.normpath(plain)
     if plain.startswith("/") or DRIVE.match(plain) or "\0" in plain or inside.split("/")[0] == "..":
@@ -152,7 +158,7 @@ def _place(name: str, folder: str) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Every line with its number; of one that is too long only that."""
+    """Every line with its number; a ``BadRow`` instead of a line that is too long."""
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -192,7 +198,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
-    """Rows of a table with a header. One that is damaged ends it: where the next begins nobody can tell."""
+    """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
     reader = csv.reader(_texts(file))
     try:
         header = next(reader, [])

@@ -1,8 +1,8 @@
-"""What a Parquet file from anybody unpacks to, found out before it is unpacked.
+"""Computes the unpacked size of an untrusted Parquet file before it is unpacked.
 
-A file may hold a value once and name it in a million rows (dictionaries), or only what a value has beyond the one
-before it (delta byte arrays). Its footer tells nothing of that, so such columns are read in bounded batches of rows, in
-which a dictionary stays one, and their values are counted.
+A file may store a value once and refer to it in a million rows (dictionaries), or store only the suffix that differs
+from the previous value (delta byte arrays). The footer does not reveal this, so such columns are read in bounded
+batches of rows, without expanding dictionaries, and the sizes of their values are summed.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from typing import Any
 DICTIONARIES = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY"})
 SWELLING = DICTIONARIES | {"DELTA_BYTE_ARRAY"}
 KEPT_SHORT = DICTIONARIES | {"PLAIN", "RLE", "BIT_PACKED"}
-"""Encodings from which Arrow can make a dictionary instead of writing values out."""
+"""Encodings that Arrow can read as a dictionary, without expanding the values."""
 WIDTHS_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
-OFFSET_BYTES = 4  # a text takes this in a table even where it is empty
+OFFSET_BYTES = 4  # each text in a table takes these, even if it is empty
 BATCH_BYTES, MAX_BATCH_ROWS = 1 << 26, 256
 READ_BYTES = 1 << 20
 DICTIONARY_BATCHES = 16
-"""A chunk with a dictionary is read in about this many parts: each gets a copy of the dictionary."""
+"""A chunk with a dictionary is read in about this many batches; each batch holds a copy of the dictionary."""
 MAX_LIST_VALUES = 1 << 25
-"""In a chunk of lists one row may hold all values: each takes some bytes also while it only stands in a dictionary."""
+"""Limit for chunks of lists, in which one row may hold all values: even a dictionary index takes some bytes."""
 
 
 def unpacked_bytes(file: Path, limit_bytes: int, little: float = 0.0) -> int:
-    """What the values of all columns take when each is written out; never less than the footer says.
+    """The size of all columns with every value expanded; at least the size given by the footer.
 
-    Counted no further than needed: what is larger than the limit is only known to be so. Memory: a few times
-    BATCH_BYTES, or one value; of lists a few times what a chunk holds encoded. Time: as for reading the columns in
-    which a value may stand for many.
+    Counting stops above the limit, so a larger result is only a lower bound. Memory: a few times BATCH_BYTES, or one
+    value; for lists, a few times the encoded size of a chunk. Time: that of reading the columns in which one stored
+    value may stand for many.
 
     Args:
         file: the file.
-        limit_bytes: where counting ends.
-        little: a chunk is not counted if by its longest value it cannot take more than so many times its own size.
+        limit_bytes: the size above which counting stops.
+        little: a chunk is not counted if its longest value bounds its size to this multiple of its compressed size.
 
     Raises:
-        OSError, pyarrow.ArrowException (a ValueError or OSError): the file cannot be read, or is no Parquet.
+        OSError, pyarrow.ArrowException (a ValueError or OSError): the file cannot be read, or is not Parquet.
     """
     from pyarrow import parquet
 
+    # Sum the sizes given by the footer, and collect the columns that may expand.
     footer = parquet.read_metadata(file)
     total, swelling = 0, list[tuple[int, int]]()
     for group in range(footer.num_row_groups):
@@ -53,27 +54,28 @@ def unpacked_bytes(file: Path, limit_bytes: int, little: float = 0.0) -> int:
             total += encoded + least if is_bytes else max(encoded, least)
             if is_bytes and chunk.num_values and not SWELLING.isdisjoint(chunk.encodings):
                 swelling.append((group, column))
+    # Add the expansion of these columns by reading them.
     for group, column in swelling:
         if total > limit_bytes:
             break
-        encoded = footer.row_group(group).column(column).total_uncompressed_size  # is in the total
+        encoded = footer.row_group(group).column(column).total_uncompressed_size  # already in the total
         total += max(0, sum(_counted(file, footer, group, column, limit_bytes - total + encoded, little)) - encoded)
     return total
 
 
 def _counted(file: Path, footer: Any, group: int, column: int, left_bytes: int, little: float) -> Iterator[int]:
-    """Bytes of the values of a chunk, a part at a time, until they are more than what is left."""
+    """Bytes of the values of a chunk, batch by batch, until their sum exceeds ``left_bytes``."""
     from pyarrow import parquet
 
     chunk, about = footer.row_group(group).column(column), footer.schema.column(column)
     short = [about.path] if KEPT_SHORT.issuperset(chunk.encodings) else []
     if about.max_repetition_level and not (short and chunk.num_values <= MAX_LIST_VALUES):
-        yield chunk.num_values * chunk.total_uncompressed_size  # not read: taken for the most
+        yield chunk.num_values * chunk.total_uncompressed_size  # not read: use the upper bound
         return
     rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // max(1, chunk.total_uncompressed_size)))
     if short:
         rows = max(1, footer.row_group(group).num_rows // DICTIONARY_BATCHES)
-    how = {"read_dictionary": short, "buffer_size": READ_BYTES, "pre_buffer": False}  # not all of it at once
+    how = {"read_dictionary": short, "buffer_size": READ_BYTES, "pre_buffer": False}  # do not load all of it at once
     where: dict[str, Any] = {"row_groups": [group], "columns": [about.path], "use_threads": False}
     with parquet.ParquetFile(file, metadata=footer, **how) as opened:
         longest_bytes = _longest_bytes(next(opened.iter_batches(1, **where)))
@@ -88,9 +90,9 @@ def _counted(file: Path, footer: Any, group: int, column: int, left_bytes: int, 
 
 
 def _longest_bytes(first: Any) -> int:
-    """The longest value in the dictionary of a chunk, by a batch of its first row; 0 if that tells nothing of it.
+    """Length of the longest value in a chunk's dictionary, from a batch of its first row; 0 if it cannot be determined.
 
-    Where the dictionary does not count from the first row on, Arrow makes one of the values of that row alone.
+    If the chunk does not use its dictionary from the first row on, Arrow builds one from the values of that row alone.
     """
     from pyarrow import compute, types
 
@@ -101,7 +103,7 @@ def _longest_bytes(first: Any) -> int:
 
 
 def _values_bytes(array: Any) -> int:
-    """What the values in a column take, each written out."""
+    """The size of the values in a column, each expanded."""
     from pyarrow import compute, types
 
     values = _innermost(array)
@@ -112,7 +114,7 @@ def _values_bytes(array: Any) -> int:
 
 
 def _innermost(array: Any) -> Any:
-    """The one array of values that lists and structures hold inside."""
+    """The array of values inside nested lists and structs."""
     from pyarrow import types
 
     while types.is_nested(array.type):

@@ -1,4 +1,4 @@
-"""How far work over very many images is: what the user sees, what the watchdog hears, and where a stop is noticed."""
+"""Progress of work over many images, for the user and the watchdog; a stop is noticed here too."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import time
 from collections.abc import Callable
 
 Report = Callable[[str, int, int, float], None]
-"""Called with what, done, total, per_second. It may raise: the work stops there, and goes on there the next time."""
+"""Called with what, done, total, per_second. It may raise: the work stops there and resumes there the next time."""
 
 REPORT_EVERY_S = 0.25
 QUIET_S = 2.0
-"""Of work that only takes long with very many images nothing is said before."""
+"""Delay before the first report of work that takes long only with very many images."""
 
 
 def ignore(what: str, done: int, total: int, per_second: float) -> None:
-    """A report that nobody reads."""
+    """A ``Report`` that does nothing."""
 
 
 class Progress:
-    """Passes progress on, at most a few times a second, and always the end; of work that is soon done nothing at all.
+    """Reports progress at most a few times a second, and always at the end; work shorter than ``quiet_s`` is silent.
 
     Args:
-        what: the work, in one word (``run.progress.CACHE_WORK``).
-        total: how much there is to do.
+        what: the work, in one word (``report.progress_bar.CACHE_WORK``).
+        total: the total amount of work.
         report: see ``Report``.
-        done: of it before.
-        quiet_s: work that takes less is not worth a word.
+        done: the amount done before the start.
+        quiet_s: delay before the first report.
     """
 
     def __init__(self, what: str, total: int, report: Report, done: int = 0, quiet_s: float = 0.0) -> None:
@@ -35,12 +35,12 @@ class Progress:
         self._next, self._said = self._started + quiet_s, quiet_s == 0.0
 
     def skip(self, count: int) -> None:
-        """So many more were there before: they say nothing about the speed."""
+        """Advance by ``count`` that needed no work: they do not count for the speed."""
         self._done_before += count
         self.step(count)
 
     def step(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Advance by ``count``."""
         self._done += count
         now = time.perf_counter()
         if now >= self._next or (self._said and self._done == self._total):

@@ -1,4 +1,4 @@
-"""One usable image, and very many of them in an Arrow table."""
+"""``Sample``, and ``Samples``: a list of them in an Arrow table."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
 
 TEXTS = ("key", "place", "caption", "folder")
-"""Columns of bytes: UTF-8 that may hold halves of letters, for names of files may be anything."""
+"""Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
 NUMBERS = ("source", "width", "height", "repeats", "row")
-"""``row``: of the dataset; -1 if the image is the file at ``place``."""
+"""``row``: row of the dataset; -1 if the image is the file at ``place``."""
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One usable image.
+    """One usable image or text.
 
-    key: unique and stable; what users are shown (its path below the source's folder).
+    key: unique and stable, shown to users (the path relative to the source's folder).
     source: index in ``data.sources``.
-    folder: the folder or dataset that it counts for in the metadata.
-    caption: as read, or the fallback; before the caption options.
-    width, height: pixels, after EXIF orientation.
-    repeats: how often it is seen in an epoch.
+    folder: the folder or dataset under which the metadata counts it.
+    caption: as read, or the fallback; caption options are not yet applied.
+    width, height: in pixels, after EXIF orientation.
+    repeats: number of times it is used per epoch.
     """
 
     key: str
@@ -57,11 +57,11 @@ def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
 
 
 class Samples(Lazy[Sample]):
-    """Samples in an Arrow table; each is made when it is asked for.
+    """A list of samples in an Arrow table; builds each ``Sample`` on access.
 
     Args:
         sources: the sources of the recipe.
-        batch: an Arrow record batch of samples; None: none yet.
+        batch: an Arrow record batch of samples; None for an empty list.
     """
 
     def __init__(self, sources: Sequence[ResolvedSource], batch: Any = None) -> None:
@@ -88,7 +88,7 @@ class Samples(Lazy[Sample]):
 
     @property
     def batch(self) -> Any:
-        """All of them as one Arrow record batch."""
+        """All samples as one Arrow record batch."""
         import pyarrow
 
         if self._new:
@@ -102,7 +102,7 @@ class Samples(Lazy[Sample]):
         """The samples at these indices."""
         import numpy as np
 
-        if np.array_equal(indices, np.arange(len(self))):  # no second copy of very many
+        if np.array_equal(indices, np.arange(len(self))):  # avoids copying a large table
             return self
         return Samples(self.sources, self.batch.take(indices))
 
@@ -131,7 +131,7 @@ class Samples(Lazy[Sample]):
         return id(self)
 
     def files_of_datasets(self) -> Iterator[str]:
-        """The images that datasets name by their path."""
+        """Paths of the image files that dataset sources refer to."""
         if any(source.path is None for source in self.sources):
             for sample in self:
                 if sample.options.path is None and isinstance(sample.location, Path):
@@ -139,5 +139,5 @@ class Samples(Lazy[Sample]):
 
 
 def text_of(value: bytes) -> str:
-    """A text of TEXTS."""
+    """Decode a cell of a column in TEXTS."""
     return value.decode("utf-8", "surrogatepass")

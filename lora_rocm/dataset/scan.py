@@ -1,4 +1,4 @@
-"""Finding the images and their captions. Only headers are read; what is odd is set aside or said, never guessed."""
+"""Finds images and their captions. Reads only headers; odd files are set aside or reported, never guessed."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from lora_rocm.recipe.schema import DataSection, ResolvedSource
 if TYPE_CHECKING:
     from PIL import Image
 
-SMALL_SHARE = 4  # an image is small when its side is under 1/4 of the resolution's
+SMALL_SHARE = 4  # an image is small if its side is under 1/4 of the resolution
 __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
 
-MAX_DEEP_GREY_READ = 8  # of each source: images of 16 bits that are decoded, to see whether they hold fewer
-MAX_LOST_SHARE = 0.25  # of an image's area; where a crop cuts off more it is said
+MAX_DEEP_GREY_READ = 8  # 16-bit images decoded per source, to check whether they hold fewer bits
+MAX_LOST_SHARE = 0.25  # of an image's area; a crop that removes more is reported
 UNREADABLE_FIX = "Replace the file or take it away."
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What was found: samples in a fixed order, what was set aside and why, and what the user should know.
+    """The result of a scan: samples in a fixed order, unusable files with reasons, and notices for the user.
 
-    lasting: nothing was left out because it could not be read for now.
+    lasting: nothing was left out because of a read error that may be temporary.
     """
 
     samples: Samples
@@ -56,7 +56,7 @@ class Scan:
 
 @dataclass
 class _Findings:
-    """What is gathered while scanning one source."""
+    """Results collected while scanning one source."""
 
     index: int
     prefix: str
@@ -74,7 +74,7 @@ class _Findings:
     deep_grey: list[int] = field(default_factory=list)
 
     def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
-        """The caption to use, remembering what has to be said about it."""
+        """The caption to use; records missing and empty captions for the notices."""
         if caption is None:
             self.uncaptioned.append(key)
             self.used_instead.append(f'{key} "{fallback}"')
@@ -84,7 +84,7 @@ class _Findings:
         return caption
 
     def add(self, sample: Sample, header: Header) -> None:
-        """Take an image that can be used."""
+        """Add a readable image, or set it aside if its mask cannot be used."""
         if (problem := self.masks.look(sample, header)) is not None:
             self.set_aside.append(problem)
             return
@@ -99,14 +99,15 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     """Find every image of every source, in a fixed order.
 
     Args:
-        data: where they are.
-        report: gets the progress where there are very many.
-        copies: look for files with the same content too.
+        data: the data section of the recipe.
+        report: receives the progress if there are very many images.
+        copies: also look for files with the same content.
 
     Raises:
-        DataError: a folder or dataset is missing or empty, a caption is missing where the recipe asks for one, or
-            nothing is left.
+        DataError: a folder or dataset is missing or empty, a caption is missing although the recipe requires one, or no
+            image is usable.
     """
+    # Scan each source.
     sources = data.resolved_sources()
     findings: list[_Findings] = []
     samples = Samples(sources)
@@ -119,8 +120,9 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
             _scan_dataset(found)
         _say_captions(found)
         found.notices += found.masks.notices()
-        found.lasting &= options.mask_path is None  # the listing of a manifest is of images alone
+        found.lasting &= options.mask_path is None  # a manifest's listing covers image files only
         findings.append(found)
+    # Merge the findings of all sources.
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
     if not samples:
         raise nothing_left(set_aside)
@@ -132,7 +134,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
-    """The error for a dataset of which every image was set aside."""
+    """The error for a dataset in which every image was set aside."""
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
@@ -143,20 +145,20 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
 
 
 class Cropped:
-    """Counts images of which the crop cuts off much."""
+    """Counts images that lose much of their area to the crop."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Look at one image."""
+        """Check one image."""
         if geometry.lost_share > MAX_LOST_SHARE:
             self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
             aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
             self._num_flat += aspect > self._data.bucket_max_aspect
 
     def notices(self) -> list[str]:
-        """One sentence about all of them, with the key that changes most."""
+        """One notice about all of them, which names the recipe key that helps most; none if there are none."""
         if not self._names:
             return []
         fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
@@ -169,7 +171,7 @@ class Cropped:
 
 
 def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
-    """The geometry of each sample by key, the images that are too small for any, and notices about the others."""
+    """The geometry of each sample by key, a problem for each image that is too small, and notices about crops."""
     found: dict[str, Geometry] = {}
     too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
@@ -183,7 +185,7 @@ def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, 
 
 
 def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
-    """The geometry of a sample, or that it is too small for any."""
+    """The geometry of a sample, or a problem if the image is too small."""
     size, resolution = (sample.width, sample.height), sample.options.resolution
     try:
         return choose_bucket(
@@ -199,7 +201,7 @@ def image_bytes(sample: Sample) -> bytes:
     """The undecoded bytes of a sample's image, for decoding and hashing.
 
     Raises:
-        DataError: it can no longer be read.
+        DataError: the image can no longer be read.
     """
     try:
         content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
@@ -214,10 +216,10 @@ def image_bytes(sample: Sample) -> bytes:
 
 
 def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
-    """The image in mode RGB, upright; see ``images.decode``. ``content``: its bytes, where they are at hand.
+    """Decode a sample's image to mode RGB, upright; see ``image_io.decode``. ``content``: its bytes, if already read.
 
     Raises:
-        DataError: "image-unreadable", naming the file.
+        DataError: "image-unreadable", with the name of the file.
     """
     try:
         image = decode(image_bytes(sample) if content is None else content)
@@ -235,6 +237,7 @@ def _unreadable(sample: Sample, reason: str) -> DataError:
 
 
 def _scan_folder(found: _Findings) -> None:
+    """Add the images of a folder source to the findings."""
     options = found.options
     root = source_folder(options.path or "", found.index)
     folder = walk(
@@ -252,6 +255,7 @@ def _scan_folder(found: _Findings) -> None:
     for position, (path, relative) in enumerate(folder.images):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
+        # Read the header and the caption; set the image aside if either fails.
         try:
             header = read_header(path)
             caption_file = folder.caption_file(path)
@@ -274,7 +278,7 @@ def _scan_folder(found: _Findings) -> None:
 
 
 def _say_own_number(name: str) -> list[str]:
-    """Kohya's number counts in the names of sub-folders; the name of the folder that is given says nothing."""
+    """A notice if the source's own folder has a ``10_name`` name: kohya's number applies only to sub-folders."""
     match = REPEAT_FOLDER.fullmatch(name)
     if match is None:
         return []
@@ -285,12 +289,14 @@ def _say_own_number(name: str) -> list[str]:
 
 
 def _scan_dataset(found: _Findings) -> None:
+    """Add the rows of a dataset source to the findings."""
     options = found.options
     name, outside = Path(options.dataset or "").name, list[str]()
     progress = Progress("sizes", num_rows(options), found.report, quiet_s=QUIET_S)
     for row, text in rows_of(options):
         progress.step()
         key = f"{found.prefix}{options.split}/{row.index}"
+        # Read the cell and the image's header; set the row aside if either fails.
         try:
             image = image_in(row)
             if image is None:
@@ -303,6 +309,7 @@ def _scan_dataset(found: _Findings) -> None:
         except (UnreadableImage, UnreadableCell) as error:
             found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
+        # Choose location and caption, and add the sample.
         location, file_name = (image, file_name_caption(image)) if isinstance(image, Path) else (row, "")
         if isinstance(image, Path) and leads_out(image, options.dataset or ""):
             outside.append(f"{key} -> {shown(image)}")
@@ -315,7 +322,7 @@ def _scan_dataset(found: _Findings) -> None:
 
 
 def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:
-    """The caption of an image that has none. A camera's file name gives way to the name of a ``10_name`` folder."""
+    """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name."""
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
     if options.caption_fallback == "filename":
@@ -324,10 +331,10 @@ def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "")
 
 
 def _say_captions(found: _Findings) -> None:
-    """Say what became of images without a caption.
+    """Add notices about missing and empty captions.
 
     Raises:
-        DataError: the recipe wants a caption for each, or a trigger word that it does not name.
+        DataError: a caption is missing and the recipe requires one, or falls back to a trigger word that is not set.
     """
     options, missing = found.options, found.uncaptioned
     where = f"{options.path or options.dataset}: {some(missing)}"
@@ -356,7 +363,7 @@ def _images(keys: Sequence[str]) -> str:
 
 
 def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
-    """What of the content of images is lost: further frames, and nearly all light where 12 bits are kept in 16."""
+    """Notices about lost image content: further frames, and 12-bit data stored in 16 bits, which looks almost black."""
     said, dark = list[str](), few()
     for found in findings:
         if found.several_frames:
@@ -366,7 +373,7 @@ def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
             try:
                 if is_dark(image_bytes(found.samples[index])):
                     dark.append(found.samples[index].key)
-            except (UnreadableImage, DataError):  # it is set aside when it is encoded
+            except (UnreadableImage, DataError):  # set aside when it is encoded
                 continue
     if dark:
         looked = sum(len(found.deep_grey) for found in findings)
@@ -386,7 +393,7 @@ def _small_images(samples: Iterable[Sample]) -> list[str]:
 
 
 def _copies(samples: Samples) -> list[str]:
-    """Of files with as many bytes as another the content is compared."""
+    """A notice about images with the same content; only files of the same size are hashed."""
     alike = groups_of(map(_num_bytes, samples))
     hashes = {index: hashlib.sha256(image_bytes(samples[index])).digest() for group in alike for index in group}
     return say_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
@@ -395,12 +402,12 @@ def _copies(samples: Samples) -> list[str]:
 def say_copies(
     sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
 ) -> list[str]:
-    """One notice about files with the same bytes. The same file in two sources is meant (two resolutions).
+    """One notice about different files with the same bytes. The same file in two sources is intended (two resolutions).
 
     Args:
-        sample_of: the sample of an index.
-        groups: places in ``indices`` of samples with the same content.
-        indices: of samples.
+        sample_of: returns the sample at an index.
+        groups: positions in ``indices`` of samples with the same content.
+        indices: indices of samples.
     """
     copies = Few(NUM_NAMED)
     for group in groups:
@@ -411,7 +418,7 @@ def say_copies(
 
 
 def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
-    """The places of equal values, where there are several; in the order of the first of each."""
+    """Positions of each value that occurs more than once, in the order of first occurrence."""
     first: dict[int | bytes, int] = {}
     groups: dict[int, list[int]] = {}
     for place, value in enumerate(values):

@@ -1,6 +1,6 @@
-"""The size of one sample along its named axes: what one batch has in common, and what a step's memory goes by.
+"""The size of a sample along its named axes: common to all samples of a batch, and decisive for a step's memory.
 
-A data source makes shapes and a family reads them. Everything between only compares, orders and names them.
+Data sources create shapes and families read them. All code in between only compares, orders and names them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SIDES = re.compile(r"([0-9]+)x([0-9]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of one sample. Images: ``h`` and ``w`` in pixels; clips: also ``frames``; texts: ``tokens``.
+    """Size of one sample. Images have ``h`` and ``w`` in pixels, clips also ``frames``, texts ``tokens``.
 
     axes: name and size of each axis, sorted by name.
-    cost: grows with the memory and time of a step; shapes are ordered by it. By default the product of the sizes.
+    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -43,26 +43,26 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes alone, in the order of ``axes``."""
+        """The sizes, in the order of ``axes``."""
         return tuple(size for _, size in self.axes)
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
-        """Sort key: the cost decides, then the axes."""
+        """Sort key: by cost, then sizes, then axis names."""
         return self.cost, self.sizes, tuple(name for name, _ in self.axes)
 
     def __str__(self) -> str:
-        """In words: "1024x768" (width x height), "1024x768, 17 frames", "512 tokens"."""
+        """For example "1024x768" (width x height), "1024x768, 17 frames" or "512 tokens"."""
         axes = dict(self.axes)
         sides = [f"{axes.pop('w')}x{axes.pop('h')}"] if axes.keys() >= set(IMAGE_AXES) else []
         return ", ".join([*sides, *(f"{size} {name}" for name, size in axes.items())])
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """The shape that ``str`` has written; its cost is the default.
+        """Parse the output of ``str``; the cost is the default.
 
         Raises:
-            ValueError: the text is no shape.
+            ValueError: the text is not a shape.
         """
         axes: dict[str, int] = {}
         for part in text.split(", "):
@@ -79,10 +79,10 @@ class Shape:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shape:
-        """The shape that ``to_json`` wrote.
+        """The shape written by ``to_json``.
 
         Raises:
-            ValueError, LookupError, TypeError, AttributeError: the value is no shape.
+            ValueError, LookupError, TypeError, AttributeError: the value is not a shape.
         """
         axes, cost = value["axes"], value["cost"]
         if not all(NAME.fullmatch(name) and type(size) is int for name, size in axes.items()) or type(cost) is not int:

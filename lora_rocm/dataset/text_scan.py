@@ -1,4 +1,4 @@
-"""Finding texts: a folder of ``.txt`` files, each of them one sample. What is odd is set aside or said."""
+"""Finds texts: each ``.txt`` file of a folder is one sample. Odd files are set aside or reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TEXT_BYTES = 1 << 24
 
 @dataclass
 class _Findings:
-    """What is gathered from all sources."""
+    """Results collected from all sources."""
 
     samples: Samples
     report: Report
@@ -29,9 +29,9 @@ class _Findings:
 
 
 def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True) -> Scan:
-    """Find what the family of a recipe trains on, in a fixed order: texts, or images with their captions.
+    """Find the samples of a recipe's family, in a fixed order: texts, or images with their captions.
 
-    Arguments and errors are those of ``scan`` and ``scan_texts``.
+    For arguments and errors see ``scan`` and ``scan_texts``.
     """
     if recipe.spec.trains_on_texts:
         return scan_texts(recipe.data, report)
@@ -39,14 +39,14 @@ def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True
 
 
 def scan_texts(data: DataSection, report: Report = ignore) -> Scan:
-    """Find every text of every source, in a fixed order. The caption of such a sample is its text; it has no sides.
+    """Find every text of every source, in a fixed order. The text is the sample's caption; width and height are 0.
 
     Args:
-        data: where they are.
-        report: gets the progress where there are very many.
+        data: the data section of the recipe.
+        report: receives the progress if there are very many texts.
 
     Raises:
-        DataError: a source is no folder or has no texts, or none of them can be used.
+        DataError: a source is not a folder or has no texts, or no text is usable.
     """
     sources = data.resolved_sources()
     found = _Findings(Samples(sources), report)
@@ -94,9 +94,9 @@ def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: 
 
 
 def text_in(path: Path) -> str:
-    """The text in a file (UTF-8, with or without a byte-order mark); each line ends in a line feed.
+    """The text of a file (UTF-8, with or without a byte-order mark), with CRLF line ends converted to LF.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read, or is no text (a pipe, a file of gigabytes).
+        OSError, UnicodeDecodeError: the file cannot be read, or is not text (a pipe, gigabytes in size).
     """
     return read_plain(path, MAX_TEXT_BYTES).decode("utf-8-sig").replace("\r\n", "\n")

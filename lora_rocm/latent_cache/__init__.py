@@ -1,1 +1,1 @@
-"""Encodes images and captions into the cache, and reads them back verified."""
+"""Encodes images and captions into the cache, and reads verified entries back."""

@@ -1,8 +1,9 @@
-"""What the encoders made, kept between runs: content-addressed, atomic, fingerprinted.
+"""Cache of encoder outputs across runs: content-addressed, written atomically, fingerprinted.
 
-An entry is trusted only as far as its fingerprints go: whatever does not match is CacheEntryBad, and is encoded again
-by whoever asked. Entries are read whole, not mapped (a mapped file cannot be repaired on Windows), and never replaced:
-a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``, ...) and the last good one counts.
+An entry is trusted only if its fingerprints match; otherwise ``get`` raises CacheEntryBad and its caller encodes the
+entry again. Entries are read whole, not memory-mapped (a mapped file cannot be repaired on Windows), and never
+replaced: a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``, ...), and the last good one
+counts.
 """
 
 from __future__ import annotations
@@ -39,37 +40,35 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.buckets import Geometry
     from lora_rocm.dataset.entry_spec import TensorSpec
 
-MARK_AFTER_S = (
-    24 * 3600
-)  # the time of change of a file says, to the day, when a run last wanted it: for ``cache prune``
+MARK_AFTER_S = 24 * 3600  # an entry's mtime records, to the day, when a run last used it, for ``cache prune``
 MISSING = "missing"
 
 
 @dataclass(frozen=True)
 class CachedItem:
-    """One entry: CPU tensors without a batch dimension, and the fingerprint of each, computed when it was encoded."""
+    """One entry: CPU tensors without a batch dimension, and their fingerprints, computed when they were encoded."""
 
     tensors: dict[str, Tensor]
     fingerprints: dict[str, int]
 
 
 def entry_key(entry: str, inputs: Sequence[Any], encoder_fingerprint: str) -> str:
-    """Key of an entry: its name, what it is made from (``image_parts``, a caption, or both), and what encodes it."""
+    """Key of an entry: a hash of its name, its inputs (``image_parts``, a caption, or both) and its encoder."""
     parts = [SPEC_VERSION, entry, *inputs, encoder_fingerprint]
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()[:40]
 
 
 def image_parts(image_sha256: str, geometry: Geometry, flip: bool) -> tuple[Any, ...]:
-    """What says which image is encoded: its bytes and how it is cut."""
+    """The parts of a key that identify an encoded view: the hash of the image's bytes, its crop and its mirroring."""
     return image_sha256, (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip)
 
 
 class LatentCache:
-    """Entries under ``root/<kind>/<first two of the key>/``; the kind is ``EntrySpec.name``.
+    """Entries under ``root/<kind>/<first two characters of the key>/``; the kind is ``EntrySpec.name``.
 
     Attributes:
-        written: kind -> (entries, bytes) that were written through this object.
-        writing: the kind whose entries are being made.
+        written: kind -> (entries, bytes) written through this object.
+        writing: the kind of entries being encoded.
     """
 
     def __init__(self, root: Path) -> None:
@@ -78,9 +77,9 @@ class LatentCache:
         self.writing = ""
 
     def fault(self, kind: str, key: str) -> str:
-        """What is wrong with an entry as seen from outside: MISSING, a damage, or nothing (empty).
+        """The fault of an entry without reading its payload: MISSING, a description of the damage, or "" if none.
 
-        Its header is read, and that its size is that which the header says; its bytes are checked by ``get``.
+        Reads the header and checks the file size against it; the payload is verified by ``get``.
         """
         names = self._names(kind, key)
         if not names:
@@ -93,20 +92,20 @@ class LatentCache:
         return ""
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
-        """Write an entry: ``content_of``, then ``write``."""
+        """Serialise and write an entry: ``content_of``, then ``write``."""
         self.write(kind, key, self.content_of(kind, key, tensors, item))
 
     def content_of(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> bytes:
-        """The bytes of an entry.
+        """Serialise an entry.
 
         Args:
             kind: name of the entry.
             key: from ``entry_key``.
             tensors: CPU tensors without a batch dimension.
-            item: the image or caption, for the error.
+            item: the image or caption, for the error message.
 
         Raises:
-            DataError: "encoder-nonfinite".
+            DataError: "encoder-nonfinite", a tensor has values that are not finite.
         """
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
@@ -122,10 +121,10 @@ class LatentCache:
         return save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
 
     def write(self, kind: str, key: str, content: bytes) -> None:
-        """Write an entry, whole or not at all; nothing where another run has just written the same.
+        """Write an entry atomically; does nothing if another run has just written the same bytes.
 
         Raises:
-            StorageError: disk full, no permission.
+            StorageError: the disk is full, or there is no permission.
         """
         names = self._names(kind, key)
         if not names or not _holds(names[-1], content):
@@ -134,10 +133,10 @@ class LatentCache:
             self.written[kind] = (entries + 1, written_bytes + len(content))
 
     def get(self, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
-        """Read an entry and check everything about it; of several the newest good one.
+        """Read and fully verify an entry; returns the newest good one of several.
 
         Raises:
-            CacheEntryBad: there is no entry that is as it was written and as ``spec`` wants it.
+            CacheEntryBad: there is no intact entry that matches ``spec``.
         """
         reasons = []
         for path in reversed(self._names(kind, key)):
@@ -153,7 +152,7 @@ class LatentCache:
         return self.root / kind / key[:2] / f"{key}{f'-{repair}' if repair else ''}.safetensors"
 
     def _names(self, kind: str, key: str) -> list[Path]:
-        """What lies under the names of an entry, oldest first: a folder or a link takes up a name too."""
+        """The existing paths under the names of an entry, oldest first; a folder or a link occupies a name too."""
         names: list[Path] = []
         while os.path.lexists(path := self._path(kind, key, len(names))):
             names.append(path)
@@ -161,14 +160,14 @@ class LatentCache:
 
 
 def _mark_used(path: Path) -> None:
-    """Note the day on which an entry was wanted, where the cache may be written."""
+    """Record the day on which an entry was used, if the cache is writable."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > MARK_AFTER_S:
             os.utime(path)
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether a file has exactly these bytes."""
+    """Whether a file holds exactly these bytes."""
     try:
         return read_entry(path)[1] == content
     except (OSError, CacheEntryBad):
@@ -176,7 +175,12 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
-    """The entry in a file, if every tensor is the one that was written and the one that is wanted."""
+    """Read an entry from a file, and verify that its tensors are intact and match ``spec``.
+
+    Raises:
+        CacheEntryBad: the entry is damaged, of another kind or version, or has other tensors.
+        OSError: the file cannot be read.
+    """
     header, content = read_entry(path)
     check_place(header, kind, key)
     if header.spec_version != SPEC_VERSION:

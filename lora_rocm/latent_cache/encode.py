@@ -1,14 +1,14 @@
-"""Filling the caches: what is missing is encoded, one item at a time, by one encoder after the other.
+"""Fills the caches: encodes missing entries one item at a time, with one encoder after the other.
 
-One item at a time because the exact bytes that an encoder makes depend on what else is in its batch; so an entry is the
-same whatever was missing, and however often the run was stopped in between. Each encoder leaves memory before the next
+Items are not batched, because the exact bytes of an encoder's output depend on the rest of its batch. So an entry is
+the same whichever others were missing, and however often the run was interrupted. Each encoder is freed before the next
 is loaded.
 
-While an encoder has one image, threads read, hash, decode and cut the next ones, and another writes what is made
-(``latent_cache/prefetch.py``); neither order nor bytes depend on them.
+While an encoder works on one image, threads read, hash, decode and crop the next ones, and another thread writes
+entries (``latent_cache/prefetch.py``). Neither order nor bytes depend on the threads.
 
-An image that does not fit into memory is encoded in tiles, which rounds otherwise: such an entry has a key of its own,
-and is taken if there is none of the whole image.
+An image that does not fit into memory is encoded in tiles, with different rounding. The tiled entry has a key of its
+own and is used if there is no entry of the whole image.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 __all__ = ["Caches", "Encoding", "Found"]
 
 Found = Callable[[int, str, Looked], None]
-"""Called with the index of a sample, the name of an entry, and what is known once all those entries are there."""
+"""Called with a sample's index, an entry's name and a ``Looked``, once all entries of that name exist for it."""
 
-LOOKED_AT_ONCE = 32  # samples that a thread looks for in the cache at a time
+LOOKED_AT_ONCE = 32  # samples that a thread looks up in the cache at a time
 
 
 @dataclass
 class Caches:
-    """The caches of one run, with what is needed to make each of their entries again.
+    """The caches of one run, with the data needed to encode each of their entries again.
 
-    encoders: of the family; each makes one kind of entry.
-    all_could_be_read: what was set aside is so for good.
+    encoders: the encoders of the family, one per kind of entry.
+    all_could_be_read: no image was set aside because of an error that may be temporary.
     """
 
     encoding: Encoding
@@ -83,7 +83,7 @@ class Caches:
         return entry_key(encoder.entry.name, (caption,), encoder.fingerprint)
 
     def belong(self, samples: Sequence[Wanted], captions: Iterable[str], pairs: Iterable[Wanted] = ()) -> None:
-        """These are all of the run: what ``repair`` and ``text_lookup`` are asked for is among them.
+        """Set all samples and captions of the run, among which ``repair`` and ``text_lookup`` search.
 
         ``pairs``: the samples with their captions.
         """
@@ -96,27 +96,27 @@ class Caches:
         found: Found = lambda index, entry, looked: None,
         encoders: Sequence[Encoder] | None = None,
     ) -> dict[str, Problem]:
-        """Encode the images that are missing.
+        """Encode the missing entries of images.
 
         Args:
-            samples: all of the run.
-            memory: of the hashes of files.
-            found: gets each sample for each entry, in no order, with its hash and the keys of its entries.
-            encoders: those to fill for; None: those that read images alone.
+            samples: all samples of the run.
+            memory: remembered hashes of files.
+            found: called for each sample and kind of entry, in no particular order.
+            encoders: encoders whose entries to fill; None for those that read images alone.
 
         Returns:
-            sample key -> why it is set aside, for images that could not be read.
+            sample key -> reason, for images that could not be read and are set aside.
 
         Raises:
-            DataError: an encoder made values that are not finite.
-            StorageError: the cache cannot be written; what is in it stays.
-            MachineError: an image does not fit into memory, not even in tiles; or what ``Encoding.look`` raises.
+            DataError: an encoder returned values that are not finite.
+            StorageError: the cache cannot be written; its entries stay.
+            MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
         """
         if encoders is None:
             encoders, self._samples = self.of_images(), samples
         memory = HashMemory(self.encoding.cache.root) if memory is None else memory
         memory.begin()
-        readable_formats()  # Pillow's readers are loaded here, not by the first two threads at once
+        readable_formats()  # loads Pillow's readers now, before two threads would do so at once
         failed: dict[str, Problem] = {}
         with quiet:
             for encoder in encoders:
@@ -124,14 +124,14 @@ class Caches:
         return failed
 
     def fill_texts(self, captions: Iterable[str]) -> None:
-        """Encode the captions that are missing.
+        """Encode the missing entries of captions.
 
         Args:
-            captions: all of the run; gone through again, and kept for ``repair``.
+            captions: all captions of the run; iterated several times, and kept for ``repair``.
 
         Raises:
-            DataError: an encoder made values that are not finite.
-            StorageError: the cache cannot be written; what is in it stays.
+            DataError: an encoder returned values that are not finite.
+            StorageError: the cache cannot be written; its entries stay.
         """
         self._captions = captions
         for encoder in self.of_captions():
@@ -147,7 +147,7 @@ class Caches:
                 self._encode_texts(encoder, faulty, len(missing), len(seen))
 
     def repair(self, entry: str, key: str, reason: str) -> None:
-        """Encode one entry again, under a new name, because it turned out to be bad: ``reason``.
+        """Encode a bad entry again, under a new file name. ``reason``: its fault.
 
         Raises:
             DataError: the image can no longer be read.
@@ -165,8 +165,10 @@ class Caches:
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
 
+        A bad entry is repaired.
+
         Raises:
-            DataError: it is not one of this run's.
+            DataError: the entry is bad or missing, and the caption is not one of this run.
         """
         tensors: Tensors = {}
         for encoder in self.of_captions():
@@ -189,8 +191,9 @@ class Caches:
             return cache.get(entry.name, key, entry.tensors).tensors
 
     def _image_again(self, encoder: Encoder, key: str) -> tuple[Tensors, str]:
-        """The tensors of an entry that is made from an image, and where the image is."""
+        """Encode an image's entry again. Returns its tensors and the location of the image."""
         known = self._pairs if encoder.entry.has_captions else read_by(encoder, self._samples)
+        # Find the sample and view of this key, and read the image.
         hashed = ((wanted, sha256) for wanted in known if (sha256 := wanted.hashed()))
         all_entries = ((*pair, entry) for pair in hashed for entry in entries_of(encoder, *pair))
         found = next((each for each in all_entries if key in (each[2].whole_key, each[2].tiled_key)), None)
@@ -206,13 +209,14 @@ class Caches:
                 where=error.where,
                 fix="Restore the image, or take it away; then run the same command again.",
             ) from None
+        # Encode it as before, in tiles if the key is that of the tiled entry.
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
         inputs = entry.inputs(wanted.tensor(image, entry.flip))
         place = shown(wanted.sample.location)
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
     def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
-        """Encode one item, on the CPU if the GPU is full of the model in training."""
+        """Encode one item; on the CPU if it does not fit on the GPU beside the model in training."""
         full: MachineError | None = None
         for device in (self.encoding.device, CPU):
             empty_pools()
@@ -228,12 +232,12 @@ class Caches:
     def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:
         encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
         tensors = encode(inputs)
-        held.add(lambda: None)  # what follows keeps it
+        held.add(lambda: None)  # only triggers the check; the caller writes the entry
         held.settle()
         return tensors
 
     def _encode_texts(self, encoder: Encoder, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
-        """Encode captions, each with what is wrong with its entry; ``count`` of them, of a ``total``."""
+        """Encode ``count`` of ``total`` captions. ``missing``: pairs of caption and fault of its entry."""
         encoding, name = self.encoding, encoder.entry.name
         loaded = LoadedEncoder(encoder, encoding)
         progress = Progress("captions", total, encoding.report, total - count)
@@ -250,7 +254,7 @@ class Caches:
 
 @dataclass
 class _Images:
-    """Filling the entries of one encoder that reads images."""
+    """Fills the entries of one encoder that reads images."""
 
     caches: Caches
     encoder: Encoder
@@ -260,6 +264,7 @@ class _Images:
     failed: dict[str, Problem]
 
     def fill(self) -> None:
+        """Look up all samples in the cache, then encode the missing entries."""
         name, missing, num_missing, there = self.encoder.entry.name, array("q"), 0, 0
         for index, looked in enumerate(self._looked_at()):
             if looked.problem is not None:
@@ -279,7 +284,7 @@ class _Images:
         self.caches.all_could_be_read &= not looked.passing
 
     def _entries_of(self, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
-        """The entries of a sample as they lie in the cache: the whole image's, or the tiled one if only that exists."""
+        """The entries of a sample with their state in the cache; falls back to the tiled entry if only that exists."""
         cache, name = self.caches.encoding.cache, self.encoder.entry.name
         entries = []
         for entry in entries_of(self.encoder, wanted, sha256):
@@ -301,7 +306,10 @@ class _Images:
                 progress.step()
 
     def _encode(self, missing: array[int], num_missing: int, there: int) -> None:
-        """Encode and write the entries that these samples lack, beside ``there``. The weights go when this returns."""
+        """Encode and write the missing entries of these samples; the encoder's weights are freed on return.
+
+        ``there``: number of existing entries, for the progress.
+        """
         encoding = self.caches.encoding
         progress = Progress("images", there + num_missing, encoding.report, done=there)
         filling = Filling(self.encoder, encoding, progress)
@@ -324,7 +332,7 @@ class _Images:
 
 
 def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
-    """The entries that an encoder makes of a sample whose image has this hash: view by view, caption by caption."""
+    """The entries that an encoder makes of a sample: per view, per caption. ``sha256``: hash of the file it reads."""
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
     for flip in wanted.flips:
@@ -338,10 +346,10 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
 
 
 def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
-    """The image, if its bytes are those that its key stands for.
+    """Decode the image, after checking that its bytes still have the hash in its key.
 
     Raises:
-        DataError: it cannot be read, or is another one by now: under that key it would be taken for the first for good.
+        DataError: the image cannot be read, or has changed: encoding it under the old key would poison the cache.
     """
     content = wanted.read()
     if hash_of(content) != sha256:

@@ -1,4 +1,4 @@
-"""What filling the caches needs of the run around it."""
+"""``Encoding``: the run's context that filling the caches needs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Encoding:
-    """Where encoders run, where their entries are kept, and who hears of it.
+    """Device, cache and listeners of encoding.
 
-    report: gets the progress.
-    context: hears that an encoder went to the CPU or works in tiles, and of each damaged entry that was encoded again.
-    tiles: image encoders work in tiles; becomes true when memory runs out.
-    open_door: opens the transfer by which weights and inputs reach a device, and results come back.
-    look: raises if kernels or the encoders' weights are not what they should be. Called before the first entry is made
-        and before entries are written (see ``proven``); not called if nothing is encoded.
+    report: receives the progress.
+    context: receives events if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
+    tiles: image encoders work in tiles; set after running out of memory.
+    open_door: opens the transfer of weights, inputs and results to and from a device.
+    look: raises if kernels or the encoders' weights are wrong. Called before the first encode and before each batch of
+        entries is written (see ``quarantine.HeldBack``); not called if nothing is encoded.
     """
 
     cache: LatentCache
@@ -42,12 +42,12 @@ class Encoding:
     look: Look | None = None
 
     def held_back(self, door: Callable[[], DeviceTransfer]) -> HeldBack:
-        """Results of an encoder behind a door are kept once a look at that door has found all well."""
+        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its transfer."""
         look = self.look
         return HeldBack(None if look is None else lambda: look(door()))
 
     def put_behind(self, behind: Behind, entry: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
-        """Have an entry checked, fingerprinted and written by another thread, and reported if it replaces a bad one."""
+        """Check, fingerprint and write an entry in another thread; emits an event if it replaces a bad one."""
 
         def tell() -> None:
             if fault != MISSING:

@@ -1,4 +1,4 @@
-"""One encoder while its entries are made: loaded when the first sample wants it, with an answer to full memory."""
+"""Runs one encoder: loads it for the first sample that needs it, and recovers from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CPU = torch.device("cpu")
 
 
 class Filling(ExitStack):
-    """Encodes images, and hands on what is made: kept back until a look finds all well, then written behind.
+    """Encodes images; entries are held back until a check passes, and then written by another thread.
 
-    To be used in a ``with`` block, at whose end all is written that a look found well.
+    Use it in a ``with`` block; at its end, all entries that passed the check are written.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
@@ -40,13 +40,13 @@ class Filling(ExitStack):
         self._encoder, self._encoding, self._progress = encoder, encoding, progress
         self._behind = self.enter_context(Behind())
         self._loaded: LoadedEncoder | None = None
-        self._made = dict[bytes, bool]()  # key of an entry -> whether in tiles: copies of an image are encoded once
+        self._made = dict[bytes, bool]()  # entry key -> encoded in tiles; copies of an image are encoded once
 
     def add(self, wanted: Wanted, looked: Looked) -> Looked:
-        """Encode what a sample lacks; the same with the keys that its entries have now.
+        """Encode the missing entries of a sample; returns its hash and updated entries.
 
         Raises:
-            DataError, StorageError, MachineError: as ``Caches.fill_images``.
+            DataError, StorageError, MachineError: see ``Caches.fill_images``.
         """
         entries, place = [], shown(wanted.sample.location)
         for number, entry in enumerate(looked.entries):
@@ -65,21 +65,21 @@ class Filling(ExitStack):
             self._loaded = LoadedEncoder(self._encoder, self._encoding)
             self.enter_context(self._loaded.held)
         tensors = self._loaded(entry.inputs(pixels_CHW), place)
-        now = _made(entry, self._encoding.tiles)  # from one image that did not fit on, all are made in tiles
+        now = _made(entry, self._encoding.tiles)  # after the first image that did not fit, all are encoded in tiles
         put, name = self._encoding.put_behind, self._encoder.entry.name
         self._loaded.held.add(partial(put, self._behind, name, now.key, tensors, place, entry.fault))
         return now
 
 
 def _made(entry: Entry, in_tiles: bool) -> Entry:
-    """The entry as it has been made."""
+    """The entry after encoding, without a fault."""
     return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
 
 
 class LoadedEncoder:
     """An encoder with its weights on the device.
 
-    If memory runs out, an encoder of images goes over to tiles, and one of captions to the CPU, for good.
+    On out-of-memory, an image encoder switches to tiles and a caption encoder to the CPU, permanently.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
@@ -109,10 +109,10 @@ class LoadedEncoder:
             self._encode = lambda inputs: one_image(inputs[IMAGE])
 
     def __call__(self, inputs: Inputs, place: str) -> Tensors:
-        """Encode one sample. ``place``: what to call it.
+        """Encode one sample. ``place``: its name in messages.
 
         Raises:
-            MachineError: it does not fit into memory by any way that there is.
+            MachineError: the sample does not fit into memory, even after recovery.
         """
         try:
             return self._encode(inputs)
@@ -123,7 +123,7 @@ class LoadedEncoder:
         if not self._reads_image:
             if self._device.type == "cpu":
                 raise full
-            self.held.settle()  # with the weights that made it
+            self.held.settle()  # check with the weights that encoded the held entries
             self._forget()
             self._go_to_cpu()
         else:
@@ -138,6 +138,7 @@ class LoadedEncoder:
         self._load_on(CPU)
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
+        """Reload the encoder with tiling; raises MachineError if it already tiles or cannot tile."""
         if self._encoding.tiles or self._encoder.in_tiles() is None:
             pixels_CHW = inputs[IMAGE]
             assert isinstance(pixels_CHW, Tensor)
@@ -151,7 +152,7 @@ class LoadedEncoder:
             )
         self._encoding.tiles = True
         self._encoding.context.emit(change_event("image-tiling", "out-of-memory"))
-        self.held.settle()  # with the weights that made it
+        self.held.settle()  # check with the weights that encoded the held entries
         self._forget()
         empty_pools()
         self._load_on(self._device)

@@ -1,4 +1,4 @@
-"""One image on its way to an encoder: read once, hashed, decoded and cut. Threads do this ahead of the encoder."""
+"""Prepares images for an encoder: reads each once, hashes, decodes and crops it. Runs in prefetch threads."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODED_BYTES, PIXEL_BYTES = 6, 12
-"""Bytes for one pixel of the file while it is decoded (RGB, and once more while it is scaled), and of the encoder's."""
+"""Bytes per pixel of the file while it is decoded (RGB, and again while scaled), and per pixel of encoder input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sample whose entries are wanted in the cache.
+    """A sample whose entries are to be in the cache.
 
-    flips: the views: as it is, mirrored, or both.
-    captions: for entries that are made from captions too; else None alone.
-    sha256: of the bytes that its entries were made from; empty before they are.
+    flips: the views: unmirrored, mirrored, or both.
+    captions: captions for entries that are also made from captions; otherwise (None,).
+    sha256: hash of the bytes that its entries were made from; empty before that.
     """
 
     sample: Sample
@@ -45,49 +45,49 @@ class Wanted:
 
     @property
     def reads(self) -> str:
-        """What its entries are made from: of ``entry_spec.INPUTS``."""
+        """The input that its entries are made from, one of ``entry_spec.INPUTS``."""
         return IMAGE
 
     @property
     def file(self) -> Path | None:
-        """What is read, if it is a file of its own."""
+        """The file that is read; None if it is a row of a dataset."""
         return self.sample.location if isinstance(self.sample.location, Path) else None
 
     def hashed(self) -> str:
-        """The hash of the bytes that its entries were made from; empty if they are not known."""
+        """The hash of the bytes that its entries were made from; empty if it is not known."""
         return self.sha256
 
     def read(self) -> bytes:
-        """The undecoded bytes of what is read.
+        """Read the undecoded bytes.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: they cannot be read.
         """
         return image_bytes(self.sample)
 
     def decoded(self, content: bytes) -> Image.Image:
-        """What was read, upright.
+        """Decode the bytes to an upright image.
 
         Raises:
-            DataError: it cannot be used.
+            DataError: the image cannot be used.
         """
         return load_image(self.sample, content)
 
     def tensor(self, image: Image.Image, flip: bool) -> Tensor:
-        """What the encoder takes of one view: here pixels_CHW.
+        """The encoder's input for one view: here pixels_CHW.
 
         Raises:
-            DataError: nothing is left of it.
+            DataError: nothing of a mask is left after the crop.
         """
         return pixels_of(cut(image, self.geometry, flip))
 
     def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
-        """What says which view is encoded, for the key of its entry; ``sha256``: of what is read."""
+        """The parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
         return image_parts(sha256, self.geometry, flip)
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory from decoding to encoding."""
+        """Estimated memory use from decoding to encoding."""
         height, width = self.geometry.target_hw
         decoded = self.sample.width * self.sample.height * DECODED_BYTES
         return decoded + self.num_entries * height * width * PIXEL_BYTES
@@ -101,9 +101,11 @@ class Wanted:
 class Entry:
     """One entry of a sample that is made from an image.
 
-    whole_key: its key if the image is encoded whole; tiled_key: if it is encoded in tiles and can be.
-    reads: what it is made from, beside the caption.
-    in_tiles: which of the two lies in the cache, or will. fault: what is wrong with that one, if anything.
+    whole_key: its key if the image is encoded whole.
+    tiled_key: its key if the image is encoded in tiles; None if the encoder cannot.
+    reads: the input it is made from, besides the caption.
+    in_tiles: whether the tiled entry is in the cache, or will be, instead of the whole one.
+    fault: the fault of that entry; empty if there is none.
     """
 
     flip: bool
@@ -119,17 +121,17 @@ class Entry:
         return self.tiled_key if self.in_tiles and self.tiled_key is not None else self.whole_key
 
     def inputs(self, tensor: Tensor) -> Mapping[str, Tensor | str]:
-        """What its encoder takes, with the ``Wanted.tensor`` of its view."""
+        """The encoder's inputs. ``tensor``: ``Wanted.tensor`` of the entry's view."""
         return {self.reads: tensor} if self.caption is None else {self.reads: tensor, CAPTION: self.caption}
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is known of a sample's image without reading it, or (with ``pixels``) after.
+    """Result of looking up a sample's image in the cache, or (with ``pixels``) of reading it.
 
-    sha256, entries: empty if the hash is not known. file: what the hash is to be remembered by.
-    pixels: ``Wanted.tensor`` of each entry that has a fault.
-    problem: why the image cannot be used; passing: it may be usable another time.
+    sha256, entries: empty if the hash is not known. file: state under which to remember the hash.
+    pixels: for each entry, ``Wanted.tensor`` if the entry has a fault, else None; empty if nothing was decoded.
+    problem: reason why the image cannot be used. passing: the problem may be temporary.
     """
 
     sha256: str = ""
@@ -144,15 +146,18 @@ EntriesOf = Callable[[Wanted, str], tuple[Entry, ...]]
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """pixels_CHW: float32 in [-1, 1], contiguous, from an image in mode RGB."""
+    """Convert an image in mode RGB to pixels_CHW: float32 in [-1, 1], contiguous."""
     pixels_CHW = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).astype(np.float32)
     pixels_CHW /= np.float32(127.5)
     pixels_CHW -= np.float32(1.0)
-    return torch.from_numpy(pixels_CHW)  # by numpy: torch would start its own threads beside each of ours
+    return torch.from_numpy(pixels_CHW)  # numpy, because torch would start its own threads in each of ours
 
 
 def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wanted]) -> list[Looked]:
-    """What the cache holds of each sample, without reading a file whose hash is known: for warm caches."""
+    """Look up the entries of samples in the cache, for warm caches.
+
+    Image files are not read: their hashes are remembered, or unknown. Rows of datasets are read and hashed.
+    """
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 
 
@@ -168,11 +173,11 @@ def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: Wanted) -> Loo
 
 
 def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
-    """The image read, and decoded and cut if an entry of it is missing or bad.
+    """Read an image; decode and crop it if one of its entries is missing or bad.
 
     Raises:
         LoraRocmError: the cache cannot be read.
-        MemoryError, RuntimeError: memory ran out; a note says at which image.
+        MemoryError, RuntimeError: out of memory; a note names the image.
     """
     try:
         file = FileState.of(wanted.file) if wanted.file is not None else None
@@ -181,6 +186,7 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         entries = entries_of(wanted, sha256)
         if not any(entry.fault for entry in entries):
             return Looked(sha256, entries, file)
+        # Decode it, and crop the views that have a missing or bad entry.
         image = wanted.decoded(content)
         del content
         views = {
@@ -199,10 +205,11 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
 
 
 def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
+    """The result for an image that cannot be read; ``passing`` if the root cause is the system or memory."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    system = isinstance(cause, OSError) and cause.errno is not None  # not Pillow's word about the content
+    system = isinstance(cause, OSError) and cause.errno is not None  # Pillow's own OSErrors have no errno
     passing = system or isinstance(cause, MemoryError)
     if isinstance(error, DataError):
         return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)

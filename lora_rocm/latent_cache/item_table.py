@@ -1,6 +1,6 @@
-"""The samples of a run as an Arrow table: how each is cut, its entries in the cache, and the items of the plan over it.
+"""The samples of a run as an Arrow table with their crops and cache keys, and the plan's items over that table.
 
-Some 300 bytes a sample beside its name and caption; as objects they would take several thousand.
+A sample takes some 300 bytes in addition to its name and caption; as objects it would take several thousand.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 HASH_BYTES, KEY_BYTES = 32, 20
 SLOT_BYTES = 2 * KEY_BYTES  # an image and its mirror image
-CUT = struct.Struct("=6i")  # height and width: of the scaled image, of the crop's corner, of the crop
+CUT = struct.Struct("=6i")  # (height, width) of the scaled image, (top, left) and (height, width) of the crop
 NO_CUT = CUT.pack(*[0] * 6)
 ByteRows: TypeAlias = NDArray[np.uint8]
 ANY_SHAPE = Shape.of(samples=1)
-"""Of samples whose size no entry follows: all lie in one bucket."""
+"""The shape of samples whose entries do not depend on size: all are in one bucket."""
 
 
 def _shape(height: int, width: int) -> Shape:
-    """The shape of an image; without a height ``width`` is the number of tokens of a text, or nothing is known."""
+    """The shape of an image; with height 0, that of a text of ``width`` tokens, or ANY_SHAPE if both are 0."""
     if height:
         return image_shape((height, width))
     return Shape.of(tokens=width) if width else ANY_SHAPE
 
 
 def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
-    """The image as it is, and with flip_aug its mirror image."""
+    """The views of an image: unmirrored, and with flip_aug also mirrored."""
     return (False, True) if options.flip_aug else (False,)
 
 
 def table_schema(entries: Iterable[EntrySpec]) -> Any:
-    """The Arrow schema of the table: the columns of samples, then how they are cut, then the keys of their entries.
+    """The Arrow schema of the table: the columns of samples, then crop and image hash, then the keys of their entries.
 
-    The keys of an entry made from captions follow each other: view by view, and of each view the variants and then the
-    empty caption. An entry made from the image alone has a slot for each view; "whole" is the key of the image in one.
+    The keys of an entry made from captions are concatenated: per view, the caption variants and then the empty caption.
+    An entry made from the image alone has a slot per view; "whole" holds the keys of the untiled entries.
     """
     schema = sample_schema()
     schema = schema.append(pyarrow.field("cut", pyarrow.binary(CUT.size)))
@@ -67,10 +67,10 @@ def table_schema(entries: Iterable[EntrySpec]) -> Any:
 
 
 def check_table(batch: Any, entries: Iterable[EntrySpec], num_sources: int) -> None:
-    """Look at a table from a file: nothing in it points to nowhere.
+    """Validate a table from a file, including its references to sources and its key lists.
 
     Raises:
-        ValueError, pyarrow.ArrowException: it is not the table of these entries.
+        ValueError, pyarrow.ArrowException: it is damaged, or not a table of these entries.
     """
     batch.validate(full=True)
     if batch.schema != table_schema(entries) or any(column.null_count for column in batch.columns):
@@ -84,7 +84,7 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], num_sources: int) -> N
 
 
 def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
-    """The keys of all entries in a table from a file, by entry, KEY_BYTES each."""
+    """The keys of all entries in a table, concatenated per entry name, KEY_BYTES each."""
     keys = {}
     for entry in entries:
         keys_NK = np.frombuffer(b"".join(batch[f"key {entry.name}"].to_pylist()), np.uint8).reshape(-1, KEY_BYTES)
@@ -93,7 +93,7 @@ def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
 
 
 class KeyLists:
-    """Lists of cache keys, as a column of the table."""
+    """A column of the table with a list of cache keys per row."""
 
     def __init__(self) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
@@ -104,19 +104,19 @@ class KeyLists:
 
     @property
     def column(self) -> Any:
-        """An Arrow array of bytes."""
+        """The column as an Arrow array of bytes."""
         buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(self._bytes)]
         return pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self._ends) - 1, buffers)
 
 
 class Usable(Lazy[Wanted]):
-    """The samples that can be used, and what is found of each in the cache.
+    """The usable samples, with their crops, image hashes and the cache keys found so far.
 
     Args:
         samples: N samples.
-        cuts_NB: how the image of each is cut, as CUT packs it; NO_CUT if no image is read.
-        sha256_NB: of the image file of each; zeros if it is not known.
-        keys_NB: by column of the table, the cache keys of entries that are made from the image alone.
+        cuts_NB: crop of each image, packed by CUT; NO_CUT if no image is read.
+        sha256_NB: hash of each image file; zeros if it is not known.
+        keys_NB: column of the table -> cache keys, for entries made from the image alone.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Usable(Lazy[Wanted]):
 
     @classmethod
     def unfilled(cls, samples: Samples, cuts: bytearray, entries: Iterable[str]) -> Usable:
-        """Samples of which nothing has been found. ``entries``: names of those that are made from the image alone."""
+        """Samples without any keys or hashes yet. ``entries``: names of the entries made from the image alone."""
         columns = [f"{kind} {name}" for name in entries for kind in ("key", "whole")]
         zeros = {column: np.zeros((len(samples), SLOT_BYTES), np.uint8) for column in columns}
         cuts_NB = np.frombuffer(cuts, np.uint8).reshape(-1, CUT.size)
@@ -135,11 +135,11 @@ class Usable(Lazy[Wanted]):
 
     @classmethod
     def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
-        """The samples of a table, to be encoded again."""
+        """The samples of a table, for encoding entries again."""
         return cls(samples_in(batch, sources), byte_rows(batch["cut"]), byte_rows(batch["sha256"]), {})
 
     def table(self, entries: Iterable[EntrySpec], captions: Mapping[str, KeyLists]) -> Any:
-        """All of it as an Arrow record batch with ``table_schema``. ``captions``: keys by column."""
+        """The table as an Arrow record batch with ``table_schema``. ``captions``: column -> keys."""
         fixed = {"cut": self._cuts_NB, "sha256": self._sha256_NB, **self._keys_NB}
         columns = {name: lists.column for name, lists in captions.items()}
         for name, rows_NB in fixed.items():
@@ -152,7 +152,7 @@ class Usable(Lazy[Wanted]):
         return pyarrow.record_batch([*of_samples.columns, *rest], schema)
 
     def ordered(self, indices: NDArray[np.int64]) -> Usable:
-        """The samples at these indices."""
+        """The samples at these indices, in that order."""
         keys_NB = {column: rows_NB[indices] for column, rows_NB in self._keys_NB.items()}
         return Usable(self.samples.at(indices), self._cuts_NB[indices], self._sha256_NB[indices], keys_NB)
 
@@ -168,7 +168,7 @@ class Usable(Lazy[Wanted]):
         return Wanted(sample, geometry, flips_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:
-        """The entries of one kind are in the cache."""
+        """Record that the entries of one kind are in the cache, with their keys."""
         self.hashed(index, looked.sha256)
         for number, made in enumerate(looked.entries):
             part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
@@ -177,37 +177,37 @@ class Usable(Lazy[Wanted]):
         self._num_found_N[index] += 1
 
     def hashed(self, index: int, sha256: str) -> None:
-        """The hash of its image file is known."""
+        """Record the hash of a sample's image file."""
         self._sha256_NB[index] = bytearray.fromhex(sha256)
 
     def counted(self, index: int, num_tokens: int) -> None:
-        """The number of tokens of a text is known."""
+        """Record the number of tokens of a text."""
         self._cuts_NB[index] = bytearray(CUT.pack(0, 0, 0, 0, 0, num_tokens))
 
     def sha256(self, index: int) -> str:
-        """Of the image file of one; empty if it is not known."""
+        """The hash (hex) of a sample's image file; empty if it is not known."""
         sha256 = self._sha256_NB[index].tobytes()
         return sha256.hex() if any(sha256) else ""
 
     @property
     def ready(self) -> NDArray[np.int64]:
-        """The indices of those whose entries are all there, in order."""
+        """Sorted indices of the samples whose image entries are all in the cache."""
         return np.flatnonzero(2 * self._num_found_N == len(self._keys_NB))
 
     def shape(self, index: int) -> Shape:
-        """The shape of one."""
+        """The shape of a sample."""
         *_, height, width = CUT.unpack(self._cuts_NB[index].tobytes())
         return _shape(height, width)
 
 
 class Items(Lazy[Item]):
-    """The items of a plan.
+    """The items of a plan, built from table rows on access.
 
     Args:
         batch: rows of the table.
-        sources: of the recipe.
-        entries: of the family.
-        held_out: for the validation loss: neither mirrored, repeated nor without caption.
+        sources: sources of the recipe.
+        entries: entries of the family.
+        held_out: the items are for the validation loss: no mirroring, repeats or caption dropout.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class Items(Lazy[Item]):
         return [self._item(s, dict(zip(names, row, strict=True))) for s, row in zip(samples, rows, strict=True)]
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
+        """Build an item from a sample and its row of the table."""
         options, geometry = sample.options, geometry_of_cut(sample, row["cut"])
         num_views = 1 if self.held_out else len(flips_of(options))
         num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
@@ -251,7 +252,7 @@ class Items(Lazy[Item]):
         )
 
     def outline(self) -> Outline:
-        """What a plan's order is made from; the keys are not kept."""
+        """The outline for a plan; reads the sample keys from the table on each iteration."""
         targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
@@ -266,7 +267,7 @@ class Items(Lazy[Item]):
 
 
 class _Names(Lazy[str]):
-    """The texts in a column."""
+    """The decoded texts of a column."""
 
     def __init__(self, column: Any) -> None:
         self._column = column
@@ -279,12 +280,12 @@ class _Names(Lazy[str]):
 
 
 def samples_in(batch: Any, sources: Sequence[ResolvedSource]) -> Samples:
-    """The samples in rows of the table."""
+    """The samples of table rows."""
     return Samples(sources, batch.select(sample_schema().names))
 
 
 def byte_rows(column: Any) -> ByteRows:
-    """A column of bytes of one length as an array with a row for each; a view."""
+    """View a column of fixed-size bytes as an array with one row per value."""
     width = column.type.byte_width
     start = column.offset * width
     return np.frombuffer(column.buffers()[1], np.uint8)[start : start + len(column) * width].reshape(-1, width)
@@ -296,7 +297,7 @@ def keys_in(raw: bytes) -> tuple[str, ...]:
 
 
 def geometry_of_cut(sample: Sample, cut: bytes) -> Geometry | None:
-    """How the image of a sample is cut; None if no image is read."""
+    """The geometry of a sample from its packed crop; None if no image is read."""
     height, width, top, left, target_height, target_width = CUT.unpack(cut)
     if not height:
         return None
@@ -304,7 +305,7 @@ def geometry_of_cut(sample: Sample, cut: bytes) -> Geometry | None:
 
 
 def identity(items: Iterable[Item]) -> str:
-    """A hash that changes if other items, or the same in another order, are trained on."""
+    """A hash of the items to train on and their order."""
     digest = hashlib.sha256(b"[")
     for number, item in enumerate(items):
         parts = repr((item.key, item.repeats, item.content))

@@ -1,8 +1,9 @@
-"""What a large dataset came to, kept beside the cache, so that a start does not look at each of its images again.
+"""Manifests: stored results of preparing a large dataset, so that a start does not check every image again.
 
-It is taken where the same recipe (as far as the data goes) finds the same files, by name, size and times of change, and
-the cache lists every entry. What is inside an entry is looked at when it is read, and made again then. Below KEPT_FROM
-images nothing is kept: to look at each costs seconds, and tells of a damaged entry before training begins.
+A manifest is valid if the recipe (as far as it affects the data) and the files (by name, size and times of change) are
+the same, and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are
+read. Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged
+entries before training.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 KEPT_FROM = 20_000
-KEY_TYPE = f"S{KEY_BYTES}"  # all of one length: zeros at the end count too
+KEY_TYPE = f"S{KEY_BYTES}"  # all keys have the same length, so numpy's stripping of trailing zeros does no harm
 ENTRY_END = ".safetensors"
 HEADER_KEY = "lora_rocm"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the metadata of the result says of the training samples.
+    """Statistics of the training samples for the metadata of the LoRA file.
 
-    tag_frequency: folder -> tag -> in how many captions. bucket_counts: shape -> samples times repeats.
-    folders: folder -> {"n_repeats", "img_count"}, as kohya's ``ss_dataset_dirs``.
+    tag_frequency: folder -> tag -> number of captions. bucket_counts: shape -> samples times repeats.
+    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``.
     """
 
     tag_frequency: dict[str, dict[str, int]]
@@ -62,13 +63,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The samples of a run, whose entries are all there.
+    """The samples of a run whose entries are all in the cache.
 
-    batch: the table (``item_table.table_schema``) as one Arrow record batch: first the samples to train on, then those
-        that are held out.
-    items_digest: ``item_table.identity`` of the items to train on; of a million of them it takes a minute.
-    other_files: images that a dataset names and that cannot be used.
-    lasting: as long as the files are the same, so is all of this; not where one could not be read for now.
+    batch: the table (``item_table.table_schema``) as one Arrow record batch: the samples to train on, then the held-out
+        samples.
+    items_digest: ``item_table.identity`` of the items to train on; kept because a million items take a minute.
+    other_files: image files named by a dataset that are not used.
+    lasting: the manifest stays valid while the files are the same; False if a read error may be temporary.
     """
 
     batch: Any
@@ -82,18 +83,18 @@ class Manifest:
 
 
 class Shelf:
-    """Where the manifest of a recipe's data is kept.
+    """Stores and loads the manifest of a recipe's data.
 
     Args:
-        root: the cache's folder.
-        recipe: whose data it is.
-        encoders: of the family.
+        root: the cache folder.
+        recipe: the recipe that defines the data.
+        encoders: the encoders that fill the cache.
     """
 
     def __init__(self, root: Path, recipe: Recipe, encoders: Sequence[Encoder]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
         self._entries = [encoder.entry for encoder in encoders]
-        readers = [PILLOW_VERSION, *sorted(readable_extensions())]  # others find or read other files
+        readers = [PILLOW_VERSION, *sorted(readable_extensions())]  # other readers find or read other files
         about: list[Any] = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers]
         about += [[e.entry.name, e.entry.inputs, e.fingerprint] for e in encoders]
         about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
@@ -101,10 +102,10 @@ class Shelf:
         self.path = root / MANIFESTS / name
 
     def recall(self) -> Manifest | None:
-        """The manifest, if it is still true and every entry lies in the cache."""
+        """Load the manifest; None if there is none, it is out of date, or an entry is missing from the cache."""
         try:
-            manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: others may replace it
-            mark = _old(self.path)  # else its entries have been marked lately too
+            manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: another run may replace it
+            mark = _old(self.path)  # if not old, its entries were marked recently too
         except (
             OSError,
             ValueError,
@@ -113,7 +114,7 @@ class Shelf:
             AttributeError,
             RecursionError,
             pyarrow.ArrowException,
-        ):  # damaged, or of another version: made anew
+        ):  # missing, damaged, or of another version: a new one is made
             return None
         if listing != self._listings(manifest):
             return None
@@ -125,9 +126,13 @@ class Shelf:
         return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
-        """Keep a manifest of many samples. If the disk is full, only the next start takes longer."""
+        """Store a manifest of at least KEPT_FROM samples. Write errors are ignored: they only slow down the next start.
+
+        ``listing``: from ``listing()``, taken before the manifest was made.
+        """
         if len(manifest.batch) < KEPT_FROM or not manifest.lasting or listing is None:
             return
+        # Put everything but the table into the metadata of its schema.
         header = {
             "listing": self._listings(manifest, listing),
             "num_training": manifest.num_training,
@@ -140,7 +145,8 @@ class Shelf:
             "dirs": manifest.facts.folders,
         }
         batch = manifest.batch.replace_schema_metadata({HEADER_KEY: json.dumps(header)})
-        content = BytesIO()  # Arrow's own buffer would keep twice its size
+        # Serialise it, followed by its hash, and write it.
+        content = BytesIO()  # Arrow's own buffer would take twice the memory
         with pyarrow.ipc.new_stream(content, batch.schema) as stream:
             stream.write_batch(batch)
         content.write(hashlib.sha256(content.getvalue()).digest())
@@ -148,12 +154,12 @@ class Shelf:
             write_atomic(self.path, content.getvalue(), read_back=False)
 
     def _listings(self, manifest: Manifest, listing: str | None = None) -> list[str | None]:
-        """What the files in the sources, and those that datasets name, are known by."""
+        """Hashes of the state of all files in the sources, and of the image files that datasets name."""
         named = samples_in(manifest.batch, self._sources).files_of_datasets()
         return [listing or self.listing(), _states(chain(named, manifest.other_files))]
 
     def listing(self) -> str | None:
-        """A hash of name, size and times of change of every file in the sources; None where nobody can tell."""
+        """A hash of name, size and times of change of all files in the sources; None if a source is not local."""
         digest = hashlib.sha256()
         for index, source in enumerate(self._sources):
             try:
@@ -167,11 +173,12 @@ class Shelf:
         return digest.hexdigest()
 
     def _read(self, content: memoryview) -> tuple[Manifest, list[str]]:
-        """The manifest in a file, and the listings it was made from.
+        """Parse and validate a manifest file. Returns the manifest, and the listings it was made from.
 
         Raises:
-            ValueError, LookupError, TypeError, pyarrow.ArrowException: it is none, or damaged.
+            ValueError, LookupError, TypeError, pyarrow.ArrowException: the file is not a manifest, or is damaged.
         """
+        # Verify the hash, then the table.
         content, sha256 = content[:-HASH_BYTES], content[-HASH_BYTES:]
         if hashlib.sha256(content).digest() != sha256:
             raise ValueError("damaged")
@@ -179,6 +186,7 @@ class Shelf:
         header = json.loads(batch.schema.metadata[HEADER_KEY.encode()])
         batch = batch.replace_schema_metadata(None)
         check_table(batch, self._entries, len(self._sources))
+        # Rebuild the other fields from the metadata.
         facts = Facts(
             header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
         )
@@ -190,9 +198,9 @@ class Shelf:
         return Manifest(batch, num_training, digest, set_aside, notices, facts, others), header["listing"]
 
     def _there(self, kind: str, keys: bytes, mark: bool) -> bool:
-        """Whether the cache lists every one of these entries; ``mark`` them as used, as ``LatentCache.fault`` does.
+        """Whether the cache holds a file for each of these entries; ``mark``: record that they were used.
 
-        Many of them lie in one folder: to read the folder is much less work than to look at each.
+        Lists whole folders, which is much faster than checking entries one by one: a folder holds many of them.
         """
         wanted_N = np.unique(np.frombuffer(keys, dtype=KEY_TYPE))
         starts = [*np.searchsorted(wanted_N, [bytes([part]) for part in range(256)]).tolist(), len(wanted_N)]
@@ -203,7 +211,7 @@ class Shelf:
                 with os.scandir(self._root / kind / f"{part:02x}") as entries:
                     names = [entry.name for entry in entries if entry.name.endswith(ENTRY_END)]
                 there_N = np.frombuffer(bytes.fromhex("".join(name[: 2 * KEY_BYTES] for name in names)), KEY_TYPE)
-            except (OSError, ValueError):  # a name that is no entry's
+            except (OSError, ValueError):  # ValueError: a name that is not an entry's
                 return False
             if not np.isin(wanted_N[first:last], there_N).all():
                 return False
@@ -213,7 +221,8 @@ class Shelf:
         return True
 
     def _mark(self, kind: str, part: int, names: Iterable[str]) -> None:
-        with contextlib.suppress(OSError):  # a cache that may only be read
+        """Update the mtime of entries that are due, as ``LatentCache.fault`` does."""
+        with contextlib.suppress(OSError):  # the cache may be read-only
             for path in (self._root / kind / f"{part:02x}" / name for name in names):
                 if _old(path):
                     os.utime(path)
@@ -224,14 +233,14 @@ def _old(path: Path) -> bool:
 
 
 def _local(source: ResolvedSource) -> Path | None:
-    """Where a dataset lies; None where it comes from the hub."""
+    """The local path of a dataset; None if it comes from the hub."""
     path = Path(os.path.expanduser(source.dataset or ""))
     return path.absolute() if os.path.exists(path) else None
 
 
 def _listed(root: Path, recursive: bool) -> Iterator[bytes]:
-    """Name, size and times of change of each file of a tree, links followed, folder by folder; as ``folders.walk``."""
-    if os.path.isfile(root):  # pathlib raises where a folder above may not be read
+    """Name, size and times of change of each file of a tree, folder by folder; follows links like ``folders.walk``."""
+    if os.path.isfile(root):  # pathlib raises if a parent folder may not be read
         yield _state(root)
         return
     pending, visited = [str(root)], set[tuple[int, int]]()
@@ -257,7 +266,7 @@ def _listed(root: Path, recursive: bool) -> Iterator[bytes]:
 
 
 def _row(entry: os.DirEntry[str]) -> tuple[str, tuple[int, ...]]:
-    """Name, and what it is known by: nothing of a folder."""
+    """Name, and size and times of change; the latter are empty for a folder."""
     try:
         return entry.name, () if entry.is_dir() else marks_of(entry.stat())
     except OSError:  # a link to nowhere

@@ -1,4 +1,4 @@
-"""Masks as cache entries: for each view of an image one, on the grid of its latents, by content and cut."""
+"""Masks as cache entries: one per view of an image, on the grid of its latents, keyed by content and crop."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TensorSpec("float32", "CHW")},
 
 @dataclass(frozen=True)
 class MaskEncoder:
-    """Hands on masks, which ``MaskWanted`` has reduced.
+    """An identity encoder for masks, which ``MaskWanted`` has already reduced.
 
-    sources: the masks of each source. step_hw: pixels of one latent.
+    sources: the masks of each source. step_hw: pixels per latent.
     """
 
     sources: Sequence[Masks]
@@ -61,7 +61,7 @@ class MaskEncoder:
 
 
 def mask_encoders(recipe: Recipe) -> tuple[MaskEncoder, ...]:
-    """The encoder of masks; none if no source has any, and nothing is cached or sent then."""
+    """The mask encoder; empty if no source has masks, so no masks are cached or sent to the device."""
     sources = recipe.data.resolved_sources()
     if not any(source.mask_path or source.alpha_mask for source in sources):
         return ()
@@ -70,7 +70,7 @@ def mask_encoders(recipe: Recipe) -> tuple[MaskEncoder, ...]:
 
 
 def read_by(encoder: Encoder, samples: Sequence[Wanted]) -> Sequence[Wanted]:
-    """What an encoder reads of each sample: its image, or its mask."""
+    """The inputs that an encoder reads: the samples' images, or their masks for the mask encoder."""
     return _MasksOf(samples, encoder) if isinstance(encoder, MaskEncoder) else samples
 
 
@@ -94,9 +94,9 @@ class _MasksOf(Lazy[Wanted]):
 
 @dataclass(frozen=True, slots=True)
 class MaskWanted(Wanted):
-    """The mask of a sample whose entries are wanted in the cache.
+    """The mask of a sample, whose entries are to be in the cache.
 
-    mask: what holds it; None: the image counts everywhere. step_hw: pixels of one latent.
+    mask: location of the mask; None if the image counts everywhere. step_hw: pixels per latent.
     """
 
     mask: Path | DatasetRow | None = None

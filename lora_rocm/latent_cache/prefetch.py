@@ -1,7 +1,7 @@
-"""Threads around one loop: what comes next is made ready ahead of it, and what it made is written behind it.
+"""Threads around a loop: ``ahead`` prefetches its inputs, and ``Behind`` writes its outputs.
 
-Nothing depends on them but the time: what comes out has the order of what went in, an error is raised where a loop
-without threads would have met it (one of the writing a little later), and no thread is left when either ends.
+They only affect speed: results keep the order of the inputs, errors are raised at the same place as in a loop without
+threads (write errors slightly later), and no thread outlives either of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_rocm.errors import LoraRocmError, StoppedError
 
 MAX_THREADS = 8  # decoding and scaling a photograph takes about as long as encoding it on a fast GPU
 MAX_AHEAD_BYTES = 1 << 29
-MAX_BEHIND = 16  # entries; of images of 1024x1024 half a MiB each
+MAX_BEHIND = 16  # entries; half a MiB each for images of 1024x1024
 
 Made = TypeVar("Made")
 Wanted = TypeVar("Wanted")
@@ -27,14 +27,14 @@ Wanted = TypeVar("Wanted")
 def ahead(
     make: Callable[[Wanted], Made], wanted: Iterable[Wanted], bytes_of: Callable[[Wanted], int], threads: int = 0
 ) -> Generator[Made, None, None]:
-    """``map``, in threads: while one result is used the next ones are made. To be closed where it is left early.
+    """A threaded ``map`` that prefetches: the next results are made while one is used. Close it if it is left early.
 
     Args:
         make: called in threads.
-        wanted: read in this thread.
-        bytes_of: memory that making one takes, and its result. As many are under way as MAX_AHEAD_BYTES allow, and
-            twice the threads; one that is larger than that alone is made alone.
-        threads: 0: as many as there are processors, up to MAX_THREADS.
+        wanted: iterated in the caller's thread.
+        bytes_of: memory needed to make one result, including the result. Prefetch is limited to MAX_AHEAD_BYTES and to
+            twice the number of threads; a single larger result is made alone.
+        threads: number of threads; 0 for the number of processors, up to MAX_THREADS.
     """
     count = threads or min(MAX_THREADS, os.cpu_count() or 1)
     under_way = deque[tuple[Future[Made], int]]()
@@ -56,9 +56,10 @@ def ahead(
 
 
 class Behind:
-    """One thread that writes in the order it is told to. To be used in a ``with`` block, at whose end all is written.
+    """A thread that runs writes in order. Use it in a ``with`` block; at its end, all writes are finished.
 
-    Where the block failed, that error is the one to be told; of the writing then only what is whole stays.
+    If the block fails (a stop request is no failure), its error propagates and errors of the remaining writes are
+    suppressed; only complete writes stay.
     """
 
     def __init__(self) -> None:
@@ -78,10 +79,10 @@ class Behind:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, write: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
-        """Have something written, and then ``then`` called in this thread.
+        """Queue a write; ``then`` is called in the caller's thread after the write.
 
         Raises:
-            StorageError: what was added before could not be written.
+            StorageError: an earlier write failed.
         """
         while len(self._waiting) >= MAX_BEHIND or (self._waiting and self._waiting[0][0].done()):
             self._finish_oldest()

@@ -1,4 +1,4 @@
-"""From a recipe to items whose every tensor is in the caches."""
+"""Prepares the data of a recipe: items whose tensors are all in the caches."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import ModelFamily, Tensors
     from lora_rocm.recipe.schema import DataSection, Recipe
 
-MAX_TAGS = 20_000  # of a folder that the metadata counts: the most frequent, where there are twice as many
+MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at twice as many
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a run, ready.
+    """The prepared data of a run.
 
-    items, held_out: to train on, and for the validation loss (neither mirrored, shuffled nor dropped).
+    items: items to train on. held_out: items for the validation loss (no mirroring, shuffling or caption dropout).
     samples: the samples of ``items``, in the same order.
-    text_lookup: cached tensors of a preview prompt or of the empty caption.
-    repair: encodes the entry (kind, key) again, because of a reason; for ``loader``.
-    items_digest: ``identity`` of the items.
+    text_lookup: returns the cached tensors of a preview prompt or of the empty caption.
+    repair: encodes an entry again; called with kind, key and reason by ``loader``.
+    items_digest: ``item_table.identity`` of the items.
     """
 
     items: Sequence[Item]
@@ -60,30 +60,32 @@ class Prepared:
     items_digest: str = identity(())
 
     def identity(self) -> str:
-        """Changes when a resumed run would see other samples in another order."""
+        """A hash that differs if a resumed run would see other samples, or another order."""
         return self.items_digest
 
 
 def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Facts | None = None) -> Prepared:
-    """Find the samples, cut their images, hold some out, and fill the caches.
+    """Find the samples, choose their crops, hold some out, and fill the caches.
 
     Args:
-        recipe: what to train on.
-        family: whose encoders fill the caches.
-        encoding: where they run, where their entries are kept, and who hears of it.
-        facts: of a run that needs its samples no more: none is looked for, and there are no items.
+        recipe: the recipe that defines the data.
+        family: the model family whose encoders fill the caches.
+        encoding: device, cache and listeners of encoding.
+        facts: set for a run that no longer needs its samples: only prompts are encoded, and there are no items.
 
     Raises:
-        DataError: the images cannot be used, or an encoder made values that are not finite.
-        StorageError: the cache cannot be written; what is in it stays.
-        MachineError: an image does not fit into memory, not even in tiles; or what ``Encoding.look`` raises.
+        DataError: the images cannot be used, or an encoder returned values that are not finite.
+        StorageError: the cache cannot be written; its entries stay.
+        MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
     """
-    # The base model is found: before the long work. Masks come first: the hash that is kept is the image's.
+    # Creating the encoders locates the base model, so it comes before the long work. Masks come first: the image's hash
+    # is recorded last and kept.
     encoders = (*mask_encoders(recipe), *family.encoders())
     caches = Caches(encoding, encoders)
     if facts is not None:
         caches.fill_texts(("", *_prompts(recipe)))
         return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair)
+    # Load the manifest if it is still valid; otherwise prepare everything and store a new one.
     shelf = Shelf(encoding.cache.root, recipe, encoders)
     kept = shelf.recall()
     if kept is None:
@@ -92,6 +94,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         shelf.keep(kept, listing)
     else:
         caches.fill_texts(("", *_prompts(recipe)))
+    # Tell the caches about all samples and captions, for repairs, and build the items.
     sources = recipe.data.resolved_sources()
     usable = Usable.of_table(kept.batch, sources)
     texts = _Texts(recipe, usable, kept.num_training, encoding.report)
@@ -112,25 +115,29 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
 
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
-    """Everything found, cut, encoded and counted."""
-    data, limits = recipe.data, family.token_limits()  # reads the tokenizers: before the long work
+    """Find, crop, encode and count everything."""
+    # Find the samples and encode their images.
+    data, limits = recipe.data, family.token_limits()  # reads the tokenizers, so it comes before the long work
     report = caches.encoding.report
-    found = find_samples(recipe, report, copies=False)  # it would have to read them; here they are hashed
+    found = find_samples(recipe, report, copies=False)  # copies are found below, from the hashes
     cut_N, usable, too_small, cropped = _cut(found.samples, data, caches)
     memory = HashMemory(caches.encoding.cache.root)
     failed = caches.fill_images(usable, memory, usable.found) if caches.of_images() else {}
     set_aside = (*found.set_aside, *too_small, *failed.values())
     if not len(ready_N := usable.ready):
         raise nothing_left(set_aside)
+    # Order the samples: training first, then held out.
     copies = _say_copies(usable, ready_N)
     held_N = _held_out(usable, ready_N, data.validation_split)
     training_N = np.setdiff1d(ready_N, held_N)
     order_N = np.concatenate([training_N, held_N])
     usable = usable.ordered(order_N)
+    # Encode the captions, count tokens and collect the keys.
     texts = _Texts(recipe, usable, len(training_N), report)
     caches.fill_texts(texts)
     _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
+    # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
     notices = *found.notices, *cropped, *copies, *_say_cut(limits, texts), *_say_held_out(texts)
     entries = [encoder.entry for encoder in caches.encoders]
@@ -148,7 +155,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
-    """The shape of each text, which only its encoder knows: how it counts, begins, ends and cuts a text is its own."""
+    """Record the number of tokens of each text from its entry: tokenization and truncation are up to its encoder."""
     for encoder in caches.of_captions():
         entry = encoder.entry
         if not entry.follows_shape:
@@ -159,10 +166,10 @@ def _count_tokens(caches: Caches, texts: _Texts) -> None:
 
 
 def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
-    """The keys of the entries that are made from images and captions together, once these entries are filled.
+    """Fill the entries made from images and captions together; returns (entry, sample index) -> keys.
 
     Raises:
-        DataError: an image that could be read before cannot be read now.
+        DataError: an image that was readable before can no longer be read.
     """
     keys = dict[tuple[str, int], list[str]]()
 
@@ -177,7 +184,7 @@ def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[
 
 
 def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
-    """For each entry that is made from captions its column of keys."""
+    """The key columns of all entries that are made from captions."""
     columns = {}
     for encoder in caches.encoders:
         entry = encoder.entry
@@ -196,7 +203,7 @@ def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int],
 def _cut(
     samples: Samples, data: DataSection, caches: Caches
 ) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
-    """Indices of the samples whose images can be cut, these samples, those that are too small, and notices."""
+    """Choose the crops. Returns indices of the usable samples, these samples, too small images, and notices."""
     reads_images = any(encoder.entry.has_views for encoder in caches.encoders)
     indices, cuts, too_small, cropped = array("q"), bytearray(), list[Problem](), Cropped(data)
     for index, sample in enumerate(samples if reads_images else ()):
@@ -216,9 +223,9 @@ def _cut(
 
 @dataclass(frozen=True)
 class _Texts:
-    """The captions of each sample that is used; made anew each time, for there may be very many.
+    """The captions of all used samples; computed on each iteration, because there may be very many.
 
-    usable: first ``num_training`` samples to train on, then those that are held out.
+    usable: ``num_training`` samples to train on, then the held-out samples.
     """
 
     recipe: Recipe
@@ -227,11 +234,11 @@ class _Texts:
     report: Report
 
     def __iter__(self) -> Iterator[str]:
-        """All of the run, with those of previews and the one without words."""
+        """All texts of the run: captions, the empty caption and the preview prompts."""
         return chain(chain.from_iterable(self.of_samples()), ("", *_prompts(self.recipe)))
 
     def of_samples(self) -> Iterator[tuple[str, ...]]:
-        """The captions of each sample; the first is the caption itself. Of those held out there is no other."""
+        """The captions of each sample: all variants, or the prepared caption alone for held-out samples."""
         progress = Progress("texts", len(self.usable), self.report, quiet_s=QUIET_S)
         for index, sample in enumerate(self.usable.samples):
             yield self.of(index, sample)
@@ -246,7 +253,7 @@ class _Texts:
 
 
 class _Pairs(Lazy[Wanted]):
-    """Training and held-out samples, with their captions and the empty one."""
+    """Training and held-out samples, each with its captions and the empty caption."""
 
     def __init__(self, texts: _Texts) -> None:
         self._texts = texts
@@ -264,7 +271,7 @@ class _Pairs(Lazy[Wanted]):
 
 
 def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:
-    """The indices of the samples to hold out, in order."""
+    """Sorted indices of the samples to hold out."""
     if share == 0.0:
         return ready_N[:0]
     hashes = {
@@ -276,17 +283,17 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
 
 
 def _say_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
-    """A notice if images have the same content."""
+    """A notice if different images have the same content."""
     ready = ready_N.tolist()
     groups = groups_of(bytes.fromhex(usable.sha256(index)) for index in ready)
     return say_copies(usable.samples.__getitem__, groups, ready) if usable.sha256(ready[0]) else []
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
-    """Keys of the samples to hold out: those whose content hashes below ``share``.
+    """Keys of the samples to hold out: those whose content hash, as a fraction in [0, 1), is below ``share``.
 
-    Only the content decides, so adding or renaming samples moves none from one part to the other, and copies stay
-    together. If a part would be empty, one sample is moved over.
+    Only the content decides, so adding or renaming samples does not move others between the two parts, and copies stay
+    together. If a part would be empty, one sample is moved to it.
     """
     if share == 0.0:
         return set()
@@ -296,7 +303,7 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
 
 
 def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
-    """A notice where captions are longer than the text encoders read; shuffling then decides which tags are lost."""
+    """A notice if the text encoders truncate captions; with shuffling, the order decides which tags are lost."""
     samples = enumerate(texts.usable.samples)
     captioned = ((sample.key, texts.of(index, sample)[0]) for index, sample in samples)
     return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
@@ -314,6 +321,7 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _facts(texts: _Texts) -> Facts:
+    """Count tags, buckets and folders of the training samples."""
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}

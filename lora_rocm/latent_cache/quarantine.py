@@ -1,7 +1,7 @@
-"""What encoders make is kept back until a look at kernels and weights has found all well; only then it is written.
+"""Holds encoder outputs back until a check of kernels and weights passes, and only then writes them.
 
-A kernel that gives wrong answers would otherwise poison the cache for good: an entry says that it is what the encoder
-made, not that this was right.
+Otherwise a faulty kernel would poison the cache permanently: fingerprints prove that an entry is the encoder's output,
+not that the output is correct.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from lora_rocm.errors import LoraRocmError, StoppedError
 
 OpenDoor = Callable[[torch.device], DeviceTransfer]
 Look = Callable[[DeviceTransfer], None]
-"""Raises where kernels, or the weights that came through this door, are not what they should be."""
+"""Raises if kernels, or the weights sent through this transfer, are wrong."""
 
-FIRST_HELD = 1  # entries; then twice as many each time: a start that soon fails has kept some
-MOST_HELD = 64  # some 40 MB of images of 1024x1024
-MOST_HELD_S = 60.0  # what a power failure may cost
+FIRST_HELD = 1  # entries, doubled each time, so that a run that fails early has written some
+MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
+MOST_HELD_S = 60.0  # the most work that a power failure may cost
 
 
 def plain_door(device: torch.device) -> DeviceTransfer:
-    """A door to a device that nothing is planned for."""
+    """A transfer to a device from unpinned memory, without a planned transfer method."""
     return DeviceTransfer(device, pin=False)
 
 
 class HeldBack:
-    """Work whose results are kept once a look has found all well. Without a look they are kept at once.
+    """Holds results back until a check passes, then keeps them. Without a check, results are kept at once.
 
-    At the end of a ``with`` block it settles, also where a stop was asked for, or the work failed: then that error is
-    the one to be told, and what the look or the disk says too (a device that is lost fails at whatever comes next)
-    only costs what is held.
+    The end of a ``with`` block settles, even after a stop request or an error. If the block failed, its error
+    propagates; further errors of the check or the disk (a lost device fails at every call) are suppressed, and the held
+    results are lost.
 
     Args:
-        look: called before the first result is made, and before results are kept.
+        look: the check; called before the first result is made, and before results are kept.
     """
 
     def __init__(self, look: Callable[[], None] | None) -> None:
@@ -56,7 +56,7 @@ class HeldBack:
             self.settle()
 
     def add(self, keep: Callable[[], None]) -> None:
-        """One result; ``keep`` writes it."""
+        """Add a result; ``keep`` writes it."""
         if self._look is None:
             keep()
             return
@@ -66,10 +66,10 @@ class HeldBack:
             self._most = min(2 * self._most, MOST_HELD)
 
     def settle(self) -> None:
-        """Look, then keep what is held.
+        """Run the check, then keep the held results.
 
         Raises:
-            CanaryError: something is wrong; what was held is thrown away.
+            CanaryError: the check failed; the held results are discarded.
         """
         held, self._held, self._since = self._held, [], time.monotonic()
         if held and self._look is not None:

@@ -1,1 +1,1 @@
-"""Batches from the cache: DataLoader workers, prefetch, repairs."""
+"""Loads batches from the cache: DataLoader workers, prefetch, repair of entries."""

@@ -11,14 +11,15 @@ from lora_rocm.dataset.shape import Shape
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the host, B rows.
+    """One micro-batch of B rows on the host.
 
-    tensors: leading B, contiguous: the cached tensors, the family's ``sample_meta``, and "weight" (float32 [B]).
-    fingerprints: int64 [B] for each of the tensors; of cached ones those that were computed when they were encoded.
-    sample_keys: the samples, one a row.
+    tensors: contiguous, with leading dimension B: the cached tensors, the family's ``sample_meta``, and "weight"
+        (float32 [B]).
+    fingerprints: int64 [B] for each tensor; those of cached tensors were computed when they were encoded.
+    sample_keys: the sample of each row.
     positions: the index of each row in the effective batch.
-    shape: of every row.
-    iteration, micro: number of the effective batch, and of the micro-batch in it.
+    shape: the shape of all rows.
+    iteration, micro: number of the effective batch, and of the micro-batch within it.
     """
 
     tensors: dict[str, Tensor]
@@ -31,7 +32,7 @@ class Batch:
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """The same rows in up to ``parts`` batches. Each row keeps its weight, so the losses add up."""
+    """Split a batch into up to ``parts`` batches. Each row keeps its weight, so the losses add up."""
     count = len(batch.positions)
     size = -(-count // parts)
     if size >= count:

@@ -1,8 +1,8 @@
-"""Checked batches on the host, read from the caches in the order of the plan by a plain DataLoader.
+"""Verified batches on the host, read from the cache in the order of the plan by a plain DataLoader.
 
-A worker process gets a list of cache keys and gives back CPU tensors; it knows neither the plan nor the family.
-Pinning is done here, in the main process: the DataLoader's pin thread would be one more thing that can hang.
-Workers that fail are the business of ``loader/worker_pool.py``.
+A worker process receives a list of cache keys and returns CPU tensors; it knows neither the plan nor the family.
+Memory is pinned in the main process: the DataLoader's pin thread would be one more thing that can hang.
+``loader/worker_pool.py`` handles workers that fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def open_workers(
     say: Callable[[str], None],
     given_up: GivenUp = lambda seen: None,
 ) -> Workers:
-    """What ``loader`` reads with; one for all readings of a run. ``say``, ``given_up``: see ``Workers``."""
+    """The workers for ``loader``, shared by all readings of a run. ``say``, ``given_up``: see ``Workers``."""
     reader = Reader(cache, [MASK_ENTRY, *(encoder.entry for encoder in family.encoders())])
     return Workers(reader, runtime, say, given_up)
 
@@ -55,12 +55,12 @@ def loader(
     pin_memory: bool = False,
     repair: Repair | None = None,
 ) -> Iterator[Batch]:
-    """The micro-batches of this rank, from ``start_iteration`` on, in order; without end where the number is None.
+    """The micro-batches of this rank from ``start_iteration`` on, in order; endless if ``num_iterations`` is None.
 
-    A bad cache entry is made again by ``repair`` (``Prepared.repair``), in this process, and reading goes on there.
+    ``repair`` (``Prepared.repair``) encodes a bad cache entry again, in this process; reading resumes at its batch.
 
     Raises:
-        DataError: a bad cache entry, and no ``repair``; or tensors of one batch that have different sizes.
+        DataError: a cache entry is bad and there is no ``repair``, or tensors of one batch differ in size.
         StorageError: an entry is bad again after it was repaired.
     """
     end = None if num_iterations is None else (start_iteration + num_iterations) * plan.accumulation
@@ -88,11 +88,11 @@ def _unequal(read: Unequal) -> DataError:
 
 
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
-    """Have an entry made again, once.
+    """Encode a bad entry again, once.
 
     Raises:
-        DataError: nobody can make it.
-        StorageError: it was made again before.
+        DataError: there is no ``repair``.
+        StorageError: the entry was already encoded again.
     """
     if repair is None:
         raise DataError(
@@ -113,7 +113,7 @@ def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]
 
 
 def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool) -> Batch:
-    """Add what is computed, not cached: the family's meta tensors and the weights."""
+    """Build the batch: add the tensors that are computed instead of cached (the family's metadata and the weights)."""
     order = read.order
     rows = plan.micro(order.iteration, order.micro)
     computed = _meta(rows, family)

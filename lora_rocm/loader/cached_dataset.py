@@ -1,4 +1,4 @@
-"""What is read for one micro-batch: cache keys in, CPU tensors out. All of it travels to and from worker processes."""
+"""Reads one micro-batch from the cache: cache keys in, CPU tensors out. Both are sent to and from worker processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_rocm.latent_cache.cache import LatentCache
 
 @dataclass(frozen=True)
 class Order:
-    """What to read for one micro-batch: cache keys, one a row, by kind of entry."""
+    """A request to read one micro-batch. ``keys``: one cache key per row, by kind of entry."""
 
     iteration: int
     micro: int
@@ -26,7 +26,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Read:
-    """What was read: tensors with a leading B, and their fingerprints [B]."""
+    """The result of an order: tensors with leading dimension B, and their fingerprints [B]."""
 
     order: Order
     tensors: dict[str, Tensor]
@@ -35,7 +35,7 @@ class Read:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """Why it could not be read. A value, not an exception: it has to travel from a worker process."""
+    """A cache entry that could not be read. Not an exception, because it is sent from a worker process."""
 
     kind: str
     key: str
@@ -44,7 +44,7 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Unequal:
-    """Tensors of one batch have different sizes, and their specification does not say how to pad them."""
+    """Tensors of one batch that differ in size, without a ``Pad`` in their specification that allows it."""
 
     entry: str
     tensor: str
@@ -52,7 +52,7 @@ class Unequal:
 
 
 class Reader:
-    """A map-style dataset from orders to tensors; lives in the worker process where there is one."""
+    """A map-style dataset from orders to tensors; runs in the worker process if there is one."""
 
     def __init__(self, cache: LatentCache, entries: Sequence[EntrySpec]) -> None:
         self.cache, self.entries = cache, {entry.name: entry for entry in entries}
@@ -77,10 +77,10 @@ class Reader:
 
 
 def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
-    """Tensors of several samples as one, padded at the end of the axis that may differ; and its fingerprints [B].
+    """Stack the tensors of several samples, padded at the end of the ``Pad`` axis; returns them and fingerprints [B].
 
-    A row that is padded gets the fingerprint of its padded bytes: the cached bytes have just been compared with theirs.
-    None: the sizes differ along an axis that is not padded.
+    A padded row gets a new fingerprint of its padded bytes; the cached bytes were already verified when they were read.
+    Returns None if the sizes differ in an axis that is not padded.
     """
     if len({row.shape for row in rows}) == 1:
         return torch.stack(list(rows)), torch.tensor(fingerprints, dtype=torch.int64)
@@ -101,14 +101,14 @@ def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSp
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders of a plan, counted in micro-batches from its beginning; iterated in the main process only."""
+    """The orders of a plan from micro-batch ``first`` to ``end`` (None: endless), iterated in the main process only."""
 
     plan: BatchPlan
     first: int
     end: int | None
 
     def after(self, count: int) -> Orders:
-        """These without the first ``count``."""
+        """The same orders without the first ``count``."""
         return Orders(self.plan, self.first + count, self.end)
 
     def __iter__(self) -> Iterator[Order]:

@@ -1,9 +1,9 @@
-"""A DataLoader whose worker processes may hang, die or raise: what they have not handed over is read again by fewer.
+"""A DataLoader that survives worker processes that hang, die or raise: fewer workers read the missing batches again.
 
-Each group of workers is served by a thread of its own, and the caller waits for nothing but that thread's word, with a
-deadline. So a worker that is stopped while it hands over a tensor, or was killed while it held a lock, leaves behind
-one thread that waits, never a run that does. The thread has a second use: torch installs a handler that raises in the
-middle of whatever the main thread does when a worker dies, but only for a DataLoader that the main thread iterates.
+Each group of workers is served by its own thread, and the caller only waits for messages of that thread, with a
+deadline. So if a worker is stopped while it hands over a tensor, or is killed while it holds a lock, only that thread
+stays blocked, never the run. The thread has a second purpose: if the main thread iterates a DataLoader, torch installs
+a handler that raises at an arbitrary point of the main thread when a worker dies.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from lora_rocm.rules.mitigations import Seen
 from lora_rocm.rundir.exit_status import describe_exit
 
 START_S = 120.0
-"""The first batch of a new process may take so long, whatever the recipe says: it imports torch."""
+"""Minimum time limit for the first batch of a new process, which imports torch first."""
 POLL_S = 0.2
-END_S = 1.0  # from a broken connection to the system's word that the process has ended
-SPARE_DESCRIPTORS = 8  # for the sockets over which descriptors are handed over
-KILL_WAIT_S = 5.0  # a process that is stuck inside a driver cannot die; it is left behind
+END_S = 1.0  # from a broken connection until the system reports the process's exit code
+SPARE_DESCRIPTORS = 8  # for the sockets that transfer descriptors
+KILL_WAIT_S = 5.0  # a process stuck inside a driver cannot be killed; it is abandoned
 NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
-"""In torch's messages: a file descriptor was wanted and there was none, on this side or on the other."""
+"""Parts of torch's messages if it runs out of file descriptors, in either process."""
 WAITED = "DataLoader timed out"
-"""In torch's message: it waited as long as the run does, and was first to say so."""
+"""Part of torch's message if its own timeout expires before ours."""
 
 GivenUp = Callable[[Seen], None]
 Result = Read | BadEntry | Unequal
 
 
 class Source(Protocol):
-    """A map-style dataset; it is sent to the worker processes."""
+    """A map-style dataset that is sent to the worker processes."""
 
     def __getitem__(self, order: Order, /) -> Result: ...
 
@@ -56,7 +56,7 @@ class WorkersFailed(Exception):
     """A worker hung, died or raised; the message says which.
 
     Args:
-        seen: in the words of the table of changes, where one that raised has died, too: it ended before its work.
+        seen: the symptom for the table of mitigations, in which a worker that raised also counts as "died".
     """
 
     def __init__(self, what: str, seen: Seen = "died") -> None:
@@ -65,13 +65,15 @@ class WorkersFailed(Exception):
 
 
 class Workers:
-    """Reads orders with as many worker processes as work here. One a run: what did not work is not tried again.
+    """Reads orders with as many worker processes as work on this machine.
+
+    One instance serves a whole run, so a setting that failed is not tried again.
 
     Args:
-        source: what the workers read from.
-        runtime: how many workers, how long they may be silent, and whether they are kept between two readings.
-        say: gets a sentence for each change.
-        given_up: called once, where from then on the rest is read without workers, with what was seen of the last one.
+        source: the dataset that the workers read.
+        runtime: number of workers, their timeout, and whether they are kept between two readings.
+        say: receives a message for each change.
+        given_up: called once with the last symptom, when the rest is read without workers.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Workers:
         self._busy: list[Group] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """What was read, in the order of ``orders``, however many workers there are and whatever befalls them."""
+        """The results in the order of ``orders``, independent of the number of workers and of their failures."""
         given = 0
         while self.count:
             group = self._take()
@@ -110,7 +112,7 @@ class Workers:
         return group
 
     def _give_back(self, group: Group) -> None:
-        """Keep the workers for the next reading where the recipe says so, and they are as many as work here."""
+        """Keep the workers for the next reading if the recipe says so and their settings are still current."""
         if group not in self._busy:  # closed
             return
         self._busy.remove(group)
@@ -121,7 +123,7 @@ class Workers:
             group.close()
 
     def _change(self, group: Group, what: str, seen: Seen) -> None:
-        """Decide how to go on after a failure, and say it."""
+        """Choose new settings after a failure, and report them."""
         had = self.count
         while self._idle:
             self._idle.pop().close()
@@ -132,12 +134,12 @@ class Workers:
             self.count = min(self.count, group.size // 2)
             how = f"going on with {self.count} workers" if self.count else "going on without workers"
         self._say(f"A loader worker failed: {what}; {how}. No sample is lost.")
-        if had and not self.count:  # two readings can be under way, and the workers of both fail
+        if had and not self.count:  # only once: two readings may be active, and both may fail
             self._given_up(seen)
 
 
 class Group:
-    """Some worker processes, and the thread that serves them."""
+    """A group of worker processes and the thread that serves them."""
 
     def __init__(self, source: Source, size: int, sharing: str, runtime: RuntimeSection) -> None:
         self.size, self.sharing = size, sharing
@@ -154,10 +156,10 @@ class Group:
         self._thread.start()
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """What the workers read.
+        """The results of the workers, in order.
 
         Raises:
-            WorkersFailed: one hung, died or raised.
+            WorkersFailed: a worker hung, died or raised.
         """
         self._ask(orders)
         while (said := self._ask("next"))[0] == "read":
@@ -165,7 +167,7 @@ class Group:
             yield said[1]
 
     def close(self) -> None:
-        """Kill the workers: they hold nothing that could be lost."""
+        """Kill the workers, which hold no state that could be lost."""
         self._closed = True
         self._asked.put("close")
         self._kill()
@@ -178,8 +180,9 @@ class Group:
             process.join(KILL_WAIT_S)
 
     def _ask(self, what: Orders | str) -> tuple[str, Any]:
+        """Send a request to the thread and wait for its answer; raises WorkersFailed on failure or timeout."""
         self._asked.put(what)
-        starting = self._given < self.size  # they take turns, so each has its first batch among the first
+        starting = self._given < self.size  # workers take turns, so the first batches include each worker's first
         limit_s = max(self._timeout_s, START_S) if starting else self._timeout_s
         deadline = time.monotonic() + limit_s
         while True:
@@ -199,7 +202,7 @@ class Group:
             raise WorkersFailed(f"no batch came within {limit_s:g} s", "loader-hang")
 
     def _wait_for_the_dead(self) -> None:
-        """A connection breaks, and the sentinel tells it, a moment before the system knows how the process ended."""
+        """Wait for exit codes: a process's connection breaks and its sentinel fires slightly before its exit code."""
         deadline = time.monotonic() + END_S
         sentinels = [process.sentinel for process in self._processes]
         while time.monotonic() < deadline and wait(sentinels, deadline - time.monotonic()):
@@ -207,13 +210,13 @@ class Group:
             time.sleep(0.01)
 
     def _look_for_the_dead(self) -> None:
-        """Leaving with 0 is how workers end that have nothing left to do."""
+        """Raise WorkersFailed if a process has a non-zero exit code; workers without work left exit with 0."""
         for process in self._processes:
             if process.exitcode:
                 raise WorkersFailed(f"process {process.pid} ended ({describe_exit(process.exitcode)})")
 
     def _serve(self, loader: DataLoader[Any], given: _Given) -> None:
-        """The thread: does what it is asked until it is told to close. The iterator never leaves it."""
+        """The thread's loop: answers requests until "close". Only this thread uses the iterator."""
         batches: Iterator[Result] = iter(())
         while (asked := self._asked.get()) != "close":
             try:
@@ -224,21 +227,22 @@ class Group:
                 else:
                     result = next(batches, None)
                     self._told.put(("end" if result is None else "read", result))
-            except Exception as error:  # the edge of a thread: whatever a worker raised is raised again by who asked
+            except Exception as error:  # the edge of a thread: ``_ask`` raises it again in the caller's thread
                 self._told.put(("failed", _reason(error)))
 
     def _opened(self, loader: DataLoader[Any]) -> Iterator[Result]:
+        """A new iterator of the loader; records the processes that it starts."""
         before = set(multiprocessing.active_children())
         try:
             return iter(loader)
         finally:
             self._processes += [child for child in multiprocessing.active_children() if child not in before]
-            if self._closed:  # nobody waits any more
+            if self._closed:  # closed while the workers started
                 self._kill()
 
 
 class _Given:
-    """A sampler over the orders of the reading at hand; a DataLoader that keeps its workers asks it anew for each."""
+    """A sampler over the current orders; a DataLoader with persistent workers iterates it again for each reading."""
 
     orders: Orders
 
@@ -247,9 +251,9 @@ class _Given:
 
 
 def one_ahead(results: Iterable[Result]) -> Iterator[Result]:
-    """The same in the same order; the next one is read in a thread while this one is used.
+    """Prefetch by one: the results in the same order, with the next one read in a thread while the current one is used.
 
-    A step of a GPU leaves the host time to read; a read that comes after it leaves the GPU without work.
+    The host has time to read during a GPU step; reading after the step would leave the GPU idle.
     """
     with ThreadPoolExecutor(1, "reader") as pool:
         waiting = iter(results)
@@ -267,8 +271,8 @@ def data_loader(
     timeout_s: float = 0.0,
     persistent: bool = False,
 ) -> DataLoader[Any]:
-    """A DataLoader over the orders. Workers never fork, and nobody waits for them for ever."""
-    with_workers: dict[str, Any] = {}  # refused without workers
+    """A DataLoader over the orders. Workers are spawned, never forked, and have a timeout."""
+    with_workers: dict[str, Any] = {}  # DataLoader rejects these options without workers
     if workers:
         with_workers = {
             "multiprocessing_context": "spawn",
@@ -282,7 +286,7 @@ def data_loader(
         sampler=orders,
         num_workers=workers,
         collate_fn=hand_over,  # type: ignore[arg-type]  # without batches of its own it hands on one item
-        generator=torch.Generator().manual_seed(0),  # else it draws from the global generator, which others rely on
+        generator=torch.Generator().manual_seed(0),  # otherwise it would advance the global generator
         **with_workers,
     )
 
@@ -293,10 +297,11 @@ def _start_worker(sharing: str, worker_id: int) -> None:
 
 
 def hand_over(result: Result) -> Result:
-    """Put what was read where the main process can get it; in the worker, so that what goes wrong is told.
+    """Move the tensors to shared memory. Runs in the worker, so that an error is reported to the main process.
 
     Raises:
-        ValueError: a tensor is not in main memory. HIP cannot hand memory of a GPU to another process.
+        ValueError: a tensor is not in main memory. HIP cannot share GPU memory with another process.
+        OSError: there are too few file descriptors.
     """
     if isinstance(result, Read):
         named = (*result.tensors.items(), *result.fingerprints.items())
@@ -311,10 +316,10 @@ def hand_over(result: Result) -> Result:
 
 
 def _need_descriptors(count: int) -> None:
-    """Find out whether there are so many: where they end later, torch drops the batch and only the log says why.
+    """Check that this many file descriptors are free. If they run out later, torch drops the batch and only logs why.
 
     Raises:
-        OSError: there are fewer.
+        OSError: fewer are free.
     """
     with contextlib.ExitStack() as opened:
         for _ in range(count):
@@ -322,7 +327,7 @@ def _need_descriptors(count: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The last line that says something: for an exception from a worker that is its own, under its traceback."""
+    """The last non-empty line of the message: for a worker's exception, that is its own message below the traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1].rstrip(".") if lines else ""
     return last if last.partition(":")[0].isidentifier() and ":" in last else f"{type(error).__name__}: {last}"
