@@ -47,11 +47,11 @@ class RandomSource(Source):
 
 
 def random_source(name: str, layout: Layout) -> RandomSource:
-    """Return a random base with the structure of a packaged model, a local folder or the family's published configs.
+    """Return a random base with the structure of a packaged model or local folder, else of the published configs.
 
     Args:
-        name: PREFIX followed by a name as in ``model.name_or_path``; other names than the first two mean the last.
-        layout: the layout of the family.
+        name: PREFIX followed by a name as in ``model.name_or_path``.
+        layout: the layout of the family, with its published configs.
     """
     model = name.removeprefix(PREFIX)
     path, folder = Path(os.path.expanduser(model)), layout.configs
