@@ -96,10 +96,7 @@ class LokrEntry(Entry):
 
     @property
     def rank(self) -> int | None:
-        """The rank that divides a file's alpha: that of w2 if it is a product, else that of w1.
-
-        None without products.
-        """
+        """Rank of w2, which divides a file's alpha; the rank of w1 if only w1 is a product, None if neither is."""
         return next((len(factor[1]) for factor in (self.w2, self.w1) if len(factor) == 2), None)
 
     @property
