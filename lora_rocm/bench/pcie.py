@@ -25,10 +25,7 @@ class Link:
 
 
 def address_of(properties: Any) -> str | None:
-    """Return the PCI address of a GPU in sysfs form, from torch's properties.
-
-    None if this torch does not provide it.
-    """
+    """Return a GPU's PCI address in sysfs form, from torch's properties; None if this torch lacks them."""
     parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None
