@@ -141,7 +141,7 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
 def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_cache: Path | None) -> LoadedRecipe:
     """Load the recipe without previews, validation loss and checkpoints.
 
-    With ``made_up_cache``, on made-up data too.
+    With ``made_up_cache``, base model and data are made up, too.
     """
     changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
     if made_up_cache is not None:
@@ -194,6 +194,7 @@ def _measure(
     variant: str = "",
 ) -> None:
     """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
+    # collect the events of the child process
     begun: Event = {}
     rows = 0
 

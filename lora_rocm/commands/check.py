@@ -62,10 +62,12 @@ def check(
         base = weighing.result()
     except LoraRocmError as error:
         errors.append(error)
+    # raise all errors at once
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+    # memory and notices
     _say("memory of weights")
     for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
         _say(f"  {component}: {size_text(size)}")
@@ -112,6 +114,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     from lora_rocm.dataset.text_scan import find_samples
 
     recipe = loaded.recipe
+    # find the usable samples
     found, texts = find_samples(recipe), recipe.spec.trains_on_texts
     fitted, too_small, cropped = ({}, [], []) if texts else geometries(found.samples, recipe.data)
     aside = [*found.set_aside, *too_small]
@@ -119,6 +122,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     if not samples:
         raise nothing_left(aside)
     usable += samples
+    # describe them
     yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     noun = NOUNS[recipe.spec.samples[0]]
@@ -134,6 +138,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
     for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
+    # derive steps and buckets
     shapes = {key: geometry.shape for key, geometry in fitted.items()}
     if texts:  # only the run can count tokens; in the worst case each text has a length of its own
         shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}

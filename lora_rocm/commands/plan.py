@@ -160,6 +160,7 @@ def _lines(
         )
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
+    # table of all plans
     blocks = f"{'recomputed':>11}{'offloaded':>11}"
     yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
     fastest = min(row.step_s for row in rows)
@@ -171,6 +172,7 @@ def _lines(
         blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
         yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
     yield ""
+    # the chosen plan
     if chosen is not None:
         yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
         if rates.known and train.max_train_steps:

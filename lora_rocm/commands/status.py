@@ -24,12 +24,14 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
     """
+    # read the events
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
     hung = last_word(events, trouble)
     steps = current_steps(events)
     last = {event["type"]: event for event in events}
     state = _state(run_dir, events, hung)
+    # derive the figures
     loss = Smoothed()
     for step in steps:
         if step["loss"] is not None:

@@ -53,6 +53,7 @@ def train(
     Raises:
         LoraRocmError: any error, in words.
     """
+    # recipe and run directory
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
@@ -60,6 +61,7 @@ def train(
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()
+    # number of GPUs, here and under torchrun; other ranks only train
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
@@ -71,6 +73,7 @@ def train(
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
     if not prepare.holds_run(chosen.run_dir):  # refuses an unusable GPU before any file is made
         situation = selftest_runner.ensure(situation, loaded.recipe, _say)
+    # train in the locked run directory
     run = chosen.run_dir.create()
     with lock.locked(run):
         lock.end_leftover(run, _say, worker=worker)
@@ -118,6 +121,7 @@ def _train_in(
     children: int,
     worker: str | None,
 ) -> int:
+    # prepare the environment
     situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     situation = supervisor.in_force(run, situation, _say)
     env_plan = plan(situation)
@@ -131,6 +135,7 @@ def _train_in(
     ) -> list[str]:
         return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker)
 
+    # run the worker, supervised or not
     stopped: StoppedError | None = None
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
     with make_progress(spill_bytes=spill) as progress:
@@ -162,6 +167,7 @@ def _train_in(
             raise
         finally:
             prepare.withdraw(run)
+    # report the end
     _tell_end(run, code, stopped, again)
     _report(run, loaded.registry)
     return code
