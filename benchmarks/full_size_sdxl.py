@@ -77,10 +77,12 @@ def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> di
         f"cache: {{dir: '{root / 'cache'}'}}\noutput: {{save_every_n_steps: {steps}}}\n",
         encoding="utf-8",
     )
+    # run the command
     command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir)]
     started = time.perf_counter()
     subprocess.run(command, check=True)
     wall_s = time.perf_counter() - started
+    # read the figures from its events
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     measured = [event for event in events if event["type"] == "step"][WARM_UP_STEPS:]
     total_s = sum(event["step_s"] for event in measured)

@@ -336,6 +336,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     wanted = cases(options.toy)[: 1 if options.only else None]
     limits: list[dict[str, Any]] = []
     side_px = 128 if options.toy else 1024
+    # one model per rank: its configurations, and once the limits
     for rank in dict.fromkeys(case.rank for case in wanted):
         setup = Setup(options.toy, options.root, rank, device)
         for case in [case for case in wanted if case.rank == rank]:
@@ -351,6 +352,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 _say(json.dumps(limits[-1]))
         del setup
         empty_pools()
+    # errors of the estimates after correction
     errors = [abs(row["corrected_bytes"] / row["peak_bytes"] - 1) for row in rows]
     _say(f"largest error after one probe: {max(errors):.1%} of {len(rows)} configurations (accepted: {ACCEPTED:.0%})")
     return {

@@ -102,6 +102,7 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
         for target in targets:  # does slow things once: imports, and making the sound files
             with contextlib.suppress(Exception):
                 read(target, content_of(target, seed, -1), Path(folder))
+        # run cases of all targets in turn
         while time.monotonic() < end:
             for target in targets:
                 at.seek(0)
@@ -116,6 +117,7 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
                 counts[f"{target.name} {outcome}"] += 1
                 spent[target.name] += time.monotonic() - began
             number += 1
+            # report the counts
             if time.monotonic() - told > SOME_S or time.monotonic() >= end:
                 told = time.monotonic()
                 _note(file, {"counts": dict(counts), "spent": dict(spent)})

@@ -110,6 +110,7 @@ def figures(run_dir: Path, batch: int) -> dict[str, Any]:
         for earlier, later in pairwise(e for e in events if e["type"] in ("step", "start", "error"))
         if later["type"] == "start"
     ]
+    # changes and restarts by the supervisor
     supervisor = run_dir / "events.supervisor.jsonl"
     told = (
         [json.loads(line) for line in supervisor.read_text(encoding="utf-8").splitlines()]
@@ -159,6 +160,7 @@ def main(argv: list[str]) -> int:
     options.batch = options.batch or (TOY_BATCH if options.toy else 16)
     root, side_px = options.root.resolve(), TOY_SIDE_PX if options.toy else 1024
     root.mkdir(parents=True, exist_ok=True)
+    # images, model and recipe
     make_images(root / "images", side_px)
     model = "builtin:tiny-sdxl" if options.toy else str(root / "model")
     if not options.toy and not (root / "model" / "unet").is_dir():
@@ -166,6 +168,7 @@ def main(argv: list[str]) -> int:
     recipe = write_recipe(root, options, side_px, model)
     unit, letters = (MIB, "MiB") if options.toy else (GIB, "GiB")
     caps = [int(cap) for cap in (options.caps_gib or (TOY_CAPS_MIB if options.toy else "24,12")).split(",")]
+    # one run per cap
     rows = []
     for cap in [0, *caps] if options.toy else caps:
         name = f"{cap}{letters}" if cap else "free"
@@ -175,6 +178,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(rows[-1], indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    # judge the runs
     good = [
         row["finished"] and row["steps"] == options.steps and row.get("difference", 0.0) <= TOLERANCE for row in rows
     ]

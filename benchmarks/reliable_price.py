@@ -472,6 +472,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args(argv)
     options.root.mkdir(parents=True, exist_ok=True)
+    # recipe and device
     recipe, settings = recipe_of(options.root, options), Settings(triton=not options.plain)
     device = choose_device("cpu" if options.toy else "auto", settings)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
@@ -480,6 +481,7 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(run_dir, ignore_errors=True)
     directory = RunDir(run_dir).create()
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    # a real run, with a trainer that measures
     Measured.figures, Measured.pairs, Measured.steps = Figures(), options.pairs, options.steps
     session, original = Session(directory, watch_parent=False), build_trainer.Trainer
     build_trainer.Trainer = Measured  # type: ignore[misc]
@@ -490,6 +492,7 @@ def main(argv: list[str]) -> int:
     finally:
         build_trainer.Trainer = original  # type: ignore[misc]
         session.close()
+    # print the figures, and judge the promises
     found = {**summary(Measured.figures), **summary_of_state(Measured.figures)}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {options.pairs} pairs of blocks of {options.steps} steps")

@@ -136,6 +136,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=math.inf, help="of each of the two parts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    # deterministic device
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -143,6 +144,7 @@ def main(argv: list[str]) -> int:
         torch.use_deterministic_algorithms(True)
     else:
         torch.set_num_threads(1)
+    # faulty sends
     steps = captured_faults if options.captured else faulty_steps
     found, alarms, clean, clean_s = Found(), 0, 0, 0.0
     for number, size in in_series(options.faulty, SERIES, options.limit_s):
@@ -150,6 +152,7 @@ def main(argv: list[str]) -> int:
     how = ("captured in a CUDA graph" if device.type == "cuda" else "static buffers") if options.captured else "eager"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(table(found, f"{name}, torch {torch.__version__}, {how}, seed {options.seed}"), flush=True)
+    # sends without a fault
     for number, size in in_series(options.clean, CLEAN_SERIES, options.limit_s):
         new_alarms, seconds = clean_sends(size, device, 1000 * options.seed + number)
         alarms, clean, clean_s = alarms + new_alarms, clean + size, clean_s + seconds

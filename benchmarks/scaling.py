@@ -222,9 +222,11 @@ def main() -> int:
     root = options.root.absolute()
     recipe = write_recipe(root, toy=options.toy)
     counts = [int(word) for word in options.gpus.split(",") if word]
+    # each GPU alone
     alone = measure_alone(recipe, root, max(counts), options.batch, options.steps)
     for row in alone:
         tell(row)
+    # several GPUs together
     rows, killed = [], None
     for gpus in counts:
         row = measure(recipe, root, gpus, options.batch, options.steps)
@@ -232,6 +234,7 @@ def main() -> int:
         row["of_sum"] = row["samples_per_s"] / sum(each["samples_per_s"] for each in alone[:gpus])
         rows.append(row)
         tell(row)
+    # recovery from a killed rank
     if options.kill:
         killed = kill(recipe, root, max(counts), options.batch, options.kill_steps, options.seed)
         print(f"killed: {killed}", flush=True)  # noqa: T201

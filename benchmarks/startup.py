@@ -218,6 +218,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
     """Run two starts, each in its own process; with ``--measure``, run one start in this process."""
     root = options.root / f"manifest {options.images}"
     folder, cache = root / "images", root / "cache"
+    # the parent: make the images, start two measuring processes
     if not options.measure:
         made, began = (folder / "made").exists(), time.perf_counter()
         make_manifest(folder, cache, options.images)
@@ -225,6 +226,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, __file__, "manifest", str(options.root), "--images", str(options.images)]
         runs = [json.loads(subprocess.check_output([*command, "--measure"])) for _ in range(2)]
         return {"images": options.images, **told, "first start": runs[0], "next start": runs[1]}
+    # the measuring process: one start, up to the first batch
     gc.collect()
     process = psutil.Process()
     before_mib, times = process.memory_info().rss / 2**20, [("", time.perf_counter())]
@@ -309,6 +311,7 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
     root = options.root.absolute()
     write_base(root / options.base, options.base)
     make_photographs(root / "images", 4, 1024 if options.base == "full" else 128)
+    # one recipe for both checkouts
     recipe = root / "recipe.yaml"
     sections = {
         "model": {"name_or_path": str(root / options.base)},
@@ -316,6 +319,7 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
         "train": {"max_train_steps": 1000},
     }
     recipe.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
+    # start them in turns
     checkouts = {"old": options.old.absolute(), "new": options.new.absolute()}
     found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
     for number in range(options.rounds + 1):
@@ -325,6 +329,7 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
             )
             if number:  # the first round fills the caches
                 found[name].append(seconds)
+    # compare the medians
     medians = {
         name: {mark: round(statistics.median(each[mark] for each in starts), 2) for mark in MARKS}
         for name, starts in found.items()
@@ -396,6 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    # one parser per part
     of_encode = commands.add_parser("encode")
     of_encode.add_argument("root", type=Path)
     of_encode.add_argument("--images", type=int, default=10000)
@@ -424,6 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (of_encode, of_manifest, of_first, of_both, of_identity):
         command.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    # run the part, and write its figures
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "encode": encode, "manifest": manifest, "first-step": first_step, "side-by-side": side_by_side,
         "identity": identity,

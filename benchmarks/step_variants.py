@@ -373,6 +373,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if CUDA else "CPU"
     result: dict[str, Any] = {"device": where, "torch": torch.__version__, "rows": [], "failed": {}}
     print(f"{where}, torch {torch.__version__}, {PACKAGE}", flush=True)
+    # measure the variants while there is time
     truth = None if args.quick else reference(args.toy)
     models = Models(args.toy)
     for variant in chosen(args.only or [""]):

@@ -98,6 +98,7 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
             case "row":
                 found.rows.append(fields_of(event))
 
+    # run the child process; its death becomes a row if our own steps were measured
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         job = {
             "recipe": recipe.model_dump(mode="json"),
