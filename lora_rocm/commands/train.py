@@ -53,7 +53,6 @@ def train(
     Raises:
         LoraRocmError: any error, in words.
     """
-    # recipe and run directory
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
@@ -73,7 +72,6 @@ def train(
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
     if not prepare.holds_run(chosen.run_dir):  # refuses an unusable GPU before any file is made
         situation = selftest_runner.ensure(situation, loaded.recipe, _say)
-    # train in the locked run directory
     run = chosen.run_dir.create()
     with lock.locked(run):
         lock.end_leftover(run, _say, worker=worker)
@@ -121,7 +119,6 @@ def _train_in(
     children: int,
     worker: str | None,
 ) -> int:
-    # prepare the environment
     situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     situation = supervisor.in_force(run, situation, _say)
     env_plan = plan(situation)
@@ -167,7 +164,6 @@ def _train_in(
             raise
         finally:
             prepare.withdraw(run)
-    # report the end
     _tell_end(run, code, stopped, again)
     _report(run, loaded.registry)
     return code
