@@ -44,7 +44,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
     run_dir = RunDir(folder).create()
     run_dir.recipe.write_text("{}", encoding="utf-8")  # without a recipe it is no run
-    path = checkpoint.save(run_dir, position, parts, {"threads": 1})
+    path = checkpoint.save_checkpoint(run_dir, position, parts, {"threads": 1})
     (folder / BAIT).write_bytes((path / checkpoint.FILE_OF["adapter"]).read_bytes())
     return json.loads((path / checkpoint.STATE_FILE).read_bytes()), {
         file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"
@@ -80,7 +80,7 @@ def read_checkpoint(path: Path) -> None:
 
     for name, content in _checkpoint(Path(SCRATCH[0]))[1].items():
         (path.parent / name).write_bytes(content)
-    found = checkpoint.read(path.parent)
+    found = checkpoint.read_checkpoint(path.parent)
     if found is None:
         raise Refused("damaged")
     assert set(found.checksums) <= set(checkpoint.FILE_OF.values()), "a file was read that is none of the checkpoint"

@@ -52,7 +52,7 @@ from lora_rocm.base_models.loading import WEIGHTS_MEMORY, WeightsVersion, builti
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource, random_source
 from lora_rocm.base_models.safetensors_file import digest, read_hashed, read_header, read_tensors
 from lora_rocm.cache_files.hash_memory import FileState, HashMemory, remembered_line
-from lora_rocm.dataset.buckets import fit
+from lora_rocm.dataset.buckets import choose_bucket
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.families.base import family_for
 from lora_rocm.families.sdxl.family import LAYOUT
@@ -193,7 +193,7 @@ def make_manifest(folder: Path, cache: Path, count: int) -> None:
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (200, 100, 50)).save(file, "PNG")
     recipe = recipe_for(folder, 64, caption_fallback="empty")
-    cut = fit(64, 64, 64, recipe.data.bucket_step, recipe.data.bucket_max_aspect, True, True)
+    cut = choose_bucket(64, 64, 64, recipe.data.bucket_step, recipe.data.bucket_max_aspect, True, True)
     latents = {"latent_mean": torch.ones(4, 8, 8), "latent_std": torch.ones(4, 8, 8)}
     entry = LatentCache(cache).content_of("image", SOME_KEY, latents, "")
     for part in range(256):

@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 import lora_rocm  # noqa: E402
 from lora_rocm.families.ldm.fused_unet import fuse  # noqa: E402
 from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
-from lora_rocm.families.ldm.keys import UNET_TARGETS  # noqa: E402
+from lora_rocm.families.ldm.kohya_keys import UNET_TARGETS  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 PACKAGE = Path(lora_rocm.__file__).parent

@@ -450,7 +450,9 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     for command in ("status", "report"):
         for place in ("pics", "nowhere", "afile"):
             program(command, place).refused(2, place, "Give a run directory")
-    program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(3, "afile", "Move it away")
+    program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(
+        2, "afile", "Give the name of a folder"
+    )
     said = program("sample", alone, *SMALL, "--base", "model", "--output", tmp_path / "drawn")
     (drawn,) = (tmp_path / "drawn").iterdir()
     assert said.code == 0 and f"Drew {drawn}" in said.out

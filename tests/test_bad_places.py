@@ -293,7 +293,7 @@ def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     if refusal == "rank":
         refused = ("adapter", ["--set", "lora.rank=4", "--accept-changes", *options])
     elif refusal == "images":
-        refused = ("training images", [*longer, *options])
+        refused = ("training data", [*longer, *options])
     else:
         state = run_dir.checkpoint(1) / "state.json"
         state.write_bytes(state.read_bytes().replace(b"sha256", b"sha257"))

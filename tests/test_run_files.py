@@ -123,7 +123,7 @@ def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) 
     left = [name for name in names if (run_dir.path / name).is_symlink()]
     written = {*EXPORTS, "report.html", "recipe.yaml", "environment.json", "result.json", "samples/before-after.png"}
     assert not written & set(left)  # whoever replaces a link has written
-    assert checkpoint.read(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
+    assert checkpoint.read_checkpoint(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
 
 
 @pytest.mark.parametrize("name", [*sorted(IN_PLACE), *FOLDERS])
@@ -161,7 +161,10 @@ def test_a_checkpoint_on_another_disk_is_read_and_only_its_link_is_removed(
     assert said.code == 0 and "Going on from step 2" in said.out
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3]
     assert not os.path.lexists(run_dir.checkpoint(1)) and snapshot(outside) == before
-    assert checkpoint.read(outside / "checkpoints" / "step-00000002") is not None and writing.read_bytes() == b"half"
+    assert (
+        checkpoint.read_checkpoint(outside / "checkpoints" / "step-00000002") is not None
+        and writing.read_bytes() == b"half"
+    )
     changed = {name for name, content in snapshot(run_dir.path).items() if inside.get(name) != content}
     assert changed >= {*EXPORTS, "events.jsonl", "heartbeat.rank0.json", "report.html", "recipe.yaml", "result.json"}
 

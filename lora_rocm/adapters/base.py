@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.names import canonical
+from lora_rocm.adapters.module_names import canonical
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import AdapterSection, OptimSection

@@ -37,7 +37,7 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.adapters.names import adaptable, canonical
+from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily

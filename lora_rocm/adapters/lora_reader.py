@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
 from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
-from lora_rocm.adapters.names import KeyTable, adaptable, canonical, main_component, weight_of
+from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component, weight_of
 from lora_rocm.adapters.origin import foreign, title_of
 from lora_rocm.base_models.safetensors_file import Header, read_header, read_tensors
 from lora_rocm.errors import AdapterError

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import regex
 
-from lora_rocm.adapters.names import adaptable
+from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import AdapterSection

@@ -28,8 +28,8 @@ from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor
-from lora_rocm.supervisor import resume as prepare
 from lora_rocm.supervisor.restart_policy import attempt_of
+from lora_rocm.supervisor.resume import Chosen, choose, holds_run, settle, withdraw
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
-    chosen = prepare.choose(loaded, run_dir, resume)
+    chosen = choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()
@@ -70,12 +70,12 @@ def train(
     if not me.is_first:
         how = (me, loaded, chosen, situation, _say)
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
-    if not prepare.holds_run(chosen.run_dir):  # refuses an unusable GPU before any file is made
+    if not holds_run(chosen.run_dir):  # refuses an unusable GPU before any file is made
         situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     run = chosen.run_dir.create()
     with lock.locked(run):
         lock.end_leftover(run, _say, worker=worker)
-        if not prepare.settle(chosen, loaded, accept_changes):
+        if not settle(chosen, loaded, accept_changes):
             _leave_complete(run, loaded)
             return 0
         again = resume_command(recipe_path, overrides, run)
@@ -110,7 +110,7 @@ def demo() -> int:
 def _train_in(
     run: RunDir,
     loaded: LoadedRecipe,
-    chosen: prepare.Chosen,
+    chosen: Chosen,
     again: str,
     situation: Situation,
     *,
@@ -163,7 +163,7 @@ def _train_in(
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
             raise
         finally:
-            prepare.withdraw(run)
+            withdraw(run)
     _tell_end(run, code, stopped, again)
     _report(run, loaded.registry)
     return code

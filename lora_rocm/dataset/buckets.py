@@ -95,7 +95,7 @@ def square_shape(data: DataSection) -> Shape:
     return image_shape(max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0)))
 
 
-def fit(
+def choose_bucket(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> Geometry:
     """Choose the bucket of an image: the nearest by logarithm of the aspect ratio. Scaled to cover, cut at the centre.
@@ -108,7 +108,7 @@ def fit(
         DataError: a side is smaller than one step (and ``upscale`` is off), or the resolution is.
     """
     if width < height:  # portrait is landscape lying down, so that both are treated exactly alike
-        return fit(height, width, resolution, step, max_aspect, enable_bucket, upscale).transposed()
+        return choose_bucket(height, width, resolution, step, max_aspect, enable_bucket, upscale).transposed()
     max_aspect = max_aspect if enable_bucket else 1.0
     aspect = math.log(width / height)
     landscape = [size for size in bucket_sizes(resolution, step, max_aspect) if size[1] >= size[0]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_rocm.dataset.buckets import Geometry, fit
+from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.folders import (
     REPEAT_FOLDER,
@@ -186,7 +186,9 @@ def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
     """The geometry of a sample, or that it is too small for any."""
     size, resolution = (sample.width, sample.height), sample.options.resolution
     try:
-        return fit(*size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale)
+        return choose_bucket(
+            *size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale
+        )
     except DataError as error:
         if error.code != "image-too-small":
             raise

@@ -18,7 +18,7 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from lora_rocm.adapters.names import TEXT_LEVEL, KeyTable
+from lora_rocm.adapters.module_names import TEXT_LEVEL, KeyTable
 from lora_rocm.errors import ExportError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise

@@ -49,7 +49,10 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
         DamagedHeader: header and size do not fit each other, or the header is no header.
         OSError: it cannot be read.
     """
-    length = int.from_bytes(file.read(8), "little")
+    start = file.read(8)
+    if start.startswith(b"PK\x03\x04"):
+        raise DamagedHeader("it is a zip archive, which torch.save writes, under another name")
+    length = int.from_bytes(start, "little")
     if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise DamagedHeader("it ends inside its header")
     try:

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
-from lora_rocm.kernels.lora_linear import lora_linear
+from lora_rocm.kernels.fused_lora import lora_linear
 from lora_rocm.kernels.weight_format import dense_weight, format_of, is_packed
 
 

@@ -19,7 +19,7 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode_mask
 from lora_rocm.dataset.masks import MASK_FIX, Masks, fits, mask_on_grid
 from lora_rocm.errors import DataError
-from lora_rocm.families.objectives.reduction import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
 

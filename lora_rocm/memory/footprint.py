@@ -39,7 +39,7 @@ from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, des
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
 from lora_rocm.recipe.schema import AdamwSection, OptimSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lora_rocm.errors import ResumeError
 from lora_rocm.kernels.backend import form_for
-from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
 from lora_rocm.recipe.schema import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16

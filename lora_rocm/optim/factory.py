@@ -8,7 +8,7 @@ from typing import Any
 from lora_rocm.optim.adamw import AdamW
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.prodigy import Prodigy
-from lora_rocm.optim.rule import TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import TrainedWeights, UpdateRule
 from lora_rocm.recipe.schema import OptimSection
 
 RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
 from lora_rocm.recipe.schema import OptimSection, ProdigySection
 
 MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"

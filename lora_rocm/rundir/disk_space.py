@@ -1,4 +1,4 @@
-"""Room on a disk: what will be needed is compared with what is free before it runs out."""
+"""Free disk space: compare the bytes needed with the bytes free, before the disk is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.foundation.units import size_text
 
 RESERVE_BYTES = 1 << 20
-"""Left free beside what is written: for events, and for the report of what happened."""
+"""Kept free beside what is written: for events, and for the report of what happened."""
 
 Free = Callable[[Path], "int | None"]
 
@@ -18,8 +18,8 @@ Free = Callable[[Path], "int | None"]
 def free_bytes(path: Path) -> int | None:
     """Bytes that this user may still write on the disk of ``path``, which need not exist yet.
 
-    None where the file system does not tell (some network drives say that they hold nothing at all). Quotas of a user
-    or a folder are not seen: where one is used up, writing fails like on a full disk.
+    None if the file system does not report it (some network drives report a size of 0). Quotas of a user or a folder
+    are not seen: if one is used up, writing fails as on a full disk.
 
     Raises:
         StorageError: the disk does not answer.
@@ -35,7 +35,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = free_bytes) -> None:
-    """Refuse to begin writing what will not fit.
+    """Refuse to start a write that does not fit.
 
     Raises:
         StorageError: "disk-low".
@@ -52,7 +52,7 @@ def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = fre
 
 
 def shortage(path: Path, needed_bytes: int, what: str, free: Free = free_bytes) -> str:
-    """A sentence where the disk will be full before all is written; else nothing (empty)."""
+    """A warning if the disk will be full before everything is written; else an empty string."""
     found = free(path)
     if found is None or found >= needed_bytes + RESERVE_BYTES:
         return ""

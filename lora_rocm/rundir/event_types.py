@@ -1,8 +1,8 @@
-"""The events of a run and of its children: one class for each type.
+"""The events of a run and of its children: one class per type.
 
-A writer makes an instance, and is refused what no reader would take. A reader takes a line if its class takes the
-fields; fields that the class does not have are those of another version and are left out. Text is made safe to print,
-and a number that is not finite is null, in writing and in reading.
+Writing creates an instance, so it fails on values that no reader would accept. Reading accepts a line if its class
+accepts the fields; unknown fields belong to another version and are dropped. Text is made safe to print. Non-finite
+numbers become null, in writing and in reading.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lora_rocm.foundation.terminal_text import legible
 
-MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # products and sums of them are finite
+MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # their products and sums stay finite
 
 
 def _text(value: object) -> str:
-    """Names of files, captions and what libraries say are in events: nothing of it may steer a terminal."""
+    """Make a text safe to print.
+
+    Events contain file names, captions and library messages; none of these may control a terminal.
+    """
     if not isinstance(value, str):
         raise ValueError("this is not a text")
     return value if value.isprintable() else legible(value, keep="\n")
@@ -54,12 +57,12 @@ Problem = Annotated[dict[Text, Text], AfterValidator(_problem)]
 
 
 class Event(BaseModel):
-    """What every event has.
+    """The fields of every event.
 
     Attributes:
         type: the name of the class in files.
-        time: seconds since the epoch; set where the event is written.
-        session: counts the starts of the worker in this run directory; set where the event is written.
+        time: seconds since the epoch; set when the event is written.
+        session: number of the worker's start in this run directory; set when the event is written.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
@@ -70,15 +73,15 @@ class Event(BaseModel):
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
-        """The event with these fields; those that the class does not have are passed over.
+        """The event with these fields; fields that the class does not have are ignored.
 
         Raises:
-            ValidationError: a field is missing or holds something else.
+            ValidationError: a field is missing or has an invalid value.
         """
         return cls.model_validate(fields, extra=None if cls.model_config["extra"] == "allow" else "ignore")
 
     def to_json(self) -> dict[str, Any]:
-        """The event as its readers get it."""
+        """The event as readers receive it."""
         return {"type": self.type, **self.__dict__, **(self.model_extra or {})}
 
 
@@ -86,7 +89,7 @@ Emit = Callable[[Event], object]
 
 
 class StartEvent(Event):
-    """A worker started. resumed_from: an update count."""
+    """A worker started. resumed_from: the checkpoint's number of updates."""
 
     type = "start"
     pid: Whole
@@ -98,7 +101,13 @@ class StartEvent(Event):
 
 
 class PhaseEvent(Event):
-    """phase: load, cache, compile, step, checkpoint, preview, export. state: begin or end. seconds: on end."""
+    """A phase begins or ends.
+
+    Attributes:
+        phase: load, cache, compile, step, checkpoint, preview, export.
+        state: begin or end.
+        seconds: the phase's duration, at its end.
+    """
 
     type = "phase"
     phase: Text
@@ -107,7 +116,7 @@ class PhaseEvent(Event):
 
 
 class DataEvent(Event):
-    """What the data came to."""
+    """The result of the data phase."""
 
     type = "data"
     samples: Whole
@@ -119,7 +128,7 @@ class DataEvent(Event):
 
 
 class CacheEvent(Event):
-    """Caching goes on. what: an entry's progress name; sizes, hashes, texts: what is only looked at."""
+    """Progress of caching. what: an entry's progress name; sizes, hashes, texts: files are only examined."""
 
     type = "cache"
     what: Text
@@ -129,12 +138,12 @@ class CacheEvent(Event):
 
     @property
     def encodes(self) -> bool:
-        """An encoder is at work."""
+        """Whether an encoder is working."""
         return self.done < self.total and bool(self.per_second)
 
 
 class CompileEvent(Event):
-    """Compiling goes on. done, total: shapes of samples. size: the shape that is compiled now, else empty."""
+    """Progress of compiling. done, total: bucket shapes. size: the shape that is compiled now, else empty."""
 
     type = "compile"
     size: Text
@@ -154,9 +163,13 @@ class RepairedEvent(Event):
 class StepEvent(Event):
     """One confirmed update.
 
-    Seconds: step_s of the whole step, loading_s of waiting for the loader, copy_s of copies to the device, check_s of
-    checking them there, wait_s of waiting for the verdict. optimizer: what the optimizer tells of itself
-    (``optim.rule``), by name.
+    Attributes:
+        step_s: of the whole step.
+        loading_s: waiting for the loader.
+        copy_s: copies to the device.
+        check_s: checking the copies there.
+        wait_s: waiting for the verdict.
+        optimizer: values that the optimizer logs (``UpdateStats.logged``), by name.
     """
 
     type = "step"
@@ -180,7 +193,7 @@ class StepEvent(Event):
 
 
 class IncidentEvent(Event):
-    """kind: transfer, nonfinite, fp16-overflow, out-of-memory."""
+    """A fault that the loop handled itself. kind: transfer, nonfinite, fp16-overflow, out-of-memory."""
 
     type = "incident"
     kind: Text
@@ -191,7 +204,7 @@ class IncidentEvent(Event):
 
 
 class CanaryEvent(Event):
-    """Known answers were asked for again. checks: their names. detail: what was wrong, else empty."""
+    """The canary ran: calculations with known answers. checks: their names. detail: the failure, else empty."""
 
     type = "canary"
     updates: Whole
@@ -202,7 +215,7 @@ class CanaryEvent(Event):
 
 
 class ValidationEvent(Event):
-    """The loss over samples that are held out."""
+    """The loss over held-out samples."""
 
     type = "validation"
     updates: Whole
@@ -227,7 +240,7 @@ class PreviewEvent(Event):
 
 
 class ConceptEvent(Event):
-    """A number for the concept (``train.concept_score``)."""
+    """The concept score (``train.concept_score``)."""
 
     type = "concept"
     score: Number
@@ -246,14 +259,14 @@ class ExportEvent(Event):
 
 
 class NoticeEvent(Event):
-    """A sentence for the user."""
+    """A message for the user."""
 
     type = "notice"
     text: Text
 
 
 class ChangeEvent(Event):
-    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: because of what."""
+    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: the failure that it answers."""
 
     type = "change"
     id: Text
@@ -263,15 +276,15 @@ class ChangeEvent(Event):
 
 
 class FailureEvent(Event):
-    """A worker failed; the supervisor writes it.
+    """A worker failed; written by the supervisor.
 
     Attributes:
-        seen: see ``rules.mitigations``, or empty.
-        phase, activity, updates: where the worker was.
+        seen: see ``rules.mitigations.Seen``; empty if no new start can help.
+        phase, activity, updates: the worker's position.
         silent_s, limit_s: null unless it hung.
-        code, what, where: of its error, or how it ended.
+        code, what, where: its error, or how it ended.
         stacks: file in the run directory.
-        kernel_log: lines of the system's log since its start.
+        kernel_log: lines of the system's log since the worker's start.
     """
 
     type = "failure"
@@ -289,7 +302,13 @@ class FailureEvent(Event):
 
 
 class RestartEvent(Event):
-    """The supervisor starts the worker again. spent, budget: of ``runtime.max_restarts``. attempt: ``train.loop``."""
+    """The supervisor starts the worker again.
+
+    Attributes:
+        spent: restarts used so far, of the budget.
+        budget: ``runtime.max_restarts``.
+        attempt: see ``train.loop.Position``.
+    """
 
     type = "restart"
     number: Whole
@@ -302,7 +321,7 @@ class RestartEvent(Event):
 
 
 class ErrorEvent(Event):
-    """The worker, or a child, ends with this error (``errors.LoraRocmError``)."""
+    """The worker, or another child, ends with this error (``errors.LoraRocmError``)."""
 
     type = "error"
     code: Text
@@ -313,7 +332,7 @@ class ErrorEvent(Event):
 
 
 class EndEvent(Event):
-    """The worker is leaving. reason: done or stopped."""
+    """The worker exits. reason: done or stopped."""
 
     type = "end"
     reason: Text
@@ -322,11 +341,14 @@ class EndEvent(Event):
 
 
 RUN_EVENTS = tuple(Event.__subclasses__())
-"""The events of a run directory. Those below are written by children that have none; so are ``export``, ``error``."""
+"""The events of a run directory.
+
+The events below are written by children without a run directory. These also write ``export`` and ``error``.
+"""
 
 
 class DrawnEvent(Event):
-    """Previews that belong to no step of a run. images: absolute paths."""
+    """Previews outside a training run. images: absolute paths."""
 
     type = "drawn"
     images: list[Text]
@@ -340,7 +362,7 @@ class ChecksEvent(Event):
 
 
 class CheckEvent(Event):
-    """A check of the self-test begins."""
+    """A check of the self-test starts."""
 
     type = "check"
     name: Text
@@ -358,14 +380,14 @@ class ResultEvent(Event):
 
 
 class _Figures(Event):
-    """Carries further fields: what a benchmark has found."""
+    """An event with further fields: the figures of a benchmark."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Anything]
 
 
 class MachineEvent(_Figures):
-    """What is measured. gpus: the bus of each."""
+    """The machine that is measured. gpus: the bus of each."""
 
     type = "machine"
     device: Text
@@ -387,7 +409,7 @@ class LinkEvent(Event):
 
 
 class BeginEvent(Event):
-    """The measurement of a row begins."""
+    """The measurement of a row starts."""
 
     type = "begin"
     number: Whole
@@ -396,7 +418,7 @@ class BeginEvent(Event):
 
 
 class RowEvent(_Figures):
-    """The measurement of a row has ended. problem: why there are no figures."""
+    """The measurement of a row has ended. problem: why there are no figures, else null."""
 
     type = "row"
     number: Whole

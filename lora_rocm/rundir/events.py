@@ -1,8 +1,7 @@
-"""Everything that happens is one event: a JSON object on a line of ``events.jsonl``.
+"""Event files: everything that happens in a run is an event, a JSON object on a line of ``events.jsonl``.
 
-The progress bar, TensorBoard, the report and ``status`` are readers of that stream. The
-types of events and their fields are the classes of ``event_types``. A reader passes over a line that stands for none of
-them: it is damaged, or was not written by this version.
+The progress bar, TensorBoard, the report and ``status`` read this stream. The classes of ``event_types`` define the
+types and fields of events. A reader skips a line that matches none of them: it is damaged, or from another version.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from lora_rocm.rundir.event_types import TYPES, Event
 
 
 def emit(event: Event) -> None:
-    """One event on standard output: how a child without a run directory tells its parent (``run.children``)."""
+    """Write one event to standard output, as children without a run directory do (``supervisor.subprocesses``)."""
     sys.stdout.write(json.dumps(event.to_json()) + "\n")
     sys.stdout.flush()
 
 
 class EventWriter:
-    """Appends events to one file; a line torn by a crash is closed off first."""
+    """Appends events to one file. A line torn by a crash is terminated first."""
 
     def __init__(self, path: Path, session: int = 0) -> None:
         self.path, self.session = path, session
@@ -43,7 +42,9 @@ class EventWriter:
             raise storage_error(error, path) from error
 
     def write(self, event: Event) -> dict[str, Any]:
-        """Append one event, as of now, and flush it to the operating system; the event as its readers get it.
+        """Append one event with the current time, and flush it to the operating system.
+
+        Returns the event as readers receive it.
 
         Raises:
             StorageError: the event cannot be written.
@@ -57,15 +58,15 @@ class EventWriter:
         return dated
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what a full disk did not take is tried again, and ``write`` has told
+        with contextlib.suppress(OSError):  # closing retries what a full disk refused, which ``write`` reported
             self._file.close()
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a plain file; links are followed.
+    """Whether the path is a regular file; links are followed.
 
     Raises:
-        StorageError: what is there would be waited for, or read, without end.
+        StorageError: it is something else, which a reader could wait for or read without end.
     """
     try:
         mode = path.stat().st_mode
@@ -88,20 +89,19 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 CHUNK_BYTES = 1 << 24
-ENDLESS = b"?"  # in place of a line's beginning: what follows it is no event
+ENDLESS = b"?"  # replaces the start of a line that is too long, so that it parses as no event
 
 
 class EventReader:
-    """Follows one event file: ``poll`` returns the whole events written since the last call, and skips damaged ones.
+    """Follows one event file: ``poll`` returns the complete events since the last call and skips damaged ones.
 
     Args:
-        path: of the file; there may be none yet.
-        offset: bytes of it that are passed over.
-        types: of the events that are wanted; none: all. Lines of others, of which there may be very many, are not
-            taken apart.
+        path: the file; it need not exist yet.
+        offset: bytes to skip at its start.
+        types: types of the events to return; empty: all. Lines of other types, which may be very many, are not parsed.
 
     Raises:
-        StorageError: ``poll`` found something else than a plain file.
+        StorageError: in ``poll``, if the path is not a regular file.
     """
 
     def __init__(self, path: Path, offset: int = 0, types: Sequence[str] = ()) -> None:
@@ -120,7 +120,7 @@ class EventReader:
         return [event for event in found if event["type"] in self._types] if self._types else found
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """The whole lines that may be of wanted types. A line without end costs no more memory than CHUNK_BYTES."""
+        """The complete lines that may be of wanted types. A line without end takes no more memory than CHUNK_BYTES."""
         while data := file.read(CHUNK_BYTES):
             self._offset += len(data)
             *lines, rest = (self._rest + data).split(b"\n")
@@ -129,8 +129,8 @@ class EventReader:
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:
-    """The event that a line stands for; None if it stands for none, or for one of another version."""
-    try:  # a line may be torn by a crash, be a library's own, or nest without end
+    """The event on a line; None if it is no event, or of another version."""
+    try:  # a line may be torn by a crash, printed by a library, or nested without end
         found = from_json(line)
         kind = TYPES.get(str(found.pop("type", ""))) if isinstance(found, dict) else None
         return None if kind is None else kind.read(found).to_json()
@@ -139,7 +139,7 @@ def event_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_events(path: Path, *types: str) -> list[dict[str, Any]]:
-    """Every whole event of a file (of these types), in the order written.
+    """All complete events of a file (of these types), in the order written.
 
     Raises:
         StorageError: see ``EventReader``.
@@ -148,7 +148,7 @@ def read_events(path: Path, *types: str) -> list[dict[str, Any]]:
 
 
 def current_steps(events: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``step`` events in order of updates; of an update seen twice (after a resume) the newest attempt counts."""
+    """``step`` events in order of updates. If an update was made twice (after a resume), the newest event counts."""
     newest: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["type"] == "start":

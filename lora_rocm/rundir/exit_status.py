@@ -1,4 +1,4 @@
-"""How a child ended, in words: exit codes, signals, and the end of what it wrote."""
+"""The end of a child process as text: exit codes, signals, and the end of its log."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lora_rocm.errors import WorkerDiedError
 TAIL_LINES = 8
 TAIL_COLUMNS = 300
 TAIL_BYTES = 16384
-# Codes that Windows gives a process that crashed (NTSTATUS values, ntstatus.h).
+# Exit codes of crashed processes on Windows (NTSTATUS values, ntstatus.h).
 NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC0000409: "fail-fast or stack overrun"}
 
 
 def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
-    """The error for a child that ended without a word of its own; ``log`` is the end of what it wrote."""
+    """The error for a child that ended without an error of its own; ``log`` is the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
         what += " The system does this when memory (RAM) runs out."
@@ -26,7 +26,7 @@ def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedErro
 
 
 def describe_exit(returncode: int) -> str:
-    """A return code in words: signal names, Windows' crash codes."""
+    """A return code as text, with signal names and Windows crash codes."""
     if returncode < 0:
         try:
             return f"killed by signal {signal.Signals(-returncode).name}"
@@ -39,7 +39,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def tail_bytes(log: Path, start: int) -> bytes:
-    """The end of what was written to ``log`` after ``start``."""
+    """The end of the bytes written to ``log`` after ``start``."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, size_of(log) - TAIL_BYTES))
@@ -49,7 +49,7 @@ def tail_bytes(log: Path, start: int) -> bytes:
 
 
 def _last_lines(log: bytes) -> list[str]:
-    """The last lines, printable; of a traceback only its last line (the rest stays in the log)."""
+    """The last lines, made printable. Of a traceback only the last line is kept (the log has the rest)."""
     lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
     kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])
@@ -60,7 +60,7 @@ def _last_lines(log: bytes) -> list[str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 where there is none that can be looked at."""
+    """Size of a file in bytes; 0 if it does not exist or cannot be examined."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,7 +1,8 @@
-"""The worker's sign of life: one small file that it overwrites in place, with a count that only progress moves.
+"""The worker's heartbeat: one small file, overwritten in place, with a count that only progress increases.
 
-Events say what was done, the heartbeat what is being done: a thread that merely lives says nothing about a step that
-hangs, so only the code that does the work beats. In place, because Windows cannot rename over a file that is read.
+Events say what was done, the heartbeat what is being done. Only the code that does the work beats, because a thread
+that is merely alive says nothing about a step that hangs. The file is overwritten in place because Windows cannot
+rename over a file that is being read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import open_in_place
 
 WIDTH_BYTES = 256
-"""A record is padded to this, so that no end of an older, longer one is left behind it."""
+"""Records are padded to this width, so that no end of a longer, older record is left behind a new one."""
 MAX_BYTES = 1 << 12
 
 
@@ -31,14 +32,14 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Overwrites the file at each beat; a few microseconds. Not flushed to the disk: it is for the living."""
+    """Overwrites the file at each beat, in a few microseconds. Not flushed to disk: only running processes read it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._count = path, 0
         self._file = open_in_place(path, anew=True, buffering=0)
 
     def beat(self, activity: str) -> None:
-        """One sign of progress.
+        """Record one sign of progress.
 
         Raises:
             StorageError: the run directory is gone, or its disk is full.
@@ -56,7 +57,7 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The last beat; None where there is none, it is being written at this very moment, or it is no plain file."""
+    """The last beat; None if there is none, it is being written right now, or the path is not a regular file."""
     try:
         value: Any = json.loads(read_plain(path, MAX_BYTES))
         found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))

@@ -1,4 +1,4 @@
-"""Failures, changes and restarts of a run: read from the event files of the supervisor and of all ranks, by time."""
+"""Failures, changes and restarts of a run, by time, from the event files of the supervisor and of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = ("failure", "change", "restart")
 
 
 def trouble_of(run_dir: RunDir, events: Sequence[Event]) -> list[Event]:
-    """``in_time`` for a run. ``events``: of rank 0, which are at hand.
+    """``in_time`` for a run. ``events``: the events of rank 0, already read.
 
     Raises:
         StorageError: see ``events.read_events``.
@@ -25,9 +25,10 @@ def trouble_of(run_dir: RunDir, events: Sequence[Event]) -> list[Event]:
 
 
 def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> list[Event]:
-    """Failures, changes and restarts of the supervisor and of all ranks, in the order of time.
+    """Failures, changes and restarts of the supervisor and of all ranks, in order of time.
 
-    Ranks that train together run out of memory together: what several of them changed at one start is there once.
+    Ranks that train together run out of memory together, so a change that several of them made at one start is listed
+    once.
     """
     found = [event for event in supervisor if event["type"] in TYPES]
     made = Counter[tuple[int, str]]()
@@ -46,7 +47,7 @@ def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> li
 
 
 def last_word(events: Iterable[Event], trouble: Iterable[Event]) -> Event | None:
-    """The failure of the last start, where the worker itself said nothing of its end (it hung, or was killed)."""
+    """The last start's failure if the worker itself recorded no end (it hung or was killed), else None."""
     last = next((event for event in reversed(list(trouble)) if event["type"] == "failure"), None)
     for event in reversed(list(events)):
         if event["type"] in ("error", "end"):

@@ -1,7 +1,7 @@
-"""The run directory: the only module that knows its file names.
+"""The layout of the run directory. No other module knows its file names.
 
-The directory is the contract between the light parent and the heavy child, and their only shared
-mutable state. One writer per file.
+The directory is the contract between the light parent and the heavy child, and their only shared mutable state. Each
+file has one writer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
-"""Name of the parent among the writers of events."""
+"""The parent's name among the writers of events."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
-"""By these a folder is known to be the directory of a run that has begun."""
+"""Files that identify the directory of a run that has started."""
 PROBE = ".probe.tmp"
 STATE_FILE = "state.json"
-"""Of a checkpoint folder: position, what the run is, checksums."""
+"""In each checkpoint folder: position, facts about the run, checksums."""
 
 FOLDERS = r"checkpoints|samples|tensorboard|peft"
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
     r"heartbeat\.rank\d+\.json|stacks\.rank\d+\.txt"
 )
-"""Of the files that are written where they lie."""
+"""Files that are written in place."""
 OF_PARENT = re.compile(r"recipe(\.asked)?\.yaml|environment\.json|report\.html|stacks-\d+\.txt|\.probe\.tmp")
-"""Written whole by the light parent of rank 0; the others by its worker, but for the recipes of other ranks."""
+"""Files that the light parent of rank 0 writes atomically.
+
+The others are written by its worker, except for the recipes of other ranks.
+"""
 OF_WORKER = re.compile(r"result\.json|lora\.safetensors|pytorch_lora_weights\.safetensors")
 OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
@@ -43,19 +46,19 @@ OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
 OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp")
-"""What a file is called while it is written (``files.write_atomic``), and a checkpoint folder (``train.state``)."""
+"""Temporary names of files (``foundation.files.write_atomic``) and of checkpoint folders (``train.checkpoint``)."""
 BEGUN = re.compile(
     rf"{IN_PLACE}|recipe\.asked\.yaml|environment\.json|recipe\.rank\d+\.yaml|\.recipe\..+\.tmp|\.environment\..+\.tmp|\.probe\.tmp"
 )
-"""What a run may have before its recipe; nobody else's files have these names."""
+"""Files that a run may have before its recipe. No other program's files have these names."""
 OF_RUN = re.compile(rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{OF_WORKER.pattern}|{FOLDERS}")
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
-"""What a system puts into any folder, in lower case."""
+"""Files that an operating system puts into any folder, in lower case."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names inside one run directory. Makes nothing by itself except in ``create``."""
+    """Names inside one run directory. It creates nothing by itself except in ``create``."""
 
     path: Path
 
@@ -65,7 +68,7 @@ class RunDir:
 
     @property
     def recipe_asked(self) -> Path:
-        """What a start on a run that has begun asks for; it becomes ``recipe`` when nothing of it was refused."""
+        """The recipe of a new start on an existing run; it becomes ``recipe`` once nothing in it was refused."""
         return self.path / "recipe.asked.yaml"
 
     @property
@@ -74,7 +77,7 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """Existence asks the worker to finish its step, save and leave (works on every OS)."""
+        """If this file exists, the worker finishes its step, saves and exits (works on every OS)."""
         return self.path / "stop"
 
     @property
@@ -82,19 +85,19 @@ class RunDir:
         return self.path / "worker.log"
 
     def log_of(self, rank: int) -> Path:
-        """What a worker writes to its standard streams."""
+        """A worker's standard output and error."""
         return self.path / f"worker.rank{rank}.log" if rank else self.worker_log
 
     def recipe_of(self, rank: int) -> Path:
-        """The recipe that rank was started with, where it was not started by the parent of rank 0 (``torchrun``)."""
+        """The recipe of a rank. Ranks that the parent of rank 0 did not start (``torchrun``) have their own."""
         return self.path / f"recipe.rank{rank}.yaml" if rank else self.recipe
 
     def lock_of(self, rank: int) -> Path:
-        """Held by the worker of that rank."""
+        """The lock that the worker of this rank holds."""
         return self.path / f".worker.rank{rank}.lock" if rank else self.worker_lock
 
     def worker_locks(self) -> list[tuple[int, Path]]:
-        """(rank, file) of those that are there."""
+        """(rank, file) of the existing lock files."""
         found = [(WORKER_LOCK_NAME.fullmatch(path.name), path) for path in self.path.glob(".worker*.lock")]
         return sorted((int(match.group(1) or 0), path) for match, path in found if match)
 
@@ -140,12 +143,12 @@ class RunDir:
         return self.path / "peft"
 
     def export_of(self, form: str) -> Path:
-        """Where the LoRA is kept in each form: a file, or for peft a folder with a folder for each component."""
+        """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
         return {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}[form]
 
     @property
     def result(self) -> Path:
-        """Written last: says that the run is complete and what was exported and measured."""
+        """Written last: the run is complete; exports and measurements."""
         return self.path / "result.json"
 
     @property
@@ -158,18 +161,18 @@ class RunDir:
         return self.path / ("events.jsonl" if name == "rank0" else f"events.{name}.jsonl")
 
     def events_of_others(self) -> list[Path]:
-        """Those of ranks beside rank 0."""
+        """Event files of the ranks other than 0."""
         return sorted(self.path.glob("events.rank*.jsonl"))
 
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"
 
     def stacks(self, rank: int = 0) -> Path:
-        """Where the worker's Python stacks go while it is silent (``train.session``)."""
+        """The worker's Python stacks, written while it is silent (``train.session``)."""
         return self.path / f"stacks.rank{rank}.txt"
 
     def stacks_kept(self, session: int) -> Path:
-        """The stacks of the worker of that start, which was ended because it hung."""
+        """The stacks of the worker that was ended in that start because it hung."""
         return self.path / f"stacks-{session}.txt"
 
     def checkpoint(self, updates: int) -> Path:
@@ -182,7 +185,7 @@ class RunDir:
         return self.samples / f"step-{updates:08d}"
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(updates, folder) of every finished checkpoint folder, oldest first; says nothing about validity."""
+        """(updates, folder) of every finished checkpoint folder, oldest first; they may be damaged."""
         if not self.checkpoints.is_dir():
             return []
         found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.checkpoints.iterdir()]
@@ -205,7 +208,7 @@ class RunDir:
     def holds_run(self) -> bool:
         """Whether a run was started in this directory.
 
-        A ``recipe.yaml`` among other files, and nothing else of a run, is one that the user wrote.
+        A ``recipe.yaml`` among foreign files, without other files of a run, is the user's.
         """
         if self.events().exists() or any((path / STATE_FILE).exists() for _, path in self.list_checkpoints()):
             return True
@@ -215,13 +218,14 @@ class RunDir:
         return any(map(BEGUN.fullmatch, names)) or not [name for name in names if not _is_ours(name)]
 
     def require_own(self) -> None:
-        """Refuse a folder that is somebody else's, and links in place of what a run writes where it lies.
+        """Refuse a folder that belongs to something else, and links in place of files that a run writes in place.
 
-        Files that are written whole are no matter: a link there is replaced. The directory itself may be a link.
+        Links in place of atomically written files are allowed, because they are replaced. The directory itself may be a
+        link.
 
         Raises:
-            ResumeError: it is no run, and not empty.
-            StorageError: a link lies there, or the folder cannot be read.
+            ResumeError: the folder is not empty and holds no run.
+            StorageError: there is such a link, or the folder cannot be read.
         """
         try:
             names = sorted(os.listdir(self.path))
@@ -243,12 +247,12 @@ class RunDir:
                 refuse_link(self.path / name)
 
     def require(self) -> None:
-        """Look whether the run is still where it was, and its folders are its own.
+        """Check that the run is still there, and that its folders are its own.
 
-        A drive may have gone, and folders must not be made in its place.
+        If a drive has gone, no folders may be created in its place.
 
         Raises:
-            StorageError: it is not, or a folder in it is a link.
+            StorageError: the run is gone, or a folder in it is a link.
         """
         if not self.recipe.exists():
             raise storage_error(OSError(errno.ENOENT, os.strerror(errno.ENOENT)), self.path)
@@ -256,10 +260,10 @@ class RunDir:
             refuse_link(folder)
 
     def probe(self) -> None:
-        """Write a little and take it away again.
+        """Write a small file and delete it again.
 
         Raises:
-            StorageError: that is not possible: the disk is full, read-only, gone.
+            StorageError: this fails: the disk is full, read-only or gone.
         """
         self.require()
         probe = self.path / PROBE
@@ -267,33 +271,33 @@ class RunDir:
         probe.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:
-        """Make the file ``stop``.
+        """Create the file ``stop``.
 
         Raises:
-            StorageError: it cannot be made.
+            StorageError: it cannot be created.
         """
         open_in_place(self.stop).close()
 
     def discard_unfinished(self, *, of_parent: bool) -> None:
-        """Remove what a killed writer left under temporary names: the parent's files, or those of the worker.
+        """Remove temporary files of a killed writer: the parent's, or the worker's.
 
-        Each removes its own only, and only while it holds its lock: the other may be writing at this very moment.
-        So may other ranks their recipes, which are theirs to remove (``discard_unfinished_recipe``).
+        Each removes only its own, and only while it holds its lock, because the other may be writing right now. Other
+        ranks may be writing their recipes, and remove them themselves (``discard_unfinished_recipe``).
         """
         for path, parents in self._unfinished():
             if parents == of_parent:
                 _discard(path)
 
     def discard_unfinished_recipe(self, rank: int) -> None:
-        """Remove what that rank itself, killed, left of its recipe."""
+        """Remove the temporary recipe files of this rank, left when it was killed."""
         for path in self.path.glob(f".{self.recipe_of(rank).name}.*.tmp"):
             if TEMPORARY.fullmatch(path.name):
                 _discard(path)
 
     def _unfinished(self) -> Iterator[tuple[Path, bool]]:
-        """(path, is it the parent's) of what a killed writer left.
+        """(path, whether it is the parent's) of each temporary file of a killed writer.
 
-        Only under the names of a run, and in the folders of a run that are no links: in any other folder may be another
+        Only names of a run count, and only in folders of the run that are not links: any other folder may hold another
         run, or files of the user.
         """
         for folder, names in self._places():
@@ -305,7 +309,7 @@ class RunDir:
                     yield path, parents
 
     def _places(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
-        """The folders in which the worker writes whole files, and the names of these."""
+        """The folders in which the worker writes files atomically, and the names of these files."""
         yield self.path, OF_WORKER
         if is_folder(self.checkpoints):
             yield self.checkpoints, OF_CHECKPOINTS
@@ -319,10 +323,10 @@ class RunDir:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a run has something of this name, or a system puts it into any folder."""
+    """Whether the name is one of a run, or one that an operating system puts into any folder."""
     return bool(OF_RUN.fullmatch(name)) or name.lower() in OF_SYSTEM
 
 
 def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+    with contextlib.suppress(OSError):  # harmless; the next start tries again
         remove(path)

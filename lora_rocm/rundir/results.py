@@ -1,6 +1,6 @@
-"""The files that leave a run: their digests in ``result.json``, and what has become of them since.
+"""The result files of a run: their digests in ``result.json``, and whether they have changed since.
 
-Whoever wrote ``result.json`` may have written anything: its paths count only where they are those of a run.
+``result.json`` may come from somebody else and contain anything, so its paths count only if they are those of a run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FILES_OF = {
     "diffusers": re.compile(r"pytorch_lora_weights\.safetensors"),
     "peft": re.compile(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)"),
 }
-"""The paths of each form in the run directory."""
+"""The paths of each format in the run directory."""
 CHECKPOINT_LORA = re.compile(r"checkpoints/lora-step\d{8}\.safetensors")
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file of a run holds. path: in the run directory, with slashes."""
+    """Digest of a run's file. path: relative to the run directory, with slashes."""
 
     path: str
     num_bytes: int
@@ -38,12 +38,12 @@ class FileDigest:
 
     @classmethod
     def of(cls, path: str, content: bytes) -> FileDigest:
-        """Of what is to be written."""
+        """Digest of content that is to be written."""
         return cls(path, len(content), hashlib.sha256(content).hexdigest())
 
     @classmethod
     def of_file(cls, run_dir: RunDir, path: str) -> FileDigest | None:
-        """Of what lies there; None where there is no plain file that can be read."""
+        """Digest of an existing file; None if it is not a readable regular file."""
         file = run_dir.path / path
         try:
             size = check_plain(file, MAX_FILE_BYTES)
@@ -57,7 +57,7 @@ class FileDigest:
 
 
 def read_result(run_dir: RunDir) -> dict[str, Any]:
-    """``result.json``; empty where there is none, or none that this program has written."""
+    """``result.json``; empty if it is missing or was not written by this program."""
     try:
         value = json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -66,9 +66,9 @@ def read_result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
-    """Form -> what is wrong with its files, in words, of the forms that a finished run should have.
+    """Format -> what is wrong with its files, as text, for the formats that a finished run should have.
 
-    Runs that were finished before there were digests have none: there only a file that is gone is found.
+    Runs from before there were digests have none; for these only a missing file is detected.
     """
     exports, wrong = _exports(read_result(run_dir)), {}
     for form in forms:
@@ -81,19 +81,19 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
 
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
-    """What is wrong with the LoRA files beside the checkpoints, in words. Those that are gone the user has deleted."""
+    """What is wrong with the LoRA files beside the checkpoints, as text. Missing ones were deleted by the user."""
     digests = _digests(read_result(run_dir).get("checkpoint_loras"), CHECKPOINT_LORA)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 
 
 def updates_of(run_dir: RunDir) -> int:
-    """Updates at the end of a finished run; 0 where it does not say."""
+    """Updates at the end of a finished run; 0 if the result does not contain it."""
     found = read_result(run_dir).get("updates")
     return found if type(found) is int and found > 0 else 0
 
 
 def record_export(run_dir: RunDir, form: str) -> None:
-    """Take over the digests of files that were exported into a finished run, and loaded back, after its end.
+    """Record the digests of files that were exported into a finished run after its end, and loaded back.
 
     Raises:
         StorageError: ``result.json`` cannot be written.
@@ -136,7 +136,7 @@ def _digests(values: Any, paths: re.Pattern[str]) -> list[FileDigest]:
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
-    """What is wrong with a file; empty where it holds what was written."""
+    """What is wrong with a file; empty if it holds what was written."""
     if not (run_dir.path / wanted.path).exists():
         return f"{wanted.path} is not there."
     found = FileDigest.of_file(run_dir, wanted.path)
@@ -144,7 +144,7 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
 
 
 def result_files(run_dir: RunDir) -> list[Path]:
-    """What a user may want from a run: LoRA files, newest step last, and the report."""
+    """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
     finals = [run_dir.lora, run_dir.diffusers_lora, run_dir.peft_dir]
     steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
     return [path for path in (*steps, *finals, run_dir.report) if path.exists()]

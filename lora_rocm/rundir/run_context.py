@@ -1,4 +1,4 @@
-"""How the parts of a run speak, show that they get on, and hear that they should stop."""
+"""How the parts of a run report events and progress, and learn of stop requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lora_rocm.rundir.event_types import Emit, NoticeEvent
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every part of a run may use; by default nobody listens.
+    """Callbacks for every part of a run; by default they do nothing.
 
     Attributes:
         emit: writes an event.
-        beat: says that there is progress, and what is done next; only the code that does the work calls it.
+        beat: signals progress and names the next activity; only the code that does the work calls it.
         should_stop: whether the run was asked to save and leave.
     """
 
@@ -23,9 +23,9 @@ class RunContext:
     should_stop: Callable[[], bool] = lambda: False
 
     def notice(self, text: str) -> None:
-        """Tell the user a sentence."""
+        """Show the user a message."""
         self.emit(NoticeEvent(text=text))
 
 
 NOBODY = RunContext()
-"""A context of no run: what is said is lost."""
+"""A context without a run: all it receives is lost."""

@@ -1,6 +1,6 @@
-"""The first code of every heavy child: ``python -P -m lora_rocm.supervisor.child_main MODULE [ARGUMENT ...]``.
+"""The entry point of every heavy child: ``python -P -m lora_rocm.supervisor.child_main MODULE [ARGUMENT ...]``.
 
-It imports nothing heavy by itself, so it can tell the parent that torch, or another package, cannot be imported.
+It imports nothing heavy itself, so it can report to the parent that torch, or another package, cannot be imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
         return _told(error)
     try:
         return int(module.main())
-    except ImportError as error:  # of a package that is imported late
+    except ImportError as error:  # from a package that is imported late
         return _told(error)
 
 

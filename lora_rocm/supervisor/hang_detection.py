@@ -1,6 +1,6 @@
-"""Whether the worker still gets on: a state folded from its events and heartbeats, and one decision over it.
+"""Hang detection: a state updated from the worker's events and heartbeats, and one decision over it.
 
-Pure: no clock, no file. Who watches hands in the time of each sign, in seconds of any clock that never goes back.
+Pure: no clock, no file. The caller passes in the time of each sign of life, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
 
 LEAVING, LEAVING_S = "leaving", 60.0
-"""After its last word the worker has so long to be gone; on Windows a process with a GPU may not (pytorch#160759)."""
+"""Seconds that the worker has to exit after its last event.
+
+On Windows a process with a GPU may hang then (pytorch#160759).
+"""
 LOADER_EXTRA_S = 150.0
-"""The loader gives up workers that are silent by itself; the watchdog waits so much longer than it."""
+"""The loader gives up silent workers by itself; hang detection waits this much longer than the loader."""
 ABSENT_S = 10.0
-"""A pause between two looks that is longer was one of the whole machine (suspend) or of the one who looks."""
+"""A longer pause between two checks means that the whole machine (suspend) or the checking process was paused."""
 RECENT = 50
 ENCODED = ("images", "captions")
-"""What an encoder makes, in the words of the event ``cache``; other work there is looking at files."""
+"""What encoders produce, as named in ``cache`` events; other values there mean that files are examined."""
 WAITING = ("verdict", "ranks")
-"""Activities of a worker that waits for what others do."""
+"""Activities of a worker that waits for other ranks."""
 LEAST_STACKS_S = 0.2
 
 
 @dataclass
 class Learned:
-    """What this run has shown to be usual, over all its starts: seconds of steps, of cached items, of previews."""
+    """Usual durations in this run, over all its starts: seconds per step, per cached item and per preview round."""
 
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     item_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -46,10 +49,11 @@ class Limit:
     """How long a worker may be silent in a phase.
 
     Attributes:
-        first_s: as long as nothing is known of how long it takes here.
-        floor_s, times: afterwards, that many times what is ``usual``, but never less than the floor.
-        log_counts: what it writes to its log is a sign of life: downloads of a hub model tell nobody else. Elsewhere it
-            is none: a worker can be stuck and write.
+        first_s: the limit before a usual duration is known.
+        floor_s, times: afterwards the limit is ``times`` the usual duration, but at least ``floor_s``.
+        usual: the usual duration, None if it is not known yet.
+        log_counts: output to the log is a sign of life. True only if a hub model may be downloaded, which has no other
+            sign; elsewhere a worker can hang and still write to its log.
     """
 
     first_s: float
@@ -76,13 +80,13 @@ LIMITS: dict[str, Limit] = {
     "export": Limit(3600.0),
     LEAVING: Limit(LEAVING_S),
 }
-"""By what the worker does. A phase that is not here, or none at all, has the limit of "start".
+"""Limits by activity. A phase that is not listed, or no phase, has the limit of "start".
 
 cache_first: an encoder is loaded before the first image and before the first caption.
-compile: a whole component can be one part, for which the compiler takes many minutes on a slow host.
+compile: a whole component can be one part, which takes the compiler many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache"}
-"""Where the key below ``timeouts`` is named otherwise."""
+"""Limits whose key below ``timeouts`` has another name."""
 
 
 def _median(values: deque[float]) -> float | None:
@@ -94,15 +98,15 @@ class Limits:
     """The limits of one run.
 
     Attributes:
-        given_s: of the recipe's ``timeouts``, by name; each replaces a rule as a whole.
-        loader_s: no less while the loader is waited for; 0 where there are no loader workers.
+        given_s: the recipe's ``timeouts``, by name; each replaces a whole rule.
+        loader_s: the least limit while waiting for the loader; 0 without loader workers.
     """
 
     given_s: dict[str, float] = field(default_factory=dict)
     loader_s: float = 0.0
 
     def seconds(self, name: str, learned: Learned) -> float:
-        """The limit that is in force."""
+        """The current limit."""
         limit = LIMITS[name]
         given, usual = self.given_s.get(RECIPE_KEYS.get(name, name)), limit.usual(learned)
         if given is not None:
@@ -110,10 +114,10 @@ class Limits:
         return limit.first_s if usual is None else max(limit.floor_s, limit.times * usual)
 
     def stacks_after_s(self) -> dict[str, float]:
-        """By what the worker does: how long it is silent before it writes down where it stands.
+        """Activity -> seconds of silence before the worker writes its stacks.
 
-        Half of the smallest limit that can come to be in force then, and no less: who writes the stacks of threads that
-        run reads what they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
+        Half of the smallest limit that can apply then, and no less: writing the stacks of running threads reads data
+        that they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
         """
         least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
         return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}
@@ -128,12 +132,12 @@ def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) ->
 
 @dataclass(frozen=True)
 class Wait:
-    """There is nothing to be done."""
+    """Nothing has to be done."""
 
 
 @dataclass(frozen=True)
 class Hung:
-    """Nothing was heard for too long. ``limit``: its name, below ``timeouts`` in a recipe; or "leaving"."""
+    """The worker was silent for too long. ``limit``: the limit's name below ``timeouts`` in a recipe, or "leaving"."""
 
     phase: str
     activity: str
@@ -147,19 +151,19 @@ Decision = Wait | Hung
 
 @dataclass
 class WatchState:
-    """What is known of one start of the worker.
+    """The known state of one start of the worker.
 
     Attributes:
-        heard_at: when it last gave a sign of life.
+        heard_at: time of its last sign of life.
         learned: shared by all starts of a run.
-        phases: those that have begun and not ended, the innermost last.
-        activity: of its heartbeat.
+        phases: begun and not ended, the innermost last.
+        activity: from its heartbeat.
         steps: confirmed by this start.
         checkpoints: written by this start.
-        items: what -> how many are in the cache.
-        changes: that this start has made itself -> how often.
-        beat, log_bytes: heartbeat and size of the log as they were last seen, also of the worker before.
-        left_at: when it said its last word.
+        items: kind of entry -> number in the cache.
+        changes: mitigations that this start made itself -> how often.
+        beat, log_bytes: last seen heartbeat and size of the log, perhaps those of an earlier worker.
+        left_at: time of its last event (``end`` or ``error``).
     """
 
     limits: Limits
@@ -175,18 +179,18 @@ class WatchState:
     beat: Heartbeat | None = None
     log_bytes: int = 0
     left_at: float | None = None
-    _filling: bool = False  # an encoder is loaded, and there is more for it to do
+    _filling: bool = False  # an encoder is loaded and has more to encode
     _item_at: float = 0.0
     _looked_at: float | None = None
 
     @property
     def phase(self) -> str:
-        """What it does, in the words of events; "start" before the first of them and between two."""
+        """The current phase, as named in events; "start" before the first phase and between two."""
         return self.phases[-1] if self.phases else "start"
 
     @property
     def limit(self) -> str:
-        """Name of the limit that counts now."""
+        """Name of the current limit."""
         name = self.phase
         if self.left_at is not None:
             return LEAVING
@@ -197,10 +201,10 @@ class WatchState:
         return name if name in LIMITS else "start"
 
     def on_event(self, event: dict[str, Any], now: float) -> None:
-        """Take in what it said."""
+        """Update the state from an event."""
         self.heard_at = now
         match event["type"]:
-            case "start":  # what came before is the farewell of an orphan that this worker waited for
+            case "start":  # earlier events are the last ones of an orphan that this worker waited for
                 self.phases, self.steps, self.left_at = [], 0, None
                 self.updates = event["resumed_from"] or 0
             case "phase":
@@ -234,24 +238,24 @@ class WatchState:
         if self._filling and more > 0 and what in ENCODED:
             self.learned.item_s.append((now - self._item_at) / more)
         self.items[what] = done
-        waits_for_encoder = what in ENCODED and not event["per_second"]  # all so far were there before
+        waits_for_encoder = what in ENCODED and not event["per_second"]  # all so far were already in the cache
         self._item_at, self._filling = now, done < event["total"] and not waits_for_encoder
 
     def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
-        """Take in what its heartbeat says; only a count that moved is a sign of life."""
+        """Update the state from a heartbeat; only a changed count is a sign of life."""
         before = self.beat
         if beat is None or (before is not None and (beat.pid, beat.count) == (before.pid, before.count)):
             return
         self.heard_at, self.beat, self.activity = now, beat, beat.activity
 
     def on_log(self, size_bytes: int, now: float) -> None:
-        """Take in how much it has written to its log."""
+        """Update the state from the size of the log."""
         if size_bytes != self.log_bytes and LIMITS[self.limit].log_counts:
             self.heard_at = now
         self.log_bytes = size_bytes
 
     def on_look(self, now: float) -> None:
-        """Somebody looks, as often as before: time in which nobody could look is no silence."""
+        """Record a check. Time in which nobody could check (``ABSENT_S``) does not count as silence."""
         absent_s = now - self._looked_at if self._looked_at is not None else 0.0
         if absent_s > ABSENT_S:
             self.heard_at = min(self.heard_at + absent_s, now)
@@ -260,13 +264,13 @@ class WatchState:
 
 
 def culprit(states: Sequence[WatchState]) -> int:
-    """Which of several workers that train together the others wait for, where one of them is silent for too long."""
+    """The rank that the others are waiting for."""
     busy = [rank for rank, state in enumerate(states) if state.activity not in WAITING]
     return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
 def decide(state: WatchState, now: float) -> Decision:
-    """Whether the worker hangs."""
+    """Decide whether the worker hangs."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":

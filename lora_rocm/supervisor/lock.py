@@ -1,4 +1,4 @@
-"""Who holds a run directory: one parent and one worker at most, by locks that the system frees when a holder ends."""
+"""Locks of a run directory: at most one parent, and one worker per rank. The system frees them when the holder ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import POLL_S, WORKER, kill_tree, unkillable
 
-LOCK_WAIT_S = 1.0  # `status` tries the lock for a moment
-LEFTOVER_GRACE_S = 45.0  # a worker whose parent died leaves within 30 s (train.session), if it can
+LOCK_WAIT_S = 1.0  # `status` holds the lock for a moment
+LEFTOVER_GRACE_S = 45.0  # a worker whose parent died exits within 30 s (train.session), if it can
 
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Hold the run directory against another parent.
+    """Lock the run directory against other parents.
 
     Raises:
-        ResumeError: another one holds it.
-        StorageError: the lock file cannot be made.
+        ResumeError: another parent holds it.
+        StorageError: the lock file cannot be created.
     """
     refuse_link(run_dir.parent_lock)
     lock = FileLock(run_dir.parent_lock)
@@ -58,14 +58,14 @@ def is_running(run_dir: RunDir) -> bool:
 
 
 def _is_held(path: Path) -> bool:
-    if is_link(path):  # whatever it leads to is nobody's lock
+    if is_link(path):  # its target is not a lock of this run
         return False
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)
     except Timeout:
         return True
-    except OSError:  # a directory that we may only read: nobody's lock can be tried there
+    except OSError:  # a read-only directory: the lock cannot be tried
         return False
     lock.release()
     return False
@@ -80,13 +80,17 @@ def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
 def end_leftover(
     run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None, worker: str | None = None
 ) -> None:
-    """Wait for the workers of a parent that is gone, and end those that do not leave by themselves (they may hang).
+    """Wait for the workers of a parent that is gone; kill those that do not exit by themselves (they may hang).
 
-    worker: see ``process.worker_command``.
+    Args:
+        run_dir: locked by this process.
+        say: shows a message to the user.
+        grace_s: how long to wait; None: ``LEFTOVER_GRACE_S``.
+        worker: see ``process.worker_command``.
 
     Raises:
-        ResumeError: somebody holds the directory who is not known to be such a worker.
-        WorkerHungError: it cannot be ended.
+        ResumeError: the directory is held by a process that is not known to be such a worker.
+        WorkerHungError: a worker cannot be killed.
     """
     held = [(rank, path) for rank, path in run_dir.worker_locks() if _is_held(path)]
     if held:
@@ -119,7 +123,7 @@ def _end_holder(
 
 
 def _is_worker_of(run_dir: RunDir, pid: int, worker: str) -> bool:
-    """Whether the system says so: its number may have been given to another process long ago."""
+    """Whether the process is a worker of this run, by its command line: its pid may have been reused."""
     try:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:

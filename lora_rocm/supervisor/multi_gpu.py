@@ -1,4 +1,4 @@
-"""Training on several GPUs as the parent sees it: ``--gpus N`` on one machine, and one process of ``torchrun``'s."""
+"""Training on several GPUs, from the parent's side: ``--gpus N`` on one machine, or one process of ``torchrun``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lora_rocm.supervisor.worker_group import End, run_workers, verdict
 
 
 def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
-    """The situation of processes that train together: ``here`` on this machine, ``everywhere`` in all.
+    """The situation for processes that train together: ``here`` on this machine, ``everywhere`` in total.
 
     Raises:
-        UserError: this machine has not so many GPUs.
+        UserError: this machine has fewer GPUs.
     """
     if everywhere == 1:
         return situation
@@ -34,10 +34,10 @@ def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
 
 
 def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str | None) -> None:
-    """Look whether a process of ``torchrun``'s was told what all of them have to know.
+    """Check that a process of ``torchrun`` got the options that all ranks need.
 
     Raises:
-        UserError: it was not.
+        UserError: it did not.
     """
     if gpus is not None:
         raise UserError(
@@ -63,10 +63,10 @@ def run_unwatched(
     say: Callable[[str], None],
     count: int,
 ) -> int:
-    """Start ``count`` workers that nobody watches; their exit code.
+    """Start ``count`` workers without hang detection or restarts; return their exit code.
 
     Raises:
-        LoraRocmError: what one of them met.
+        LoraRocmError: the error of one of them.
     """
     if count == 1:
         return process.run_worker(run_dir, env, on_event, command, say)
@@ -83,10 +83,10 @@ def train_rank(
     accept_changes: bool,
     worker: str | None = None,
 ) -> int:
-    """One process of ``torchrun``'s, not the first: rank 0 prepares and writes; this one only trains.
+    """Run one process of ``torchrun`` other than the first. Rank 0 prepares and writes; this one only trains.
 
     Raises:
-        LoraRocmError: what its worker met.
+        LoraRocmError: the error of its worker.
     """
     run_dir = chosen.run_dir.create()
     if not settle_rank(chosen, loaded, me.rank):

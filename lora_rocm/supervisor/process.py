@@ -1,4 +1,4 @@
-"""Processes: the one module that calls what differs between operating systems."""
+"""Worker processes: start, follow, stop and kill them, with what differs between operating systems."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLL_S = 0.1
 KILL_WAIT_S = 10.0
 KILL_POLL_S = 0.02
 LAST_WORDS_S = 1.0
-"""Where one of several workers has failed: so long the others may say what they have met."""
+"""After one of several workers has failed, the others have this long to report their own errors."""
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER, CHILD = "lora_rocm.train.worker", "lora_rocm.supervisor.child_main"
 BRANCHES: dict[int, type[LoraRocmError]] = {
@@ -52,7 +52,7 @@ OnEvent = Callable[[Event], None]
 
 
 def heavy_command(module: str, *arguments: str) -> list[str]:
-    """The command of a heavy child, which ``run.child`` begins.
+    """The command of a heavy child, which starts in ``supervisor.child_main``.
 
     Raises:
         MachineError: a package that it needs is not installed.
@@ -69,9 +69,9 @@ def worker_command(
     stacks_after_s: Mapping[str, float] | None = None,
     worker: str | None = None,
 ) -> list[str]:
-    """The training child. Without ``checkpoint`` it goes on from the newest valid one.
+    """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
 
-    worker: the module whose ``main`` trains; None: that of the program, which knows the families of the program.
+    worker: the module whose ``main`` trains; None: this program's, with this program's model families.
     """
     command = heavy_command(worker or WORKER, str(run_dir.path))
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
@@ -82,12 +82,12 @@ def worker_command(
 
 @dataclass
 class Asked:
-    """What the user and the system have asked for.
+    """Stop requests of the user and the system.
 
     Attributes:
         count: how often the user pressed Ctrl-C.
-        closing: SIGTERM, or the terminal is gone. A system says so several times (a shell and the kernel each send
-            SIGHUP; ``timeout`` sends SIGTERM twice) and means one request.
+        closing: SIGTERM, or the terminal is gone. A system may repeat these for one request (a shell and the kernel
+            each send SIGHUP; ``timeout`` sends SIGTERM twice), so they are not counted.
     """
 
     count: int = 0
@@ -95,24 +95,24 @@ class Asked:
 
     @property
     def level(self) -> int:
-        """0: nothing; 1: finish the step, save and leave; 2 and more: leave at once."""
+        """0: no request; 1: finish the step, save and exit; 2 and more: exit at once."""
         return max(self.count, int(self.closing))
 
 
 class Worker:
-    """A training child that runs: in a process group of its own (a job object on Windows), and ended as a whole.
+    """A running training child, in its own process group (a job object on Windows), which is killed as a whole.
 
-    When this process ends for whatever reason, the worker sees the end of its standard input and leaves by itself.
+    If this process ends for any reason, the worker sees the end of its standard input and exits by itself.
 
     Args:
         run_dir: a prepared and locked run directory.
-        env: the worker's whole environment.
+        env: the worker's complete environment.
         command: program and arguments, see ``worker_command``.
-        rank: of those that train together.
+        rank: the worker's rank.
 
     Attributes:
-        given_up: it was ended because another one had failed.
-        ended_in: the round of ``follow`` in which it was first seen to have ended.
+        given_up: it was killed because another rank had failed.
+        ended_in: the round of ``follow`` in which its end was first seen.
     """
 
     def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str], rank: int = 0) -> None:
@@ -144,29 +144,29 @@ class Worker:
         self._job.close()
 
     def look(self, number: int) -> bool:
-        """Whether it has not ended yet, seen in that round of ``follow``."""
+        """Whether it still runs; records its end as seen in round ``number`` of ``follow``."""
         if self._child.poll() is None:
             return True
         self.ended_in = number if self.ended_in is None else self.ended_in
         return False
 
     def has_failed(self) -> bool:
-        """It was seen to have ended, and not because it had finished."""
+        """Whether it has ended without an ``end`` event."""
         return self._child.returncode is not None and "end" not in self._last
 
     def hand_on(self, on_event: OnEvent) -> None:
-        """Hand on what it has said since the last time."""
+        """Pass on its new events."""
         for event in self._reader.poll():
             if event["type"] == "start":
-                self._last.clear()  # what came before is the farewell of an orphan that this worker waited for
+                self._last.clear()  # earlier events are the last ones of an orphan that this worker waited for
             self._last[event["type"]] = event
             on_event(event)
 
     def stop(self, *, at_once: bool) -> None:
-        """Ask it to finish its step and save; or end it.
+        """Ask it to finish its step and save, or kill it.
 
         Raises:
-            WorkerHungError: it cannot be ended.
+            WorkerHungError: it cannot be killed.
         """
         if at_once:
             self._killed = True
@@ -175,26 +175,26 @@ class Worker:
             return
         try:
             self.run_dir.ask_to_stop()
-        except StorageError:  # it saves and leaves too when it believes that this process has ended
+        except StorageError:  # it also saves and exits when its standard input ends
             assert self._child.stdin is not None
             self._child.stdin.close()
 
     def give_up(self) -> None:
-        """End it, because another one that it needs is gone.
+        """Kill it because another rank, which it needs, is gone.
 
         Raises:
-            WorkerHungError: it cannot be ended.
+            WorkerHungError: it cannot be killed.
         """
         self.given_up = True
         if not self.kill():
             raise unkillable(self.pid)
 
     def kill(self) -> bool:
-        """End it and everything that it started, also what was left behind by a child that is gone.
+        """Kill it and everything that it started, including processes whose own parent has ended.
 
-        False: it cannot be ended; a driver holds it.
+        Returns False if it cannot be killed, because a driver holds it.
         """
-        if self._child.returncode is not None:  # its number may be another's by now, but not that of its group
+        if self._child.returncode is not None:  # its pid may have been reused, but not the id of its group
             kill_group(self.pid, self._job)
             return True
         gone = kill_tree(self.pid, self._job)
@@ -203,12 +203,12 @@ class Worker:
         return self._child.returncode is not None
 
     def verdict(self) -> int:
-        """What its end means: its exit code. Its own word (``end``, ``error``) counts before that of the system.
+        """Its exit code. Its own last event (``end``, ``error``) counts before the system's exit status.
 
         Raises:
-            LoraRocmError: the error that it met, with its exit code.
+            LoraRocmError: the error that it reported, with its exit code.
             StoppedError: it was killed by the second Ctrl-C.
-            WorkerDiedError: it ended without a word.
+            WorkerDiedError: it ended without a last event.
         """
         code = self._child.returncode
         return _verdict(
@@ -223,22 +223,25 @@ def follow(
     say: Callable[[str], None],
     is_late: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Hand on events (with the rank) until all have ended. True: ``is_late``, asked all the time, said that one hangs.
+    """Pass on events (with the rank) until all workers have ended, or until ``is_late`` reports a hang (True).
 
-    The first time that the user asks to stop, they are asked to finish their step and save; the second time they are
-    killed. Where one of several fails, the others have a moment for their own last words, and are ended.
+    ``is_late`` is called in every round. At the first stop request the workers are asked to finish their step and save,
+    at the second they are killed. If one of several fails, the others get a moment to report their own errors, and are
+    killed.
     """
     seen, failed_at, number = 0, None, 0
     while running := [worker for worker in workers if worker.look(number)]:
         number += 1
         for worker in workers:
             worker.hand_on(partial(on_event, worker.rank))
+        # Stop requests
         if asked.level > seen:
             seen = asked.level
             first = seen == 1
             say(STOPPING if first else "Ending it now.")
             for worker in workers:
                 worker.stop(at_once=not first)
+        # Hangs and failed ranks
         if is_late():
             return True
         if failed_at is None and any(worker.has_failed() for worker in workers):
@@ -255,14 +258,14 @@ def follow(
 def run_worker(
     run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
 ) -> int:
-    """Start the worker, hand on its events until it ends, and return its exit code; nobody watches it.
+    """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
 
     Args:
         run_dir: a prepared and locked run directory.
-        env: the worker's whole environment.
-        on_event: called in this thread with each event, also with ``error`` and ``end``.
+        env: the worker's complete environment.
+        on_event: called in this thread with each event, including ``error`` and ``end``.
         command: program and arguments, see ``worker_command``.
-        say: shows a sentence to the user.
+        say: shows a message to the user.
 
     Raises:
         LoraRocmError: see ``Worker.verdict``.
@@ -274,7 +277,7 @@ def run_worker(
 
 
 def unkillable(pid: int, again: str = "") -> WorkerHungError:
-    """The error for a worker that the system cannot end."""
+    """The error for a worker that the system cannot kill."""
     return WorkerHungError(
         "worker-unkillable",
         f"The training process (process {pid}) is held by a driver (most likely the GPU's, else that of a disk or a "
@@ -293,17 +296,17 @@ def _verdict(
     log_start: int,
     log: Path | None = None,
 ) -> int:
-    """What the end of the worker means. Its own word (``end``, ``error``) counts before the exit code."""
-    if "end" in last:  # a crash while the interpreter shuts down takes nothing back
+    """The worker's exit code. Its own last event (``end``, ``error``) counts before the exit status."""
+    if "end" in last:  # a crash while the interpreter shuts down does not matter
         return int(last["end"]["exit_code"])
     if "error" in last:
         raise error_from_event(last["error"])
     if killed:
         raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
-    run_dir.probe()  # a worker that cannot write cannot say so either
+    run_dir.probe()  # a worker that cannot write cannot report it either
     log = run_dir.worker_log if log is None else log
     if told := EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), ("error",)).poll():
-        raise error_from_event(told[-1])  # of ``run.child``: the worker's own code was never reached
+        raise error_from_event(told[-1])  # from ``child_main``: the worker's own code was never reached
     fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {log}"
     raise died("The training process", returncode, tail_bytes(log, log_start), fix)
 
@@ -315,16 +318,16 @@ def last_checkpoint_text(run_dir: RunDir) -> str:
 
 
 def error_from_event(event: Event) -> LoraRocmError:
-    """A child's error as one of ours, with the same exit code."""
+    """A child's error event as an exception with the same exit code."""
     branch = BRANCHES.get(event["exit_code"], MachineError)
     return branch(event["code"], event["what"], where=event["where"], fix=event["fix"])
 
 
 def kill_tree(pid: int, job: Job | None = None) -> bool:
-    """Kill a process and everything it started; processes that are gone already are fine.
+    """Kill a process and everything that it started; processes that are already gone are ignored.
 
-    True: the process itself is gone. Its children are looked for first: once it has ended, nobody knows whose they
-    were, but for its process group (its job on Windows), which has those whose own parent ended before.
+    Returns whether the process itself is gone. Its descendants are collected first, because they cannot be found once
+    it has ended. Its process group (its job on Windows) also covers those whose own parent ended before.
     """
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -341,16 +344,16 @@ def kill_tree(pid: int, job: Job | None = None) -> bool:
 
 
 def kill_group(pid: int, job: Job | None) -> None:
-    """End what is left of the process group (the job, on Windows) that a child began."""
+    """Kill the rest of a child's process group (its job on Windows)."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # where the child leads no group, there is none with its number
+            os.killpg(pid, signal.SIGKILL)  # if the child leads no group, no group has its id
     if job is not None:
         job.terminate()
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Not where only its parent still has to hear of its end (that is not asked for here: Popen wants to hear it)."""
+    """Whether the process still runs. A zombie does not; it is not reaped here, because Popen has to do that."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -359,9 +362,9 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Note Ctrl-C, SIGTERM and the end of the terminal instead of dying of them. Only the main thread can.
+    """Record Ctrl-C, SIGTERM and the end of the terminal instead of dying from them. Works in the main thread only.
 
-    A hang-up that is ignored already, as ``nohup`` has it, stays ignored.
+    A hang-up that is already ignored, as under ``nohup``, stays ignored.
     """
     asked = Asked()
 
@@ -374,6 +377,7 @@ def stop_signals() -> Iterator[Asked]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
+    # Choose the handlers for this system
     wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: count}
     if sys.platform == "win32":
         wanted[signal.SIGBREAK] = count
@@ -381,6 +385,7 @@ def stop_signals() -> Iterator[Asked]:
         wanted[signal.SIGTERM] = close
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             wanted[signal.SIGHUP] = close
+    # Install them, and restore the earlier ones at the end
     before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
     try:
         with told_of_closing(close):
@@ -391,10 +396,10 @@ def stop_signals() -> Iterator[Asked]:
 
 
 def own_group() -> dict[str, Any]:
-    """Popen arguments that keep Ctrl-C and the end of the terminal from the child: the parent decides what they mean.
+    """Popen arguments that keep Ctrl-C and the end of the terminal from the child, because the parent handles them.
 
-    On Windows a console that is closed ends all that are attached to it, whatever their group: so the child has one of
-    its own, without a window.
+    On Windows, closing a console ends all processes attached to it, whatever their group. So the child gets its own
+    console, without a window.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

@@ -1,4 +1,4 @@
-"""What a failure of the worker leads to: another start, perhaps with something changed, or the end. Pure."""
+"""The restart policy: after a failure of the worker, restart it (perhaps with a mitigation) or give up. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
 PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-"""Before one more start, by how many starts in a row came no further: what is being reset has time to come back."""
+"""Pauses before a restart, by the number of starts in a row without progress: a device needs time to reset."""
 LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
-"""So many places further in that table: a GPU that was reset is not there at once, nor is what a process held of it."""
+"""Extra places in ``PAUSES_S``: a GPU after a reset, and the memory of a dead process, are not available at once."""
 BEFORE_STEPS = ("start", "load")
-"""Phases in which memory that runs out is that of the base and the adapter alone."""
+"""Phases in which only the base model and the adapter need memory."""
 GPU_IS_AWAY: tuple[RestartCode, ...] = ("gpu-not-seen", "no-gpu")
-"""After another failure of the same command time may cure these: a GPU that was reset comes back."""
+"""Time may cure these after another failure of the same command: a GPU that was reset comes back."""
 REMEMBERED = "remembered"
-"""In place of what was seen: a change of an earlier run on this machine."""
+"""The ``seen`` of a change that an earlier run on this machine made."""
 WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
@@ -39,14 +39,16 @@ WORDS: dict[Seen, str] = {
     "died": "ended without a word",
 }
 NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
-"""What the error says of a cure is for a single failure of this kind."""
+"""The remedy in an error of these kinds is for a single failure only."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one start of the worker ended. Fields as in the event ``failure``; seen None: no new start can cure it.
+    """How one start of the worker ended; fields as in the event ``failure``.
 
-    ``changed``: the worker had changed something itself, of which the next start makes use from its beginning.
+    Attributes:
+        seen: None if no restart can help.
+        changed: the worker had made a mitigation itself, which the next start uses from its beginning.
     """
 
     seen: Seen | None
@@ -82,10 +84,10 @@ class History:
 
     Attributes:
         budget: ``runtime.max_restarts``.
-        spent: of it, without the failure that is judged.
-        attempt: how often the run was rolled back to other noise, in all its commands.
-        progressed: of each start of this command, whether it came further than the one before; the failed one last.
-        failures: of this command, the one that is judged last.
+        spent: part of the budget that is used, without the failure that is judged.
+        attempt: how often the run was rolled back to other noise, over all its commands.
+        progressed: per start of this command, whether it came further than the one before; the failed one last.
+        failures: of this command; the one that is judged last.
     """
 
     budget: int
@@ -100,36 +102,36 @@ class History:
 
     @property
     def is_stuck(self) -> bool:
-        """Two starts in a row came no further."""
+        """Whether two starts in a row made no progress."""
         return len(self.progressed) > 1 and not any(self.progressed[-2:])
 
     @property
     def may_fit(self) -> bool:
-        """Memory ran out, with nothing left to change: whether it may be enough for a new process, whose is whole.
+        """Whether a fresh, unfragmented process could fit after out-of-memory with no mitigation left.
 
-        Not where another one met the same before, and came no further: what does not fit will not fit the next time.
+        Not if the start before ran out of memory too and there was no progress: the next one would do the same.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:
             return True
         if before:
-            return before[0].seen != "out-of-memory"  # that process may have held some of it still
+            return before[0].seen != "out-of-memory"  # that process may still have held some of the memory
         return last.phase not in BEFORE_STEPS
 
     @property
     def cost(self) -> int:
-        """Of one more start; the first has none before it that it could be compared with."""
+        """The cost of a restart. The first start has no earlier one to compare its progress with."""
         return 1 if self.progress or len(self.progressed) < 2 else 2
 
     def pause_s(self, pauses_s: Sequence[float] = PAUSES_S) -> float:
-        """How long to wait before one more start."""
+        """Seconds to wait before the restart."""
         further = [number for number, progress in enumerate(self.progressed, 1) if progress]
         in_vain = len(self.progressed) - max(further, default=0)
         place = max(in_vain - 1, 0) + LONGER_AFTER.get(self.failures[-1].seen, 0)
         return pauses_s[min(place, len(pauses_s) - 1)]
 
     def with_failure(self, failure: Failure, progress: bool, checkpoints: int) -> History:
-        """After one more start has failed, which wrote so many checkpoints."""
+        """The history after another start failed, which had written this many checkpoints."""
         return replace(
             self,
             spent=max(self.spent - checkpoints, 0),
@@ -143,7 +145,7 @@ class History:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again, with these changes beside those in force."""
+    """Start again, with these changes in addition to those in force."""
 
     changes: tuple[str, ...]
     attempt: int
@@ -151,14 +153,14 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The budget is spent, or roll-backs do not help."""
+    """Give up: the budget is spent, or roll-backs do not help."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Raise:
-    """Another start would meet the same: the error is the user's."""
+    """A restart would fail in the same way: raise the error."""
 
     error: LoraRocmError
 
@@ -167,7 +169,7 @@ Judgement = Restart | GiveUp | Raise
 
 
 def after(failure: Failure, history: History, situation: Situation) -> Judgement:
-    """What to do after a failure, which is the last one of ``history``."""
+    """Decide what to do after a failure, the last one of ``history``."""
     if failure.seen is None or history.budget == 0:
         return Raise(failure.error)
     rollback = failure.seen == "nonfinite"
@@ -181,12 +183,12 @@ def after(failure: Failure, history: History, situation: Situation) -> Judgement
     if history.spent + history.cost > history.budget:
         return GiveUp(f"The budget of restarts is spent (runtime.max_restarts: {history.budget}).")
     if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):
-        change = None  # somebody may have killed it; a cause of its own would end it again
+        change = None  # somebody may have killed it; any other cause would strike again
     return Restart((change.id,) if change is not None else (), history.attempt + rollback)
 
 
 def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
-    """The mildest change that answers this and would alter anything: what the user set stays."""
+    """The mildest change that answers this failure and would alter anything. The user's own settings stay."""
     now = _outcome(situation)
     return next(
         (row for row in candidates(seen, phase, situation) if _outcome(changed(situation, row.id)) != now), None
@@ -194,13 +196,13 @@ def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
 
 
 def relieved(changes: Iterable[str], phase: str) -> bool:
-    """Whether one of these changes is an answer to memory that ran out in this phase."""
+    """Whether one of these changes is an answer to out-of-memory in this phase."""
     rows = (BY_ID[change] for change in changes if change in BY_ID)
     return any("out-of-memory" in row.seen and phase in row.phases for row in rows)
 
 
 def changed(situation: Situation, *changes: str) -> Situation:
-    """The situation with more changes in force."""
+    """The situation with further changes in force."""
     return replace(situation, changes=(*situation.changes, *changes))
 
 
@@ -212,7 +214,7 @@ def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
 def seen_of(
     error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int, *, first: bool = True
 ) -> Seen | None:
-    """What a failure was, in the words of the table of changes. ``first``: of its command."""
+    """The kind of a failure (``rules.mitigations.Seen``). ``first``: it is the first of its command."""
     if hung is not None:
         seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"
     else:
@@ -226,7 +228,7 @@ def seen_of(
 
 
 def hung_error(hung: Hung, where: str) -> WorkerHungError:
-    """The error for a worker that was ended because it was silent."""
+    """The error for a worker that was killed because it was silent."""
     return WorkerHungError(
         "worker-hung",
         f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
@@ -241,12 +243,12 @@ def _rounded(seconds: float) -> str:
 
 
 def changes_of(events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The changes in force after these events; one that went further is there several times."""
+    """The changes in force after these events; a change that was made several times is listed several times."""
     return known(event["id"] for event in events if event["type"] == "change")
 
 
 def attempt_of(events: Iterable[dict[str, Any]]) -> int:
-    """How often a run was rolled back, from the ``restart`` events of its supervisor."""
+    """How often a run was rolled back, from its supervisor's ``restart`` events."""
     return max((event["attempt"] for event in events if event["type"] == "restart"), default=0)
 
 
@@ -264,7 +266,7 @@ def gave_up(history: History, reason: str, changes: Iterable[str], where: str, a
 
 
 def account(history: History, reason: str, changes: Iterable[str]) -> str:
-    """What happened and what was tried, for the user."""
+    """What happened and what was tried, as text for the user."""
     counts = Counter((failure.seen, failure.phase) for failure in history.failures)
     lines = [reason]
     for (seen, phase), count in counts.items():

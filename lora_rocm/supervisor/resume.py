@@ -1,6 +1,6 @@
-"""Which run directory, and whether what is asked fits what is in it.
+"""Chooses the run directory and checks that the request fits its content.
 
-Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal leaves the recipe and the result of a run as they are.
+Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal changes neither the recipe nor the result of a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Chosen:
-    """The directory of a run. resume: it may already hold a run. checkpoint: go on from this one, not the newest."""
+    """The chosen run directory.
+
+    Attributes:
+        resume: the directory may already hold a run.
+        checkpoint: resume from this one instead of the newest.
+    """
 
     run_dir: RunDir
     resume: bool
@@ -39,19 +44,20 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
 
     Args:
         loaded: its name and ``output.dir`` make the default directory.
-        run_dir: what the user gave as --run-dir.
+        run_dir: the value of --run-dir.
         resume: None, "latest", a run directory, or a checkpoint folder in one.
 
     Raises:
-        ResumeError: --resume points at nothing that can be resumed, the two options disagree, or the directory holds
+        ResumeError: --resume names nothing that can be resumed, the two options disagree, or the directory holds
             something else.
-        StorageError: a link lies in it where the run writes.
+        StorageError: a link is in place of a file or folder that the run writes.
     """
     if resume is None:
         return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
     if resume == LATEST:
         found = run_dir.absolute() if run_dir else newest_run(Path(loaded.recipe.output.dir), loaded.name)
         return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
+    # --resume names a run or a checkpoint in one
     path = Path(resume).absolute()
     checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
     found = path.parent.parent if checkpoint else path
@@ -73,13 +79,13 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
 
 
 def _own(chosen: Chosen) -> Chosen:
-    """See ``RunDir.require_own``."""
+    """Check the directory with ``RunDir.require_own``."""
     chosen.run_dir.require_own()
     return chosen
 
 
 def _new_directory(loaded: LoadedRecipe) -> Path:
-    """``<output.dir>/<recipe>-<time>``, with a number behind it where that is taken."""
+    """``<output.dir>/<recipe>-<time>``, with a number appended if that exists."""
     stem = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(loaded.recipe.output.dir) / stem
     number = 2
@@ -90,7 +96,7 @@ def _new_directory(loaded: LoadedRecipe) -> Path:
 
 
 def newest_run(folder: Path, name: str) -> Path | None:
-    """The run directory of the recipe ``name`` that was made last, by the time in its name."""
+    """The newest run directory of the recipe ``name``, by the time in its name."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     if not folder.is_dir():
         return None
@@ -109,11 +115,12 @@ def holds_run(run_dir: RunDir) -> bool:
 
 
 def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
-    """Make the directory ready for the worker (the caller holds its lock).
+    """Make the directory ready for the worker. The caller holds its lock.
 
-    The recipe to train is ``recipe_asked`` where the worker could refuse it for what is there, else recipe.yaml.
+    The recipe is written to ``recipe_asked`` if the worker could still refuse it because of existing checkpoints, else
+    to recipe.yaml.
 
-    Returns False where there is nothing to do: the run is complete and the recipe asks for no more.
+    Returns False if there is nothing to do: the run is complete and the recipe asks for no more.
 
     Raises:
         ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
@@ -129,7 +136,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     run_dir.discard_unfinished(of_parent=True)
     withdraw(run_dir)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
-    if started and run_dir.recipe.exists():  # before the first checkpoint there is nothing that a change could spoil
+    if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
         old = _old_recipe(run_dir, loaded.registry)
         _refuse_differences(run_dir, old, recipe, accept_changes)
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
@@ -142,18 +149,18 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
 
 
 def recipe_to_train(run_dir: RunDir) -> Path:
-    """The recipe that the worker of rank 0, and those that its parent starts beside it, train."""
+    """The recipe for the worker of rank 0 and for those that its parent starts beside it."""
     return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
 
 
 def accept(run_dir: RunDir) -> None:
-    """Make what was asked for the recipe of the run: the worker has looked at everything and refused nothing.
+    """Make the requested recipe the recipe of the run, after the worker has checked everything and refused nothing.
 
     Raises:
         StorageError: it cannot be renamed.
     """
     try:
-        run_dir.result.unlink(missing_ok=True)  # first: it says "complete", and would say it of the new recipe
+        run_dir.result.unlink(missing_ok=True)  # first, because it would mark the new recipe as complete
         if run_dir.recipe_asked.exists():
             rename(run_dir.recipe_asked, run_dir.recipe)
             fsync_folder(run_dir.path)
@@ -162,15 +169,15 @@ def accept(run_dir: RunDir) -> None:
 
 
 def withdraw(run_dir: RunDir) -> None:
-    """Take back what was asked for and not accepted."""
-    with contextlib.suppress(OSError):  # it does no harm; the next start tries again
+    """Remove the requested recipe if it was not accepted."""
+    with contextlib.suppress(OSError):  # harmless; the next start tries again
         run_dir.recipe_asked.unlink(missing_ok=True)
 
 
 def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
-    """``settle`` for a process that rank 0 does not start: it only looks, and says which recipe it has itself.
+    """``settle`` for a process that rank 0 does not start: it only checks, and writes its own recipe.
 
-    Returns False where the run is complete.
+    Returns False if the run is complete.
 
     Raises:
         ResumeError: the saved recipe cannot be read.
@@ -209,14 +216,18 @@ def _refuse_differences(run_dir: RunDir, old: Recipe, new: Recipe, accept_change
 
 
 def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
-    """Whether the finished run is all that the recipe asks for."""
+    """Whether the finished run is everything that the recipe asks for."""
     same_length = (old.train.max_train_steps, old.train.epochs) == (new.train.max_train_steps, new.train.epochs)
     if not same_length or resume_differences(old, new):
         return False
     try:
         json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
-    except OSError as error:  # of several processes rank 0 may take it away at any time
-        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # of read_plain: it is none of ours
+    except OSError as error:  # with several processes, rank 0 may remove it at any time
+        if error.errno not in (
+            errno.ENOENT,
+            errno.EINVAL,
+            errno.EFBIG,
+        ):  # EINVAL, EFBIG: no result of ours
             raise
         return False
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The self-test as the parent sees it: children that may fault or hang, their verdict, and when a run asks for it."""
+"""The GPU self-test, from the parent's side: children that may crash or hang, their verdict, and when to run it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lora_rocm.supervisor.subprocesses import follow_tool
 
 MODULE = "lora_rocm.checks.selftest"
 FAST_GROUPS = ("gemm", "attention", "training")
-"""What the variables of the profile "safe" are there for, so what is tried without them."""
-START_TIMEOUT_S = 240.0  # torch is read from a cold disk, and the GPU wakes up
-END_TIMEOUT_S = 60.0  # leaving with a GPU can hang, too (pytorch#160759)
+"""The groups that the variables of the profile "safe" protect, so they are also tested without these variables."""
+START_TIMEOUT_S = 240.0  # torch may be read from a cold disk, and the GPU wakes up
+END_TIMEOUT_S = 60.0  # exiting with a GPU can hang too (pytorch#160759)
 FIRST_FACTOR = 5.0
-"""The first check of a group may take this much longer: kernels are compiled or searched for."""
+"""The first check of a group may take this many times longer, because kernels are compiled or searched for."""
 MAX_CRASHES = 3
-"""Of one family of checks ("conv.miopen"); the rest of it is then left out."""
+"""Crashes or hangs in one family of checks ("conv.miopen") after which the rest of the family is skipped."""
 MAX_STARTS = 12
 
 Say = Callable[[str], None]
@@ -36,12 +36,12 @@ Command = Callable[[Sequence[str]], list[str]]
 
 
 def child_command(arguments: Sequence[str]) -> list[str]:
-    """The child that tests."""
+    """The command of the testing child."""
     return heavy_command(MODULE, "--watch-parent", *arguments)
 
 
 def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
-    """Before a run: test an AMD GPU whose software is new here; the situation with what was found.
+    """Before a run, test an AMD GPU if its software stack is new here; return the situation with the verdict.
 
     Raises:
         MachineError: nothing can be trained on this GPU, or torch does not see it.
@@ -64,10 +64,10 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
 
 
 def self_test(situation: Situation, say: Say, command: Command = child_command) -> Verdict:
-    """Test the GPU, try remedies and the profile "fast", and keep the verdict (but for one that says: unusable).
+    """Test the GPU, try remedies and the profile "fast", and store the verdict unless the GPU is unusable.
 
     Raises:
-        MachineError: there is no GPU for this torch, or testing it ends one process after another.
+        MachineError: there is no GPU for this torch, or testing crashes one process after another.
     """
     stack = stack_of(situation.facts, situation.selection)
     if stack is None:
@@ -76,14 +76,17 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
             "There is no GPU here that the installed PyTorch could use.",
             fix="lora-rocm doctor says what it sees.",
         )
+    # Test with the profile "safe", then try remedies for what fails
     started = time.monotonic()
     plain = replace(situation, profile="safe", verdict=None)
     verdict = Verdict(stack, _tested(plain, say, command))
     for remedy in REMEDIES:
         if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):
             verdict = _with_remedy(remedy, plain, verdict, say, command)
+    # Test the profile "fast" only if its groups pass
     if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
         verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
+    # Report and store
     failed = len(verdict.failed(""))
     say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s." + _what_now(failed))
     _keep(Path(situation.app_dir), verdict, say)
@@ -91,7 +94,9 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
 
 
 def store(folder: Path, verdict: Verdict) -> None:
-    """Keep a verdict for ``verdict.stored``; one that says "unusable" only removes what was kept: it is asked again.
+    """Store a verdict for ``selftest_result.stored``.
+
+    The verdict "unusable" only deletes the stored one, so that the test is repeated.
 
     Raises:
         StorageError: it cannot be written.
@@ -138,7 +143,7 @@ def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str
 
 
 def _with_remedy(remedy: Remedy, plain: Situation, before: Verdict, say: Say, command: Command) -> Verdict:
-    """The verdict with the remedy in force, where fewer checks of its group fail and no other ones."""
+    """The verdict with the remedy in force, if it reduces the failures of its group without adding others."""
     say(f"  once more with {remedy.variable}={remedy.value}:")
     trial = Verdict(before.stack, (), remedies=(*before.remedies, remedy.id))
     again = {result.name: result for result in _tested(replace(plain, verdict=trial), say, command, (remedy.group,))}
@@ -151,7 +156,7 @@ def _with_remedy(remedy: Remedy, plain: Situation, before: Verdict, say: Say, co
 
 
 def _fast(plain: Situation, verdict: Verdict, say: Say, command: Command) -> tuple[Result, ...]:
-    """The results without the variables of the profile "safe"; the same ones where there are none of these."""
+    """The results without the variables of the profile "safe"; the existing results if it sets none of them."""
     assumed = (Result("assumed.for-this-test", "passed", 0.0),)
     safe = replace(plain, verdict=replace(verdict, results=()))
     fast = replace(safe, profile="fast", verdict=replace(verdict, results=(), fast=assumed))
@@ -164,7 +169,7 @@ def _fast(plain: Situation, verdict: Verdict, say: Say, command: Command) -> tup
 def run_checks(
     arguments: Sequence[str], env: Mapping[str, str], say: Say, command: Command = child_command
 ) -> tuple[Result, ...]:
-    """Run the table; a child that hangs or crashes is followed by another one that goes on behind the guilty check.
+    """Run all checks. If a child hangs or crashes, another one continues after the failed check.
 
     Raises:
         MachineError: a child ended before its first check, or too many ended.
@@ -186,7 +191,7 @@ def run_checks(
 
 @dataclass
 class _Progress:
-    """What the children said so far, and about which check the present one is silent."""
+    """The children's results so far, and the check that the current child is running."""
 
     say: Say
     names: list[str] = field(default_factory=list)
@@ -204,7 +209,7 @@ class _Progress:
 
     @property
     def left_out(self) -> list[str]:
-        """What the next child skips."""
+        """Checks and families that the next child skips."""
         return [*self.results, *self.given_up]
 
     def start(self) -> None:
@@ -229,10 +234,10 @@ class _Progress:
         return time.monotonic() - self._since > self._limit_s
 
     def ended(self, code: int | None, log: bytes) -> bool:
-        """Take note of a child's end; whether there is nothing left to test.
+        """Record a child's end; return whether nothing is left to test.
 
         Raises:
-            MachineError: it ended before it said anything new.
+            MachineError: it ended without anything new.
         """
         seconds = round(time.monotonic() - self._since, 3)
         if self.current is not None and code is None:
@@ -244,7 +249,7 @@ class _Progress:
         return code == 0 or not self._missing()
 
     def all_results(self) -> tuple[Result, ...]:
-        """In the order of the table, with the checks that were left out."""
+        """Results in the order of the table, including skipped checks."""
         reason = f"left out: {MAX_CRASHES} checks before it ended the process"
         return tuple(self.results.get(name) or Result(name, "skipped", 0.0, reason) for name in self.names)
 
@@ -268,7 +273,7 @@ def _group(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Checks of one kernel library: "conv.miopen" of "conv.miopen.3x3-bf16", "gemm" of "gemm.square-bf16-NN"."""
+    """The checks of one kernel library: "conv.miopen" for "conv.miopen.3x3-bf16", "gemm" for "gemm.square-bf16-NN"."""
     return name.rpartition(".")[0]
 
 
@@ -288,6 +293,6 @@ def _never_began(code: int | None, log: bytes) -> MachineError:
 
 
 def _last_words(code: int, log: bytes) -> str:
-    """How a child ended, and the last line that a library wrote."""
+    """How a child ended, and its last line of output."""
     lines = log.decode("utf-8", "replace").strip().splitlines()
     return describe_exit(code) + (f": {lines[-1]:.200}" if lines else "")

@@ -1,6 +1,6 @@
-"""Heavy children beside the training worker: they do one thing, keep nothing that could be lost, and tell the result.
+"""Heavy children other than the training worker: each does one thing, keeps no state, and reports its result.
 
-What they say is JSON on standard output: events (``run.events.emit``), or one object.
+They write JSON to standard output: events (``rundir.events.emit``), or one object.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lora_rocm.supervisor.process import (
 
 
 def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: OnEvent) -> int:
-    """Run a heavy child that writes one JSON event a line on standard output; return its exit code.
+    """Run a heavy child that writes one JSON event per line to standard output; return its exit code.
 
-    Ctrl-C, SIGTERM and the end of the terminal end it at once: it keeps nothing that could be lost.
+    Ctrl-C, SIGTERM and the end of the terminal end it at once, because it keeps nothing that could be lost.
 
     Raises:
         KeyboardInterrupt: one of these came.
@@ -50,12 +50,13 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
 def follow_tool(
     command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
 ) -> tuple[int | None, bytes]:
-    """Run a heavy child that writes events, to its end: exit code, and the end of its standard error.
+    """Run a heavy child that writes events until it ends; return its exit code and the end of its standard error.
 
-    The code is None where ``is_late``, asked all the time, said that it hangs, and it was killed. Its standard input
-    ends when this process does.
+    ``is_late`` is called in every round. If it reports a hang, the child is killed and the code is None. The child's
+    standard input ends when this process does.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C, SIGTERM or the end of the terminal.
         LoraRocmError: the error event that it wrote.
     """
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
@@ -63,6 +64,7 @@ def follow_tool(
         reader = EventReader(output)
         problem: Event | None = None
         late = False
+        # Start the child with its output in files
         with log.open("wb") as errors, output.open("wb") as events, stop_signals() as asked:
             tool = subprocess.Popen(
                 command,
@@ -74,6 +76,7 @@ def follow_tool(
             )
             assert tool.stdin is not None
             try:
+                # Pass on its events until it ends or hangs
                 ended = False
                 while not ended and not late:
                     if asked.count or asked.closing:
@@ -88,13 +91,14 @@ def follow_tool(
                     time.sleep(0 if ended else POLL_S)
             finally:
                 _end(tool)
+        # Report
         if problem is not None:
             raise error_from_event(problem)
         return None if late else tool.returncode, tail_bytes(log, 0)
 
 
 def _end(tool: subprocess.Popen[bytes]) -> None:
-    """Kill a child that still runs. One that hangs inside a driver cannot die; it is left behind."""
+    """Kill a child that still runs. One that hangs inside a driver cannot die and is left behind."""
     if tool.poll() is None:
         kill_tree(tool.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -104,11 +108,11 @@ def _end(tool: subprocess.Popen[bytes]) -> None:
 
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a heavy child that writes one JSON object on standard output, and return that.
+    """Run a heavy child that writes one JSON object to standard output; return that object.
 
     Raises:
-        LoraRocmError: what the child said (an error event, or text on standard error with one of our exit codes).
-        WorkerDiedError: it failed without a word of its own.
+        LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
+        WorkerDiedError: it failed without either.
     """
     done = subprocess.run(
         heavy_command(module, *arguments),

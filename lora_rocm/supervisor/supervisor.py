@@ -1,7 +1,7 @@
-"""The supervisor: starts the worker, watches it, ends it where it hangs, changes what may help, and starts it again.
+"""The supervisor: starts the worker, watches it, kills it if it hangs, makes mitigations, and restarts it.
 
-What it decides is decided elsewhere, without a clock or a file: ``run.watch`` (does it hang?) and ``run.judge`` (what
-now?). Here is what has to be done for it.
+The decisions are made elsewhere, without a clock or a file: ``supervisor.hang_detection`` (does it hang?) and
+``supervisor.restart_policy`` (what now?). This module carries them out.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
 UNKILLABLE: RestartCode = "worker-unkillable"
 KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "device-fault")
-"""After these the kernel's log is asked: it takes a moment, and other errors have said what they are."""
+"""Errors after which the kernel log is read. Reading it takes a moment, and other errors explain themselves."""
 
 Keep = Callable[[Situation, Sequence[str], str], None]
 
 
 class Command(Protocol):
-    """Makes the worker's command line."""
+    """Builds the worker's command line."""
 
     def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]: ...
 
@@ -79,8 +79,8 @@ class Command(Protocol):
 def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
     """The situation with the changes of this run.
 
-    Only a run that begins takes those that the machine remembers, and has them on record from then on: a run that goes
-    on is done as it was begun, whatever other runs have met in the meantime.
+    Only a new run takes over the changes that the machine remembers, and records them. A resumed run keeps the changes
+    that it started with, whatever other runs have met in the meantime.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
@@ -104,20 +104,20 @@ def record(run_dir: RunDir, session: int, event: event_types.Event) -> Event:
 
 @dataclass
 class Supervisor:
-    """One ``train`` command from its first start of the worker to its last.
+    """One ``train`` command, from its first start of the worker to its last.
 
     Attributes:
         run_dir: prepared and locked.
         situation: with the changes in force (``in_force``).
-        command: makes the worker's command line.
-        checkpoint: what the first start goes on from (and further ones, until one has made a step); None: from the
-            newest that is valid.
+        command: builds the worker's command line.
+        checkpoint: what the first start resumes from, and restarts too until one has made a step; None: the newest
+            valid one.
         on_event: called in this thread with each event of the worker and of the supervisor.
-        say: shows a sentence to the user.
-        again: the command that goes on with the run, for the user.
-        keep: remembers for this machine that changes were made because something was seen.
-        read_log: lines of the kernel's log since a moment.
-        size: how many workers train together.
+        say: shows a message to the user.
+        again: the command that resumes the run, for the user.
+        keep: stores for this machine that changes were made because of a failure.
+        read_log: lines of the kernel log since a moment.
+        size: number of workers that train together.
     """
 
     run_dir: RunDir
@@ -145,13 +145,13 @@ class Supervisor:
         self._session = 0
 
     def run(self) -> int:
-        """Start the worker until it has finished; its exit code.
+        """Start the worker until it has finished; return its exit code.
 
         Raises:
-            LoraRocmError: what no further start can cure.
+            LoraRocmError: an error that no restart can cure.
             GaveUpError: the budget of restarts is spent.
-            StoppedError: the user asked to stop, and it had to be ended.
-            WorkerHungError: it hung and there is no further start, or it cannot be ended.
+            StoppedError: the user asked to stop, and the worker had to be killed.
+            WorkerHungError: it hung and there is no restart, or it cannot be killed.
         """
         self.run_dir.stop.unlink(missing_ok=True)
         with stop_signals() as asked:
@@ -162,14 +162,14 @@ class Supervisor:
                 failure, first = outcome
                 self._settle(failure, first, stop=self._stops(asked))
                 self._pause(self._history.pause_s(self.pauses_s), asked)
-                if first.steps:  # only then newer checkpoints than the chosen one are gone
+                if first.steps:  # only then checkpoints newer than the chosen one are deleted
                     self.checkpoint = None
 
     def _pause(self, seconds: float, asked: Asked) -> None:
-        """Wait before one more start.
+        """Wait before a restart.
 
         Raises:
-            StoppedError: the user asked to stop in the meantime: nothing runs that could be asked to save.
+            StoppedError: the user asked to stop meanwhile; no worker runs that could save.
         """
         if seconds:
             self.say(f"The next start comes in {seconds:g} s.")
@@ -183,7 +183,8 @@ class Supervisor:
         return asked.level > 0 or self.run_dir.stop.exists()
 
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
-        """One start of the workers: their exit code; or how it failed, and what the first of them had done."""
+        """Start the workers once; return their exit code, or the failure and the state of the first worker."""
+        # Prepare the watch states and the command
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
@@ -191,11 +192,13 @@ class Supervisor:
         states = [self._state(limits, rank) for rank in range(self.size)]
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
         hung: dict[int, Hung] = {}
+        # Start the workers and follow them
         with ExitStack() as stack:
             envs = environments(self._planned.applied_to(self.environ), self.size)
             workers = [stack.enter_context(Worker(run_dir, env, command, rank)) for rank, env in enumerate(envs)]
             on_event = partial(self._take, states)
             if follow(workers, asked, on_event, self.say, partial(self._is_late, states, hung)):
+                # One hangs: keep its stacks, kill all
                 late = workers[next(iter(hung))]
                 self._keep_stacks(late, states[late.rank], stacks_after_s.get(states[late.rank].limit, 0.0))
                 for worker in workers:
@@ -204,12 +207,13 @@ class Supervisor:
                         error = unkillable(worker.pid, self.again)
                         self._tell(self._failure(End(worker, error), hung, states, began).to_event())
                         raise error
-                follow(workers, asked, on_event, self.say)  # what they said to the very last
+                follow(workers, asked, on_event, self.say)  # their last events
+            # All have ended
             found = verdict(workers)
             if isinstance(found, int):
                 return found
             for worker in workers:
-                worker.kill()  # what it may have left behind
+                worker.kill()  # processes that it may have left behind
             if hung and found.error.code == DIED and self._stops(asked):
                 limit_s = hung[found.worker.rank].limit_s
                 what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
@@ -218,7 +222,7 @@ class Supervisor:
 
     def _state(self, limits: Limits, rank: int) -> WatchState:
         run_dir = self.run_dir
-        with suppress(OSError):  # a folder of that name: the worker says so
+        with suppress(OSError):  # a folder of that name: the worker reports it
             run_dir.stacks(rank).unlink(missing_ok=True)
         return WatchState(
             limits,
@@ -235,14 +239,14 @@ class Supervisor:
         if rank == 0:
             self.on_event(event)
         if event["type"] == "change":
-            change = event["id"]  # ranks run out of memory together: what several of them do is done once
+            change = event["id"]  # ranks run out of memory together: count a change of several once
             if all(state.changes[change] > other.changes[change] for other in states if other is not state):
                 if rank:
                     self.on_event(event)
                 self._change([change], event["seen"])
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
-        """Where several are silent, most of them wait for another: it is the one that does something else."""
+        """Record the rank that hangs in ``hung``. If several are silent, it is the one that the others wait for."""
         now = self.clock()
         for rank, state in enumerate(states):
             state.on_look(now)
@@ -255,18 +259,21 @@ class Supervisor:
         return bool(hung)
 
     def _keep_stacks(self, worker: Worker, state: WatchState, after_s: float) -> None:
-        """Copy the stacks of a worker that hangs; they may take a moment, and before its first word there are none."""
+        """Copy the stacks of a worker that hangs. They may take a moment.
+
+        There are none before the worker's first heartbeat, or while it exits.
+        """
         stacks = self.run_dir.stacks(worker.rank)
         deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
         while state.left_at is None and not size_of(stacks) and time.monotonic() < deadline:
             time.sleep(STACKS_POLL_S)
         if size_of(stacks):
-            with suppress(OSError, StorageError):  # evidence that cannot be kept does not keep the run from going on
+            with suppress(OSError, StorageError):  # a failure to keep evidence must not stop the run
                 content = read_plain(stacks, MAX_STACKS_BYTES)
                 write_atomic(self.run_dir.stacks_kept(self._session), content, self.run_dir.path)
 
     def _failure(self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment) -> Failure:
-        """How a start ended. Where it had a last word, that counts, and not that it hung on its way out."""
+        """How a start ended. An error that the worker reported counts more than a hang while it exited."""
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:
@@ -288,10 +295,10 @@ class Supervisor:
         )
 
     def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:
-        """Decide what comes after a failure, and make everything ready for it.
+        """Decide what comes after a failure, and prepare the restart.
 
         Raises:
-            LoraRocmError: there is no further start.
+            LoraRocmError: there is no restart.
         """
         if failure.seen is None:
             raise failure.error
@@ -306,7 +313,7 @@ class Supervisor:
         self._prepare(failure, judgement)
 
     def _prepare(self, failure: Failure, restart: Restart) -> None:
-        """Put the changes in force, and tell that there is a further start."""
+        """Put the changes in force, and announce the restart."""
         for change in restart.changes:
             self._tell(change_event(change, str(failure.seen)))
         self._change(restart.changes, str(failure.seen))
@@ -328,7 +335,7 @@ class Supervisor:
         )
 
     def _has_progressed(self, state: WatchState) -> bool:
-        """Whether that start came further than the one before: a newer checkpoint, or more in the cache."""
+        """Whether that start came further than the one before: a newer checkpoint, or more cache entries."""
         newest = newest_checkpoint(self.run_dir)
         items = {what: done for what, done in state.items.items() if what in ENCODED}
         further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
@@ -336,7 +343,7 @@ class Supervisor:
         return further
 
     def _change(self, changes: Sequence[str], seen: str) -> None:
-        """Put changes in force, and remember all that answer one thing at once: half of an answer may be none."""
+        """Put changes in force and store them together, because half of an answer may be none."""
         for change in changes:
             self.situation = changed(self.situation, change)
         if changes:
@@ -347,7 +354,7 @@ class Supervisor:
 
 
 def newest_checkpoint(run_dir: RunDir) -> int:
-    """Updates of the newest checkpoint; 0 where there is none."""
+    """Updates of the newest checkpoint; 0 if there is none."""
     checkpoints = run_dir.list_checkpoints()
     return checkpoints[-1][0] if checkpoints else 0
 

@@ -1,6 +1,6 @@
-"""A Windows console that is closed, and the end of the session, as a request to stop. Elsewhere nothing is done.
+"""Treats the closing of a Windows console, and the end of the session, as a stop request. No effect elsewhere.
 
-The system ends a process some seconds after it has told it (HungAppTimeout, 5 s), or at once when the handler returns.
+Windows ends a process some seconds after notifying it (HungAppTimeout, 5 s), or at once when the handler returns.
 Source: learn.microsoft.com, HandlerRoutine and SetConsoleCtrlHandler.
 """
 
@@ -19,11 +19,11 @@ HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulong)  # 64-bit Windows has o
 
 @contextmanager
 def told_of_closing(on_closing: Callable[[], None], kernel32: Any = None) -> Iterator[None]:
-    """Call ``on_closing``, in a thread of the system's, when the console goes away; the process then has seconds.
+    """Call ``on_closing``, in a thread of the system, when the console closes; the process then has seconds left.
 
     Args:
         on_closing: must be quick.
-        kernel32: its calls, as ``ctypes`` gives them; None: this system's, where there are any.
+        kernel32: the library's functions, as ``ctypes`` gives them; None: this system's, if it has them.
     """
     library = kernel32 if kernel32 is not None else _kernel32()
     if library is None:
@@ -32,9 +32,9 @@ def told_of_closing(on_closing: Callable[[], None], kernel32: Any = None) -> Ite
 
     def handle(event: int) -> int:
         if event not in (CLOSE, LOGOFF, SHUTDOWN):
-            return 0  # Ctrl-C and Ctrl-Break are Python's
+            return 0  # Python handles Ctrl-C and Ctrl-Break
         on_closing()
-        threading.Event().wait()  # to return would end the process now
+        threading.Event().wait()  # returning would end the process now
         return 1
 
     handler = HANDLER(handle)

@@ -1,7 +1,7 @@
-"""Windows job objects: a process and all that it starts, as one thing that can be ended. Elsewhere a job does nothing.
+"""Windows job objects: a process and everything that it starts, which can be killed together. No effect elsewhere.
 
-A job is not ended with its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is left alone): a worker whose parent died
-saves and leaves by itself. Source: learn.microsoft.com, Win32 API, Job Objects.
+A job outlives its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is not set), because a worker whose parent died saves
+and exits by itself. Source: learn.microsoft.com, Win32 API, Job Objects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import sys
 from typing import Any
 
-PROCESS_TERMINATE, PROCESS_SET_QUOTA = 0x0001, 0x0100  # what AssignProcessToJobObject asks for
+PROCESS_TERMINATE, PROCESS_SET_QUOTA = 0x0001, 0x0100  # required by AssignProcessToJobObject
 KILLED_CODE = 137
 
 
@@ -18,19 +18,19 @@ class Job:
     """One job object.
 
     Args:
-        kernel32: its calls, as ``ctypes`` gives them; None: there is no job, and every call does nothing.
-        pid: of the process that is put into it. What it started before that moment is not in the job.
+        kernel32: the library's functions, as ``ctypes`` gives them; None: there is no job, and every call does nothing.
+        pid: the process to put into the job. Processes that it started before are not in the job.
     """
 
     def __init__(self, kernel32: Any, pid: int) -> None:
         self._kernel32 = kernel32
         self._handle: int | None = kernel32.CreateJobObjectW(None, None) if kernel32 is not None else None
         if self._handle and not self._assign(pid):
-            self.close()  # whoever started us does not allow it; psutil's view of the tree has to do
+            self.close()  # the process that started us forbids it; psutil's process tree has to do
 
     @classmethod
     def of(cls, pid: int) -> Job:
-        """A job with this process in it, on Windows."""
+        """A job with this process in it; without effect except on Windows."""
         return cls(_kernel32() if sys.platform == "win32" else None, pid)
 
     def _assign(self, pid: int) -> bool:
@@ -43,19 +43,19 @@ class Job:
             self._kernel32.CloseHandle(process)
 
     def terminate(self) -> None:
-        """End every process in it."""
+        """End every process in the job."""
         if self._handle:
             self._kernel32.TerminateJobObject(self._handle, KILLED_CODE)
 
     def close(self) -> None:
-        """Let go of it; the processes in it go on."""
+        """Close the handle; the processes in the job continue."""
         if self._handle:
             self._kernel32.CloseHandle(self._handle)
         self._handle = None
 
 
 def _kernel32() -> Any:
-    """The calls with their types: a handle is as wide as a pointer, and ctypes would cut it to an int."""
+    """The functions with their types: handles are as wide as pointers, and ctypes would truncate them to int."""
     if sys.platform != "win32":
         return None
     from ctypes import wintypes

@@ -1,4 +1,4 @@
-"""The training children of one start, one for each GPU: started together, ended together, and one verdict on all."""
+"""The training children of one start, one per GPU: started together, ended together, with one verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.supervisor.process import Event, Worker, follow, stop_signals
 
 DIED: RestartCode = "worker-died"
 LOST: RestartCode = "rank-lost"
-"""Of a rank that ends because another one has. Never the cause."""
+"""The error of a rank that ends because another one has ended; never the cause."""
 
 OnRankEvent = Callable[[int, Event], None]
 
@@ -29,14 +29,14 @@ class End:
 
 
 def ranks(count: int) -> list[Rank]:
-    """The processes of one machine."""
+    """The ranks of one machine."""
     return [Rank(number, count, number, count) for number in range(count)]
 
 
 def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
-    """The environment of each child: alone as planned, else with its number and a free port to meet at.
+    """The environment of each child. One of several also gets its rank and a free port for the process group.
 
-    They share the processor: threads that outnumber its cores wait for each other.
+    They share the CPU: threads that outnumber its cores wait for each other.
     """
     if count == 1:
         return [dict(env)]
@@ -45,17 +45,17 @@ def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on. Somebody may take it at once: then the start fails, and the next has another."""
+    """A free port. Another process may take it at once: then the start fails, and the next one gets another port."""
     with contextlib.closing(socket.socket()) as found:
         found.bind((HERE, 0))
         return int(found.getsockname()[1])
 
 
 def verdict(workers: Sequence[Worker]) -> int | End:
-    """What the end of all of them means: an exit code, or the failure that the others followed from.
+    """The joint result: an exit code, or the failure that caused the others.
 
     Raises:
-        StoppedError: the user had them ended.
+        StoppedError: the user had them killed.
     """
     codes: list[int] = []
     ends: list[End] = []
@@ -74,7 +74,7 @@ def verdict(workers: Sequence[Worker]) -> int | End:
 
 
 def _of_rank(error: LoraRocmError, rank: int) -> LoraRocmError:
-    """The same error, which says whose it is."""
+    """The same error, naming its rank."""
     error.where = f"rank {rank}: {error.where}" if error.where else f"rank {rank}"
     return error
 
@@ -87,7 +87,7 @@ def run_workers(
     command: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """``process.run_worker`` for several children: nobody watches them, but where one fails all end.
+    """``process.run_worker`` for several children: without hang detection, but if one fails, all are ended.
 
     Raises:
         LoraRocmError: see ``process.Worker.verdict``.

@@ -1,7 +1,7 @@
-"""Compare the base on the device with the base that a checkpoint was trained on.
+"""Digests of the frozen base model, to compare it with the base that a checkpoint was trained on.
 
-The fingerprints are those of the transfer, so they cost nothing more, and they are of the bytes that are trained with:
-size, times and a remembered digest of a file can be what they were although its bytes are not.
+They are made from the fingerprints of the transfer to the device. So they cost nothing extra, and describe the bytes
+that are trained with. A file's size, times and remembered digest can be unchanged although its bytes have changed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from lora_rocm.device.transfer import Sent
 
 Seals = dict[str, str]
-"""Component and number format ("unet bfloat16") -> a digest over the fingerprints of all such tensors.
+"""Component and dtype ("unet bfloat16") -> a digest over the fingerprints of its tensors.
 
-The format is part of the name because a run may go on in another (a change after a failure): its tensors have other
-bytes, and are the same base.
+The dtype is part of the key because a run may continue in another one (a change after a failure). Its tensors then have
+other bytes, but belong to the same base.
 """
 
 
 def seals_of(sent: Mapping[str, Sent]) -> Seals:
-    """Of frozen tensors by name; where an adapter wraps a layer, the layer has its name in the base."""
+    """Digest frozen tensors, given by name. A layer that an adapter wraps keeps its name in the base."""
     lines: dict[str, list[str]] = {}
     for name, tensor in sent.items():
         component = f"{name.partition('.')[0]} {tensor.dtype}".replace("torch.", "")
@@ -29,5 +29,5 @@ def seals_of(sent: Mapping[str, Sent]) -> Seals:
 
 
 def broken(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of the seals that both have and that differ."""
+    """Sorted keys whose digests differ; keys that only one side has are ignored."""
     return sorted(key for key in before.keys() & now.keys() if before[key] != now[key])

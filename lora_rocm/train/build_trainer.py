@@ -1,4 +1,4 @@
-"""The loop with all that hangs on it: engine, hooks, and the first pass, by which the memory plan is measured."""
+"""Builds the trainer with its engine and hooks, and runs the first pass, which measures the memory plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lora_rocm.train.outputs import Artifacts
 
 
 def new_trainer(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
-    """The loop over all of it, with its hooks."""
+    """Build the trainer, with its engine and hooks."""
     recipe, family, model = start.recipe, artifacts.family, artifacts.model
     train, pinned = recipe.train, pins(start)
 
@@ -31,6 +31,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         repair = data.prepared.repair
         return loader(plan, family, data.workers, first, count, pin_memory=pinned, repair=repair)
 
+    # Hooks: canary, validation, checkpoints, previews
     hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
     if train.validation_every_n_steps and data.prepared.held_out:
         held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
@@ -41,9 +42,11 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
             )
         )
     hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
+    # Engine, and previews, which need the memory of its graphs
     engine = _engine(start, artifacts)
     if recipe.sample.prompts:
         hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview_once, engine.release))
+    # The loop
     return Trainer(
         family=family,
         model=model,
@@ -68,7 +71,10 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 def first_pass(
     start: StartContext, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None
 ) -> None:
-    """What a step takes is measured once, on the largest images; a plan that it refutes is changed."""
+    """Measure the memory of a step once, on the largest shape, and change the plan if it does not hold.
+
+    Compiles the model if there is a compiler.
+    """
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
 
     def alone(batch: Tensors, draws: Tensors) -> None:
@@ -91,20 +97,20 @@ def first_pass(
 
 
 def _weights(artifacts: Artifacts) -> FlatWeights:
-    """The flat weights that the optimizer moves, with the leaves that the layers compute with."""
+    """The flat weights that the optimizer updates, with the leaf tensors that the layers compute with."""
     weights = artifacts.optimizer.weights
     assert isinstance(weights, FlatWeights)
     return weights
 
 
 def _forget(weights: FlatWeights, memory: Memory) -> None:
-    """No gradients, and their buffer there or not as the plan in force has it."""
+    """Drop the gradients; allocate or free their buffer as the current plan says."""
     weights.keep_gradients(memory.keeps_gradients)
     weights.drop_gradients()
 
 
 def _engine(start: StartContext, artifacts: Artifacts) -> Engine:
-    """Passes under autocast where the adapter does not compute in the base's format; captured where that is allowed."""
+    """Build the engine: autocast if the adapter's dtype differs from the base's, graph capture if allowed."""
     model, weights, recipe = artifacts.model, _weights(artifacts), start.recipe
     mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
     graphs = None

@@ -1,9 +1,7 @@
-"""The child of ``lora-rocm check``: can a recipe's base be trained on as asked, and how much memory does it take?
+"""The child of ``lora-rocm check``: can a recipe's base model be trained as asked, and how much memory does it need?
 
-``python -m lora_rocm.train.check_child RECIPE.json``.
-
-Prints one JSON object (``Weighed``), or an error event. Of the base only configs, headers and tokenizers are read; the
-file of ``lora.init_from`` is read whole.
+``python -m lora_rocm.train.check_child RECIPE.json`` prints one JSON object (``Weighed``) or an error event. It reads
+only configs, headers and tokenizers of the base model, but the whole ``lora.init_from`` file.
 """
 
 from __future__ import annotations
@@ -32,13 +30,14 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Weighed:
-    """What is known of a base before it is loaded.
+    """What is known about a base model before it is loaded.
 
-    num_bytes: of each component as it is loaded: what is trained on in the run's precision, encoders in float32.
-    notices: sentences that a user has to know.
-    files: (path, size, two times of change, inode) of every file that was looked at: as long as these are the same, so
-        is all the rest.
-    tokenizers: the fields of ``TokenLimit``, for each text encoder.
+    Attributes:
+        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in float32.
+        notices: messages for the user.
+        files: path, size, two times of change and inode of every file that was examined. The other fields are valid as
+            long as these are unchanged.
+        tokenizers: the fields of ``TokenLimit`` for each text encoder.
     """
 
     num_bytes: dict[str, int]
@@ -48,18 +47,19 @@ class Weighed:
 
 
 def weigh(recipe: Recipe) -> Weighed:
-    """Look at a recipe's base, at the modules that its adapter targets, and at the LoRA file that it starts from.
+    """Examine a recipe's base model, the modules that its adapter targets, and the LoRA file that it starts from.
 
     Raises:
-        ModelError: the base model is missing, damaged, of another family, or cannot be trained on as it is.
-        AdapterError: targets that match nothing, or a file that does not fit.
-        MachineError: no GPU where one is asked for; damaged settings.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained as it is.
+        AdapterError: targets match nothing, or the LoRA file does not fit.
+        MachineError: a GPU is asked for and there is none, or the stored settings are damaged.
     """
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ))
     trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
     dtypes = dict.fromkeys(trained, dtype)
+    # Sizes, from module skeletons without weights
     files = family.examine()
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = {
@@ -71,7 +71,7 @@ def weigh(recipe: Recipe) -> Weighed:
     try:
         limits = [asdict(limit) for limit in family.token_limits()]
     except ModelError as error:
-        if error.code != "tokenizer-missing":  # a run asks the hub for those that a single file comes without
+        if error.code != "tokenizer-missing":  # a run downloads the tokenizers that a single file lacks
             raise
         limits = []
     return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], limits)
@@ -84,7 +84,7 @@ def _examine_adapter(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> list[Path]:
-    """Put the recipe's adapter into the model without numbers. Returns the files that were read for it."""
+    """Attach the recipe's adapter to the model on the meta device. Returns the files that were read for it."""
     trained = {name: skeleton for name, skeleton in skeletons.items() if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
@@ -96,7 +96,7 @@ def _examine_adapter(
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Weigh the recipe in the file that the first argument names."""
+    """Examine the recipe in the file that the first argument names."""
     try:
         recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), registry)
         found: dict[str, object] = asdict(weigh(recipe))

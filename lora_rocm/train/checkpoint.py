@@ -1,11 +1,11 @@
-"""Checkpoints: all the state there is, in safetensors and JSON, whole or not there.
+"""Checkpoints: the complete training state in safetensors and JSON, written atomically.
 
-A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (where there is one), ``optimizer.safetensors``
-and ``state.json`` (position, what the run is, thread count, checksums). It is written under another name, flushed to
-disk, read back, then renamed. Nothing is ever pickled.
+A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (if the run keeps an average),
+``optimizer.safetensors`` and ``state.json`` (position, facts about the run, thread count, checksums). It is written
+under a temporary name, flushed to disk, read back, then renamed. Nothing is ever pickled.
 
-Somebody else may have written one: the seal is a plain checksum, which keeps out damage and not a lie. So what
-``state.json`` says does not decide which files are read, nor how much of them is held in memory.
+A checkpoint may come from somebody else: the seal is a plain checksum, which detects damage but not forgery. So
+``state.json`` decides neither which files are read nor how much of them is held in memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
 from lora_rocm.train.loop import Position
 
 FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
-"""Of each part; a checkpoint has no others."""
-MAX_STATE_BYTES = 1 << 30  # the tags of captions are in it: 40,000 a folder, each of any length
+"""The file of each part; a checkpoint has no others."""
+MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
 MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
-PIECE_BYTES = 1 << 20  # held at once where only a checksum is wanted
+PIECE_BYTES = 1 << 20  # read at once while checksumming
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files were found to be what was written."""
+    """A checkpoint folder whose files match their checksums."""
 
     path: Path
     position: Position
@@ -49,14 +49,14 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Of all that it holds; short, to be compared."""
+        """A short digest of all files, for comparisons."""
         return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse another number of GPUs: the same batch size on each makes another effective batch.
+        """Refuse another number of GPUs: the same batch size per GPU would make another effective batch.
 
         Raises:
-            ResumeError: it was written by so many others.
+            ResumeError: the checkpoint was written with another number of GPUs.
         """
         before = int(self.facts.get("ranks", 1))
         if before != ranks:
@@ -70,13 +70,13 @@ class Checkpoint:
             )
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Tensors of a part ("adapter", "ema", "optimizer"); empty where the run has none.
+        """Tensors of a part ("adapter", "ema", "optimizer"); empty if the run has none.
 
         Raises:
-            StorageError: the file is no longer what it was when the checkpoint was found whole.
+            StorageError: the file cannot be read, or has changed since the checkpoint was validated.
         """
         name = FILE_OF[part]
-        if name not in self.checksums:  # a file of that name beside it is not of this checkpoint
+        if name not in self.checksums:  # a file of that name would not belong to this checkpoint
             return {}
         try:
             # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
@@ -93,19 +93,20 @@ class Checkpoint:
         return safetensors.torch.load(content)
 
 
-def save(
+def save_checkpoint(
     run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint; one that is there for the same number of updates, and valid, stays as it is.
+    """Write a checkpoint. A valid one for the same number of updates is kept as it is.
 
     Raises:
-        StorageError: disk full, no permission; nothing older is lost.
+        StorageError: the disk is full, or writing is not permitted; older checkpoints are kept.
     """
     final = run_dir.checkpoint(position.updates)
-    if read(final) is not None:
+    if read_checkpoint(final) is not None:
         return final
     temporary = run_dir.checkpoints / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
+        # Write all files under a temporary name
         make_folder(temporary, run_dir.path)
         checksums = {}
         for part, tensors in parts.items():
@@ -115,7 +116,8 @@ def save(
                 write_through(temporary / FILE_OF[part], content)
         state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
         write_through(temporary / STATE_FILE, _sealed(state))
-        if read(temporary) is None:
+        # Verify, flush, and rename to the final name
+        if read_checkpoint(temporary) is None:
             raise OSError(0, "what was written did not read back the same")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
@@ -128,21 +130,21 @@ def save(
     return final
 
 
-def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None where anything about it is damaged, missing, or not as it is written here."""
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected form."""
     try:
         state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
         if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
             return None
-        if not set(state["sha256"]) <= set(FILE_OF.values()):  # it could name any file of this machine, or a device
+        if not set(state["sha256"]) <= set(FILE_OF.values()):  # else it could name any file or device
             return None
         for name, wanted in state["sha256"].items():
             if _checksum(path / name) != wanted:
                 return None
-            read_header(path / name)  # the right checksum of something else
+            read_header(path / name)  # the checksum may be right for something that is not safetensors
         position = Position(**state["position"])
         named = CHECKPOINT_NAME.match(path.name)
-        if named and int(named.group(1)) != position.updates:  # a folder or a state.json that was put elsewhere
+        if named and int(named.group(1)) != position.updates:  # the folder or its state.json was moved
             return None
         return Checkpoint(path, position, state["facts"], state["sha256"])
     except (LoraRocmError, OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
@@ -150,19 +152,19 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def _content(path: Path, max_bytes: int) -> bytes:
-    """As ``read_plain``, which makes room for as much as it may read: here no more than the file has.
+    """``read_plain``, which allocates its limit, with the file's current size as the limit.
 
     Raises:
-        OSError: as there.
+        OSError: see ``read_plain``.
     """
     return read_plain(path, check_plain(path, max_bytes))
 
 
 def _checksum(path: Path) -> str:
-    """SHA-256 of a plain file, of no more bytes than it has now.
+    """SHA-256 of a regular file; reads no more bytes than it has at the start.
 
     Raises:
-        OSError: it is missing, not plain or too large, or it cannot be read.
+        OSError: the file is missing, not regular, too large, or cannot be read.
     """
     left, found = check_plain(path, MAX_PART_BYTES), hashlib.sha256()
     with path.open("rb") as file:
@@ -173,39 +175,39 @@ def _checksum(path: Path) -> str:
 
 
 def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
-    """The newest checkpoint that is whole, and the newer ones that were passed over because they are not."""
+    """The newest valid checkpoint, and the newer ones that were skipped because they are damaged."""
     damaged: list[Path] = []
     for _, path in reversed(run_dir.list_checkpoints()):
-        checkpoint = read(path)
+        checkpoint = read_checkpoint(path)
         if checkpoint is not None:
             return checkpoint, damaged
         damaged.append(path)
     return None, damaged
 
 
-def rotate(run_dir: RunDir, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints that are whole; the last whole one is never deleted."""
+def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
+    """Delete all checkpoints older than the newest ``keep_last`` valid ones. The last valid one is never deleted."""
     kept = 0
     for _, path in reversed(run_dir.list_checkpoints()):
         if kept >= keep_last:
-            with contextlib.suppress(OSError):  # Windows: somebody has a file of it open; the next rotation tries again
+            with contextlib.suppress(OSError):  # Windows: one of its files is open; the next rotation tries again
                 _remove(path)
-        elif read(path) is not None:
+        elif read_checkpoint(path) is not None:
             kept += 1
 
 
 def discard_newer(run_dir: RunDir, updates: int) -> None:
-    """Remove what is of steps past ``updates``, which are made again: whole checkpoints, their LoRA files, previews.
+    """Remove the files of later steps: valid checkpoints, their LoRA files, previews. These steps are trained again.
 
-    Damaged checkpoints stay: they are passed over, and what they hold is for the user to throw away.
+    Damaged checkpoints stay: they are skipped on resume, and only the user decides to delete them.
     """
     for found, path in run_dir.list_checkpoints():
-        if found > updates and read(path) is not None:
+        if found > updates and read_checkpoint(path) is not None:
             _remove(path)
             run_dir.checkpoint_lora(found).unlink(missing_ok=True)
     for found, folder in run_dir.list_samples():
         if found > updates:
-            with contextlib.suppress(OSError):  # Windows: somebody looks at one; it is drawn over
+            with contextlib.suppress(OSError):  # Windows: a preview is open; it will be overwritten
                 remove(folder)
 
 
@@ -220,9 +222,9 @@ def _sealed_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, its ``state.json`` first: a half-deleted checkpoint must not look whole.
+    """Delete a folder, its ``state.json`` first, so that a half-deleted checkpoint does not look valid.
 
-    Of a checkpoint that lies elsewhere (the user moved it to another disk) only the link to it.
+    If the folder is a link (the user moved the checkpoint to another disk), only the link is deleted.
     """
     if is_folder(path):
         (path / STATE_FILE).unlink(missing_ok=True)
@@ -230,7 +232,7 @@ def _remove(path: Path) -> None:
 
 
 def restore_threads(checkpoint: Checkpoint) -> bool:
-    """Use the thread count of the checkpoint (sums are split by it); True where it had to be changed."""
+    """Set the checkpoint's thread count, because it decides how sums are split; return whether it had to be changed."""
     wanted = int(checkpoint.facts["threads"])
     changed = torch.get_num_threads() != wanted
     torch.set_num_threads(wanted)

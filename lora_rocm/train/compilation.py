@@ -1,7 +1,8 @@
-"""``runtime.compile``: the repeated blocks, or whole components, by ``torch.compile``; never half, never in silence.
+"""``runtime.compile``: apply ``torch.compile`` to the repeated blocks, or to whole components.
 
-What cannot be compiled ends the run in words (``fullgraph``): a part that ran eagerly all the same would be slow, and
-nobody would know why. Each bucket's shapes are compiled by themselves (``dynamic=False``), before the first step.
+A part that cannot be compiled ends the run with an explanation (``fullgraph``): a silent fallback to eager execution
+would be slow for no visible reason. Each bucket's shapes are compiled separately (``dynamic=False``), before the first
+step.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from lora_rocm.rundir.run_context import RunContext
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
-USES = 3  # of each size, at most: a training pass, a held-out pass, a preview of that size
+USES = 3  # of each shape, at most: a training pass, a validation pass, a preview
 OFF = "Set runtime.compile to off: this program's own kernels then do what a compiler would do for it."
 
 
 def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = os.environ) -> How | None:
-    """What is to be compiled. ``auto`` is off: our own kernels are faster than compiled blocks (docs/performance.md).
+    """What to compile; None for nothing. ``auto`` means off.
+
+    Our own kernels are faster than compiled blocks (docs/performance.md).
 
     Raises:
-        UserError: compile-unavailable: asked for where it cannot be.
+        UserError: "compile-unavailable", compilation is asked for but cannot be used here.
     """
     if asked in ("auto", "off"):
         return None
@@ -58,14 +61,14 @@ def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = o
 
 @dataclass
 class Compiler:
-    """Compiles parts of a model, and counts what it compiles.
+    """Compiles parts of a model and counts the compiled graphs.
 
     Attributes:
         how: see ``how_asked``.
-        shapes: of the buckets; their number, times the parts, bounds what is compiled.
-        context: gets the events ``compile``, a beat after each piece, and a sentence where it is done.
-        backend: of ``torch.compile``.
-        pieces: compiled until now.
+        shapes: the buckets' shapes; their number times the number of parts bounds the number of graphs.
+        context: receives ``compile`` events, a heartbeat after each graph, and a notice at the end.
+        backend: the backend of ``torch.compile``.
+        pieces: number of graphs compiled so far.
     """
 
     how: How
@@ -75,8 +78,8 @@ class Compiler:
     pieces: int = field(default=0, init=False)
 
     def put(self, family: ModelFamily, model: LoadedModel) -> None:
-        """Mark the parts, once the model is as it will be trained. They are compiled when they are called."""
-        from torch._dynamo import config  # takes seconds
+        """Mark the parts for compilation on their first call. Call it when the model is otherwise ready to train."""
+        from torch._dynamo import config  # the import takes seconds
         from torch._dynamo.backends.registry import lookup_backend
 
         parts = family.blocks(model) if self.how == "regional" else list(model.components.values())
@@ -96,10 +99,10 @@ class Compiler:
         self._tell(0)
 
     def warm_up(self, run: Callable[[Shape], object]) -> None:
-        """A pass of each shape, the largest first; its gradients are the caller's to drop.
+        """Run a pass of each shape, the largest first. The caller has to drop the gradients.
 
         Raises:
-            LoraRocmError: as ``explained``.
+            LoraRocmError: see ``explained``.
         """
         for done, shape in enumerate(self._ordered, 1):
             with self.explained():
@@ -121,10 +124,10 @@ class Compiler:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Errors of the compiler in words. Faults of the device and full memory pass as they are.
+        """Turn compiler errors into explained ones. Device faults and out-of-memory errors pass unchanged.
 
         Raises:
-            LoraRocmError: compile-failed, or compile-limit where more sizes came than were planned.
+            LoraRocmError: "compile-failed", or "compile-limit" if more graphs were compiled than planned.
         """
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -140,7 +143,7 @@ class Compiler:
 
 
 def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], context: RunContext) -> Compiler | None:
-    """The compiler of a run over samples of these shapes; None where nothing is to be compiled."""
+    """The compiler for a run over samples of these shapes; None if nothing is compiled."""
     how = how_asked(recipe.runtime.compile, device)
     return None if how is None else Compiler(how, tuple(shapes), context)
 
@@ -148,20 +151,20 @@ def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], conte
 def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
 ) -> Callable[[Shape], object]:
-    """What runs a micro-batch of zeros of a shape: for ``Compiler.warm_up``."""
+    """A function that runs a micro-batch of zeros of a given shape, for ``Compiler.warm_up``."""
     return lambda shape: run(*send_zeros(family, transfer, shape, rows))
 
 
 def explained(compiler: Compiler | None) -> Any:
-    """``Compiler.explained``, or nothing where nothing is compiled."""
+    """``Compiler.explained``; without a compiler a context that does nothing."""
     return nullcontext() if compiler is None else compiler.explained()
 
 
 def require_no_offload(compiler: Compiler | None, offloads: bool) -> None:
-    """Compiled code holds on to weights, which offloading moves.
+    """Refuse offloading with a compiler: compiled code holds references to the weights that offloading moves.
 
     Raises:
-        UserError: compile-offload.
+        UserError: "compile-offload".
     """
     if compiler is not None and offloads:
         raise UserError(

@@ -1,9 +1,9 @@
-"""One number for "has it learned the concept": are images drawn after training nearer to the training images?
+"""A score of whether the concept was learned: are images drawn after training closer to the training images?
 
-Each image becomes a descriptor (which colours there are, which way edges run where). Its distance is that to the
-nearest training image. The score is the chance that an image drawn after training is nearer than one drawn before
-(the area under the ROC curve: 0.5 says no change, 1.0 every one is nearer). The control is the same number for prompts
-without the concept: it should stay near 0.5, and a score is only worth what it is above its control.
+Each image becomes a descriptor (its colours, and its edge orientations by place). Its distance is that to the nearest
+training image. The score is the probability that an image drawn after training is closer than one drawn before (the
+area under the ROC curve: 0.5 means no change, 1.0 means that every one is closer). The control is the same number for
+prompts without the concept. It should stay near 0.5; a score means only as much as it exceeds its control.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """score, control in 0..1 (control None where there are no control prompts); distances: mean per group."""
+    """score, control: 0..1; control is None without control prompts. distances: mean per group."""
 
     score: float
     control: float | None
@@ -33,7 +33,7 @@ class ConceptScore:
 
 
 def descriptor(image: Image.Image) -> Vector:
-    """Unit vector: a histogram of colours and a grid of edge orientations, each half of the weight."""
+    """Unit vector of a colour histogram and a grid of edge orientations, each with half of the weight."""
     pixels_HWC = (
         np.asarray(image.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
     )
@@ -60,14 +60,14 @@ def _unit(vector: Vector) -> Vector:
 
 
 def nearest_distance(images: Sequence[Image.Image], references: Sequence[Image.Image]) -> Vector:
-    """For each image the distance to the nearest reference."""
+    """The distance of each image to its nearest reference."""
     found = np.stack([descriptor(image) for image in images])
     known = np.stack([descriptor(image) for image in references])
     return np.asarray(np.linalg.norm(found[:, None] - known[None], axis=2).min(axis=1))
 
 
 def nearer(after: Vector, before: Vector) -> float:
-    """Chance that a random ``after`` distance is smaller than a random ``before`` one; ties count half."""
+    """Probability that a random ``after`` distance is smaller than a random ``before`` one; ties count half."""
     pairs = before[:, None] - after[None]
     return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
 
@@ -78,7 +78,7 @@ def score(
     training: Sequence[Image.Image],
     num_control: int,
 ) -> ConceptScore:
-    """Score of a run. The last ``num_control`` images of ``before`` and ``after`` are of control prompts."""
+    """Score of a run. The last ``num_control`` images of ``before`` and ``after`` belong to control prompts."""
     split = len(before) - num_control
     distance_before, distance_after = nearest_distance(before, training), nearest_distance(after, training)
     distances = {"before": float(distance_before[:split].mean()), "after": float(distance_after[:split].mean())}

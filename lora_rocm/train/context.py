@@ -1,4 +1,4 @@
-"""What one start of the worker has in hand, and what follows from it alone."""
+"""The inputs of one start of the worker, and values derived from them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lora_rocm.train.session import Session
 
 @dataclass(frozen=True)
 class StartContext:
-    """What one start of the worker has in hand before anything is loaded.
+    """The inputs of one start of the worker, before anything is loaded.
 
     Attributes:
-        dtype: of the base and of the autocast.
-        settings: what the parent planned for this machine.
-        checkpoint: what to go on from.
-        accept_changes: also where recipe, data or base are not those of the checkpoint.
-        attempt: no lower one is drawn noise for (``Position.attempt``).
-        world: the processes that train together.
+        dtype: of the base model and of autocast.
+        settings: the parent's plan for this machine.
+        checkpoint: to resume from; None: start at the beginning.
+        accept_changes: resume even if recipe, data or base model differ from the checkpoint's.
+        attempt: the lowest ``Position.attempt`` to draw noise for.
+        world: the process group of the ranks that train together.
     """
 
     session: Session
@@ -43,15 +43,17 @@ class StartContext:
 
     @property
     def context(self) -> RunContext:
-        """Of the run."""
+        """The run's context."""
         return self.session.context
 
 
 @dataclass
 class Data:
-    """What the data phase leaves: items in the caches and the plan over them.
+    """The result of the data phase: items in the caches, and the batch plan over them.
 
-    kept: of a run whose training is complete and whose images have vanished; there are no items then.
+    Attributes:
+        kept: data facts from the checkpoint, if training is complete and the images have vanished or changed; there are
+            no items then.
     """
 
     prepared: Prepared
@@ -61,7 +63,7 @@ class Data:
     kept: DataOfCheckpoint | None = None
 
     def identity(self) -> str:
-        """Changes when a resumed run would see other samples in another order."""
+        """A digest that changes if a resumed run would see other samples or another order."""
         return self.prepared.identity() if self.kept is None else self.kept.identity
 
     @property
@@ -70,7 +72,7 @@ class Data:
 
 
 def transfer_of(start: StartContext) -> DeviceTransfer:
-    """A new door to the device, as planned for this machine."""
+    """A new transfer to the device, as planned for this machine."""
     settings = start.settings
     return DeviceTransfer(start.device, pin=pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
 
@@ -81,6 +83,6 @@ def pins(start: StartContext) -> bool:
 
 
 def captures(start: StartContext) -> bool:
-    """Whether passes are to be captured as graphs; dropout draws in them, from a generator that is set for each."""
+    """Whether passes are captured as graphs. With dropout they are not: its generator is reseeded for each pass."""
     allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
     return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout

@@ -1,4 +1,4 @@
-"""What a run will still write, and whether the disk has room for it."""
+"""Forecast of what a run will still write, and whether the disk has room for it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 
 HEADER_BYTES = 200
-"""Of one tensor in a safetensors file: name, shape, place."""
+"""Header bytes of one tensor in a safetensors file: name, shape, offsets."""
 METADATA_BYTES = 16384
 ENCODED = ("images", "captions")
-"""What encoders make, in the words of the progress of caching."""
+"""What encoders produce, as named in the caching progress."""
 
 
 @dataclass
 class Room:
-    """Compares what is to come with what is free.
+    """Compares the bytes still to be written with the free disk space.
 
     Attributes:
-        parameters: the trained ones.
-        context: gets a sentence, once, where the disk may not last.
-        free: bytes that are free at a path.
+        parameters: the trained parameters.
+        context: receives a notice, once, if the disk may become full.
+        free: returns the free bytes at a path.
     """
 
     run_dir: RunDir
@@ -45,7 +45,7 @@ class Room:
     _said: bool = field(default=False, init=False)
 
     def look_ahead(self, updates: int) -> None:
-        """Tell the user, once, where the disk may be full before the end of the run."""
+        """Tell the user, once, if the disk may become full before the end of the run."""
         saves, states = self._saves(updates), self._states(updates)
         exports = len(self.recipe.output.formats)
         needed = states * self.checkpoint_bytes + (saves + exports) * self.lora_bytes + self._images_bytes(updates)
@@ -61,10 +61,10 @@ class Room:
             )
 
     def require_checkpoint(self, updates: int) -> None:
-        """Before a checkpoint: there has to be room for it and its LoRA file, beside those that are kept.
+        """Check that there is room for a checkpoint and its LoRA file beside the existing ones.
 
         Raises:
-            StorageError: "disk-low"; the checkpoints before stay as they are.
+            StorageError: "disk-low"; older checkpoints are kept.
         """
         require(
             self.run_dir.checkpoint(updates),
@@ -77,7 +77,7 @@ class Room:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, the optimizer's state for each of them, and the average if one is kept."""
+        """Size of the weights, their optimizer state, and the average if one is kept."""
         found, rule = self.parameters.values(), rule_of(self.recipe.optim)
         average_itemsizes = [AVERAGE_ITEMSIZE] if self.recipe.train.ema_decay else []
         return sum(
@@ -88,22 +88,22 @@ class Room:
 
     @property
     def lora_bytes(self) -> int:
-        """One exported file."""
+        """Size of one exported file."""
         itemsize = DTYPES[self.recipe.output.dtype].itemsize
         return METADATA_BYTES + sum(_file_bytes(tensor, itemsize) for tensor in self.parameters.values())
 
     def _saves(self, updates: int) -> int:
-        """Checkpoints that are still to be written."""
+        """Number of checkpoints still to be written."""
         every, last = self.recipe.output.save_every_n_steps, self.max_train_steps
         return max(last // every - updates // every + bool(last % every), 0)
 
     def _states(self, updates: int) -> int:
-        """By how many the checkpoints on the disk will grow: an old one goes only when the next is whole."""
+        """Growth of the number of checkpoints on the disk: an old one is deleted only when the next is complete."""
         there = len(self.run_dir.list_checkpoints())
         return min(self._saves(updates), max(self.recipe.output.keep_last + 1 - there, 1))
 
     def _images_bytes(self, updates: int) -> int:
-        """Of the previews to come, as if they could not be compressed."""
+        """Size of the remaining previews, assuming no compression."""
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.every_n_steps
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
@@ -113,10 +113,10 @@ class Room:
 
 @dataclass
 class CacheRoom:
-    """Progress of caching, and a look at whether what is missing will fit: the first entries say how large one is.
+    """Reports caching progress, and forecasts from the first entries' size whether the missing ones will fit.
 
     Attributes:
-        context: gets the progress, and a sentence once for each kind of entry.
+        context: receives the progress, and at most one notice per kind of entry.
     """
 
     cache: LatentCache
@@ -125,7 +125,7 @@ class CacheRoom:
     _said: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
-        """What, done, total, per_second, as ``dataset.progress.Report``.
+        """Report progress, see ``dataset.progress.Report``.
 
         Raises:
             StoppedError: the run was asked to stop.

@@ -1,7 +1,7 @@
-"""One micro-batch on the device: forward, backward, gradients into the flat buffer. Waits for nothing.
+"""Forward and backward pass of one micro-batch, with gradients in the flat buffer. Does not wait for the device.
 
-On a fast GPU a step is some ten thousand launches, and the host is slower than the device. So where it is allowed, a
-pass whose shapes come again is captured as a graph (``train/graphs.py``) and replayed by one launch.
+On a fast GPU a step takes some ten thousand kernel launches, and the host is slower than the device. So, if allowed, a
+pass whose shapes recur is captured as a graph (``train/graphs.py``) and replayed with one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.train.graphs import Graphs, Passed
 
 
@@ -24,8 +24,8 @@ class Engine:
     """Computes losses and gradients.
 
     Attributes:
-        loss_scale: float32 0-d on the device, multiplied into the gradients; always the same tensor.
-        graphs: None where passes are not to be captured.
+        loss_scale: float32 0-d on the device, a factor of the gradients; always the same tensor.
+        graphs: None if passes are not captured.
     """
 
     family: ModelFamily
@@ -36,7 +36,7 @@ class Engine:
     graphs: Graphs | None = None
 
     def run(self, batch: Tensors, draws: Tensors) -> Passed:
-        """The losses of a micro-batch; its gradients are added to those in the flat buffer."""
+        """Losses of a micro-batch. Its gradients are added to the flat buffer."""
         return self._eager(batch, draws) if self.graphs is None else self.graphs.run(self._eager, batch, draws)
 
     def losses(self, batch: Tensors, draws: Tensors) -> Tensor:
@@ -45,7 +45,7 @@ class Engine:
             return losses(self.family, self.model, batch, draws)
 
     def release(self) -> None:
-        """Give back what captured passes hold: they are captured again when their shapes come."""
+        """Free the captured graphs. They are captured again when their shapes recur."""
         if self.graphs is not None:
             self.graphs.release()
 

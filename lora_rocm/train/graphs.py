@@ -1,9 +1,9 @@
-"""Passes captured as graphs: one for each shape, all in one memory pool, none believed before it was compared.
+"""Passes captured as graphs: one per shape, all in one memory pool, each verified before it is used.
 
-A shape's first two passes are eager. The second is then captured with the inputs of the first, replayed with its own,
-and used from then on if that gave the gradients of the eager pass: a graph that has baked in a value, or whose memset
-nodes do nothing (as of some ROCm versions), does not. A pass without gradients proves nothing: then it is the next one.
-Where capturing fails, the shape stays eager.
+The first two passes of a shape are eager. The second is then captured with the inputs of the first, and replayed with
+its own inputs. The graph is used from then on if the replay gives the gradients of the eager pass. This detects a graph
+that has baked in a value, or whose memset nodes do nothing (some ROCm versions). A pass without gradients proves
+nothing, so the check is left to the next one. If capturing fails, the shape stays eager.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.rundir.run_context import RunContext
 
 TOLERANCE = 1e-2
-"""Between the gradients of a replay and of an eager pass, as a share of their norm: atomic sums differ in bf16 by some
-1e-4; a wrong kernel by 1."""
+"""Tolerance between the gradients of a replay and of an eager pass, relative to their norm.
+
+Atomic sums in bf16 differ by some 1e-4, a wrong kernel by 1.
+"""
 KIND_TOLERANCE = 0.3
-"""The same for the A, or the B, of all layers: early in a run A's gradients are too small to show in the whole."""
+"""The same for the A, or the B, of all layers: early in a run A's gradients are too small to show in the total."""
 MAX_GRAPHS = 32
-"""Shapes that are captured: each costs some tens of MB for its nodes."""
+"""Maximum number of captured shapes. Each costs some tens of MB for its nodes."""
 
 
 class Passed(NamedTuple):
-    """What a pass says: tensors on the device, float32."""
+    """Result of a pass: float32 tensors on the device."""
 
     loss: Tensor  # 0-d, weighted sum
     loss_B: Tensor  # [B], unweighted
@@ -45,16 +47,16 @@ Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class Capture:
-    """Captures on a GPU, with one pool for all that this one has captured."""
+    """Captures graphs on a GPU, all in one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
-        """(what replays it, where its results will lie). Nothing is computed yet.
+        """Capture a pass without computing it; return its replay function and the tensors that will hold its results.
 
         Raises:
-            RuntimeError: it cannot be captured, or memory ran out.
+            RuntimeError: the pass cannot be captured, or memory ran out.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -64,7 +66,7 @@ class Capture:
 
 @dataclass
 class Captured:
-    """One graph over inputs that stay where they are."""
+    """One graph and its input tensors, which keep their addresses."""
 
     batch: Tensors
     draws: Tensors
@@ -76,7 +78,7 @@ class Captured:
             for name, tensor in static.items():
                 tensor.copy_(given[name])
         self.replay()
-        return Passed(*(tensor.clone() for tensor in self.passed))  # the next replay writes over them
+        return Passed(*(tensor.clone() for tensor in self.passed))  # the next replay overwrites them
 
 
 @dataclass
@@ -84,10 +86,10 @@ class Graphs:
     """The captured passes of a run.
 
     Attributes:
-        weights: whose gradients the passes make.
-        exact: a replay must give the bits of the eager pass.
-        context: gets a sentence where there will be no graph.
-        new_capture: makes what captures; one for each life of the pool.
+        weights: the weights whose gradients the passes compute.
+        exact: a replay must equal the eager pass bit for bit.
+        context: receives a notice if passes are not captured.
+        new_capture: makes the capturing object; called once per lifetime of the memory pool.
     """
 
     weights: FlatWeights
@@ -98,10 +100,10 @@ class Graphs:
     _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)
     _capture: Capturing | None = field(default=None, init=False)
     _off: bool = field(default=False, init=False)
-    _full: bool = field(default=False, init=False)  # and it was said
+    _full: bool = field(default=False, init=False)  # the user was told that MAX_GRAPHS is reached
 
     def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
-        """The pass: replayed where its shape is captured, else eager."""
+        """Run a pass: replay its graph if its shape is captured, else run it eagerly."""
         shape = tuple((name, t.shape, t.dtype) for tensors in (batch, draws) for name, t in tensors.items())
         known = self.captured.get(shape)
         if known is not None and not self._off:
@@ -118,14 +120,14 @@ class Graphs:
         return self._second(shape, eager, first, (batch, draws))
 
     def release(self) -> None:
-        """Drop all graphs and their pool; shapes that were refused stay so."""
+        """Drop all graphs and their memory pool. Shapes that could not be captured stay eager."""
         self.captured = {shape: None for shape, graph in self.captured.items() if graph is None}
         self._seen.clear()
         self._let_go()
         empty_pools()
 
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
-        """The eager pass; then its graph, and whether that says the same."""
+        """Run the second pass of a shape eagerly, then capture and verify its graph. Returns the eager results."""
         gradients = self.weights.gradients
         before_N = gradients.clone()
         gradients.zero_()
@@ -135,7 +137,7 @@ class Graphs:
             if all(0.0 < norm < math.inf for norm in self._norms(made_N).values()):
                 self._captured_and_proven(shape, eager, first, now, passed, made_N)
             else:
-                self._seen[shape] = now  # overflow, samples of no weight, A behind a B of zeros: the next one may tell
+                self._seen[shape] = now  # overflow, zero-weight samples, or A while B is zero: try the next
         except (RuntimeError, MemoryError) as error:
             if device_fault(error) is not None:
                 raise
@@ -150,8 +152,11 @@ class Graphs:
     def _captured_and_proven(
         self, shape: Shape, eager: Pass, first: Inputs, now: Inputs, passed: Passed, made_N: Tensor
     ) -> None:
-        """The graph of a shape, if it gives ``made_N`` too. Nothing of the size of N is made: memory may be short."""
-        empty_pools()  # what the eager pass took is there for the graph
+        """Capture the graph of a shape; keep it if its gradients agree with ``made_N``.
+
+        Allocates nothing of size N, because memory may be short.
+        """
+        empty_pools()  # make the eager pass's memory available to the graph
         graph = self._captured(eager, first)
         self.weights.gradients.zero_()
         again = graph.run(*now)
@@ -165,7 +170,7 @@ class Graphs:
         )
 
     def _let_go(self) -> None:
-        """There is no graph: a pool goes with the last one of it, and cannot be begun again."""
+        """Forget the memory pool: it is freed with its last graph and cannot be reused."""
         self._capture = None
         self.weights.keep_gradients(False)
 
@@ -185,7 +190,10 @@ class Graphs:
         return Captured(batch, draws, replay, passed)
 
     def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor) -> bool:
-        """Whether a replay, whose gradients are in the buffer, says what it should; it is their difference then."""
+        """Compare the replay's losses, and its gradients in the buffer, with the eager pass.
+
+        Unless ``exact``, it overwrites the gradient buffer with the difference.
+        """
         pairs, found_N = zip(wanted, found, strict=True), self.weights.gradients
         if self.exact:
             return all(torch.equal(one, other) for one, other in (*pairs, (wanted_N, found_N)))
@@ -197,7 +205,7 @@ class Graphs:
         )
 
     def _norms(self, flat_N: Tensor) -> dict[str, float]:
-        """Role of a weight in the adapter (the last part of its name) -> norm of all of that role."""
+        """Role of a weight in the adapter (the last part of its name) -> norm over all weights of that role."""
         kinds: dict[str, list[Tensor]] = {}
         for name, part in self.weights.views(flat_N).items():
             kinds.setdefault(name.rpartition(".")[2], []).append(part)
@@ -205,5 +213,5 @@ class Graphs:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,4 +1,4 @@
-"""What has to hold before anything is written: kernels right, base and trained state unchanged, that state finite."""
+"""Checks before anything is written: kernels are right, base and trained state are unchanged, the state is finite."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.rundir.event_types import CanaryEvent
 from lora_rocm.rundir.run_context import RunContext
 
-NAMED = 3  # how many tensors an error names
+NAMED = 3  # tensors that an error names
 ENCODERS = "encoders' weights"
 
 
 def look(canary: Canary, updates: int, context: RunContext) -> None:
-    """One look, and the event that tells of it.
+    """Run the canary once and emit its event.
 
     Raises:
         CanaryError: kernels give wrong answers, or frozen weights have changed.
@@ -45,11 +45,11 @@ def look(canary: Canary, updates: int, context: RunContext) -> None:
 
 @dataclass
 class CacheGuard:
-    """Looks at kernels, in the encoders' float32, and at their weights while caches are filled.
+    """Checks kernels, in the encoders' float32, and the encoders' weights while caches are filled.
 
     Attributes:
         rank: of the recipe's LoRA.
-        updates: that were made when this start began.
+        updates: made before this start.
     """
 
     rank: int
@@ -58,19 +58,19 @@ class CacheGuard:
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
     def __call__(self, door: DeviceTransfer) -> None:
-        """A look at the device behind this door.
+        """Check the device of this transfer.
 
         Raises:
             CanaryError: see ``look``.
         """
         device = door.device
-        if device not in self._canaries:  # one for all looks: each asks for other answers than the one before
+        if device not in self._canaries:  # one canary for all checks: each check asks for other answers than the last
             self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
         canary = self._canaries[device]
         canary.transfer = door
 
         def let_go() -> None:
-            canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can leave memory
+            canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can be freed
 
         with afterwards(let_go):
             look(canary, self.updates, self.context)
@@ -78,7 +78,7 @@ class CacheGuard:
 
 @dataclass
 class Guard:
-    """Looks at kernels and state, and raises before a file could be made of them."""
+    """Checks kernels and state, and raises before a file is made from wrong ones."""
 
     canary: Canary
     optimizer: GatedOptimizer
@@ -86,10 +86,10 @@ class Guard:
     _sound_at: int | None = field(default=None, init=False)  # updates when the canary last passed
 
     def check_kernels(self, updates: int) -> None:
-        """Let the canary look, unless it has passed and no update was made since.
+        """Run the canary, unless it has passed since the last update.
 
         Raises:
-            CanaryError: kernels give wrong answers, or the base's weights have changed.
+            CanaryError: kernels give wrong answers, or the base model's weights have changed.
         """
         if updates == self._sound_at:
             return
@@ -97,10 +97,10 @@ class Guard:
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """Capture the checks of the base and of the trained state as graphs; None: launch them one by one.
+        """Capture the checks of the base and of the trained state as graphs; None: launch their kernels one by one.
 
         Raises:
-            CanaryError: "canary-graph", a graph does not compute right.
+            CanaryError: "canary-graph", a graph computes wrong results.
         """
         self.canary.capture = capture
         try:
@@ -113,10 +113,10 @@ class Guard:
     def check_state(self, updates: int) -> None:
         """Compare weights and optimizer state with their fingerprints from the last update; waits for the device.
 
-        Call it again after reading the state that is to be written: then it did not change while it was read.
+        Call it again after reading the state to be written, to be sure that it did not change while it was read.
 
         Raises:
-            StateError: they are not.
+            StateError: they differ.
         """
         self.optimizer.state_guard.check()
         failure = self.optimizer.state_guard.failure(updates)
@@ -124,12 +124,12 @@ class Guard:
             raise failure
 
     def check_all(self, updates: int) -> None:
-        """Kernels, and then that the state is unchanged and finite.
+        """Check the kernels, then that the state is unchanged and finite.
 
         Raises:
             CanaryError: see ``check_kernels``.
             StateError: see ``check_state``.
-            NonFiniteError: a weight, its average or the optimizer's state is not finite.
+            NonFiniteError: a weight, its average or the optimizer state is not finite.
         """
         self.check_kernels(updates)
         self.check_state(updates)

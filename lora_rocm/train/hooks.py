@@ -1,4 +1,4 @@
-"""What watches the loop: checkpoints, previews, the held-out loss, TensorBoard. Hooks act on confirmed state only."""
+"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard. They act on confirmed state only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Places of the noise schedule at which the held-out loss is taken; fixed, so that two values can be compared."""
+"""Positions in the noise schedule at which the validation loss is taken; fixed, so that values are comparable."""
 
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``action(updates)`` after every ``steps`` updates, and ``before`` that; never for 0."""
+    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates; never if ``steps`` is 0."""
 
     steps: int
     action: Callable[[int], None]
@@ -58,7 +58,7 @@ class Validation:
             component.eval()
         trainer.context.beat("loader")
         for batch in self.open_batches():
-            for part in split(batch, trainer.relief.parts):  # what is trained in parts does not fit whole here either
+            for part in split(batch, trainer.relief.parts):  # a batch trained in parts does not fit here either
                 real = part.tensors["weight"] > 0
                 for place in VALIDATION_POSITIONS:
                     trainer.context.beat("validation")
@@ -71,7 +71,7 @@ class Validation:
         trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=total / weight))
 
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
-        """Per-sample loss on the CPU; a sample's noise depends on the sample alone. Checked like a training batch."""
+        """Per-sample loss on the CPU. Noise depends on the sample alone. The transfer is checked as in training."""
         seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
         draws = trainer.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
         fingerprints = {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
@@ -86,12 +86,12 @@ class Validation:
 
 
 class TensorBoard:
-    """Copies numbers from the event stream into TensorBoard's format: an extra, that no run ends for.
+    """Writes event values in TensorBoard's format. It is optional: its failure never ends a run.
 
     Args:
-        folder: gets one file a start.
-        context: gets a sentence where it cannot be written, which then is given up. A thread of the library writes,
-            so this may come some events late.
+        folder: receives one file per start.
+        context: receives a notice if writing fails; it is given up then. The library writes in a thread, so the notice
+            may come some events late.
     """
 
     SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}

@@ -1,7 +1,7 @@
-"""The training loop: owns time, knows no model. The family owns the maths, hooks own everything that merely watches.
+"""The training loop. It knows no model: the family owns the maths, and hooks own everything that only observes.
 
-One update is queued while the host has not yet read the verdict on the one before it. The verdict already holds the
-optimizer back on the device, so nothing can go wrong in between; the host only has to find out late and go back.
+One update is queued before the host has read the verdict on the previous one. The verdict already blocks the optimizer
+on the device, so nothing can go wrong in between; the host only learns of it late and goes back.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from lora_rocm.train.engine import Engine
 
 MAX_NONFINITE_IN_A_ROW = 4
 MAX_WRONG_SUMS = 3  # in a row
-NAMED = 3  # how many samples a sentence names
+NAMED = 3  # samples that a message names
 
 
 def seed_for(*parts: int | float | str) -> int:
-    """A seed that is a function of its parts alone: (seed, attempt, iteration, index of the sample)."""
+    """A seed that depends only on its parts, for example (seed, attempt, iteration, index of the sample)."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass
 class Position:
-    """Where a run is. All of it is saved; nothing else decides what comes next."""
+    """The position of a run. All of it is saved; nothing else decides what comes next."""
 
     iteration: int = 0  # effective batches consumed: decides data and noise
     updates: int = 0  # updates made: decides the schedule and the end
-    attempt: int = 0  # a roll-back with other randomness raises it
+    attempt: int = 0  # raised by each roll-back, to draw other noise
     nonfinite_in_a_row: int = 0
 
 
 @dataclass
 class Pending:
-    """An update that is queued and whose verdict the host has not read."""
+    """A queued update whose verdict the host has not read."""
 
     iteration: int
     samples: list[str]
@@ -62,15 +62,15 @@ class Pending:
     loading_s: float
     stop: bool  # this process was asked to stop
     lost: bool  # see Work
-    on_device: Tensor  # float64 [11 + what the optimizer logs + samples]: see Trainer._update
-    on_host: Tensor  # its copy, perhaps still on its way
+    on_device: Tensor  # float64 [11 + the optimizer's logged values + samples], see Trainer._update
+    on_host: Tensor  # its copy, which may not have arrived yet
     arrived: torch.cuda.Event | None
 
     def verdict(self) -> list[float]:
-        """Wait for the verdict. Its first value is a stamp: one that is stale or zero is read again, not believed.
+        """Wait for the verdict. Its first value is a stamp: if that is stale or zero, the values are read again.
 
         Raises:
-            TransferError: it never arrived.
+            TransferError: the verdict never arrived.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -89,7 +89,7 @@ class Pending:
 
 @dataclass
 class Work:
-    """The forward and backward passes of one effective batch: gradients are in the parameters."""
+    """The forward and backward passes of one effective batch; its gradients are in the flat buffer."""
 
     iteration: int = -1
     losses: list[Tensor] = field(default_factory=list)
@@ -97,15 +97,15 @@ class Work:
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
-    lost: bool = False  # memory ran out on the way: there are no gradients
+    lost: bool = False  # memory ran out: there are no gradients
 
 
 class Outcome(Enum):
-    """What became of an update."""
+    """The result of an update."""
 
     DONE = "done"  # the update counts
-    SKIPPED = "skipped"  # not finite: the update was not made, the next batch comes
-    RESEND = "resend"  # the data arrived changed: the same batch again, by another road
+    SKIPPED = "skipped"  # not finite: the update was not made; continue with the next batch
+    RESEND = "resend"  # a wrong transfer or sum, or out of memory on a rank: repeat the batch
 
 
 class Hook(Protocol):
@@ -117,7 +117,7 @@ class Hook(Protocol):
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak device memory held by tensors, or this process's resident memory on the CPU."""
+    """Peak device memory of tensors; on the CPU this process's resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
@@ -125,7 +125,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Trainer:
-    """Everything one run needs, and the loop over it."""
+    """Everything one run needs, and the training loop."""
 
     family: ModelFamily
     model: LoadedModel
@@ -142,10 +142,10 @@ class Trainer:
     hooks: Sequence[Hook] = ()
     steps_per_epoch: int = 1
     world: World = field(default_factory=World)
-    _max_train_steps: int = field(default=0, init=False)  # of ``fit``
-    _stopping: bool = field(default=False, init=False)  # all ranks have heard that they should stop
+    _max_train_steps: int = field(default=0, init=False)  # the argument of ``fit``
+    _stopping: bool = field(default=False, init=False)  # all ranks know that they should stop
     _wrong_sums: int = field(default=0, init=False)  # in a row
-    _settled_at: float = field(default=0.0, init=False)  # when a step's time begins to count, perf_counter
+    _settled_at: float = field(default=0.0, init=False)  # start of the current step's time, perf_counter
 
     def fit(self, max_train_steps: int) -> bool:
         """Train until ``max_train_steps`` updates are made (True) or a stop was asked for (False).
@@ -154,24 +154,26 @@ class Trainer:
             TransferError: a batch did not arrive by any method.
             NonFiniteError: too many updates in a row were not finite.
             StateError: weights or optimizer state have changed between two updates.
-            MachineError: memory ran out, and nothing is left that would need less.
+            MachineError: memory ran out, and no recovery is left.
         """
         pending: Pending | None = None
         self._max_train_steps = max_train_steps
         batches = self.open_batches(self.position.iteration)
         self._settled_at = time.perf_counter()
         while self.position.updates < max_train_steps:
+            # Queue the next batch, then read the verdict on the previous update
             work = self._work(batches)
             settled = self._settle(pending) if pending is not None else Outcome.DONE
             if work is None or settled is Outcome.RESEND:
                 self.optimizer.drop_gradients()
                 batches, pending = self.open_batches(self.position.iteration), None
                 continue
-            if self._stopping:  # said in the verdict that was just read
+            if self._stopping:  # set by the verdict that was just read
                 self.optimizer.drop_gradients()
                 return False
+            # Queue the update; read its verdict now if a hook, a stop or the end depends on it
             pending = self._update(work)
-            now = pending.lost or (pending.stop and self.world.size == 1)  # of several, all have to hear it first
+            now = pending.lost or (pending.stop and self.world.size == 1)  # several ranks have to agree on it first
             due = [hook for hook in self.hooks if hook.due(self.position.updates + 1)]
             if now or due or self.position.updates + 1 >= max_train_steps:
                 outcome, pending = self._settle(pending), None
@@ -187,9 +189,9 @@ class Trainer:
         return True
 
     def _work(self, batches: Iterator[Batch]) -> Work | None:
-        """Queue all micro-batches of the next effective batch. None: memory ran out, and now less is needed.
+        """Queue all micro-batches of the next effective batch. None: out of memory, to be tried again with less.
 
-        Of several ranks the others wait for this one's part, so there it is a work that is ``lost``.
+        With several ranks the others wait for this rank's part, so out of memory gives a ``Work`` that is ``lost``.
         """
         work = Work()
         try:
@@ -214,7 +216,7 @@ class Trainer:
         return Work(lost=True) if self.world.size > 1 else None
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
-        """One micro-batch, or a part of one: the gradient of the weighted sum accumulates."""
+        """Run one micro-batch, or a part of one; the gradient of its weighted sum accumulates."""
         work.iteration = batch.iteration
         work.samples += batch.sample_keys
         where = (self.seed, self.position.attempt, batch.iteration)
@@ -234,18 +236,19 @@ class Trainer:
         work.losses_B.append(passed.loss_B)
 
     def _update(self, work: Work) -> Pending:
-        """Queue the sum over ranks, the gated optimizer step, and the verdict's way home.
+        """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
 
-        All that it keeps was allocated before the first step. Where memory runs out in here all the same, half an
-        update may have been made: the error leaves the loop, and a new start goes on from the last checkpoint.
+        All memory that it keeps was allocated before the first step. If memory runs out here anyway, half an update may
+        have been made: the error leaves the loop, and a new start resumes from the last checkpoint.
         """
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
         changed, stop = self.optimizer.state_guard.check(), self.context.should_stop()
         own = torch.maximum(self.transfer.bad, changed)
-        if work.lost:  # this rank's part is none, and all make the batch again
+        if work.lost:  # this rank contributes nothing, and all ranks repeat the batch
             work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
+        # Decide on the update together, then queue it
         said = self.world.agree(self.optimizer.weights.gradients, own, loss, losses_B, stop=stop, stamp=iteration)
         stats = self.optimizer.step(updates, said.blocked)
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
@@ -259,6 +262,7 @@ class Trainer:
             stats.loss_scale,
         )
         values += (own, said.wrong, said.guilty, said.stop, changed, *stats.logged.values())
+        # Copy the verdict to the host without waiting
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
@@ -268,19 +272,21 @@ class Trainer:
         return Pending(iteration, work.samples, learning_rate, *queued)
 
     def _settle(self, pending: Pending) -> Outcome:
-        """The guard's wait: read the verdict on a queued update and take its consequence."""
+        """Wait for the verdict on a queued update and act on it."""
         self.context.beat("verdict")
         started = time.perf_counter()
         _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
         names = self.optimizer.logged_names
         logged, losses = dict(zip(names, more, strict=False)), more[len(names) :]
+        # Faults: changed state ends the run, a blocked update is repeated
         position = self.position
         if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
         if bad:
             self._again(pending, own=bool(own), wrong=bool(wrong))
             return Outcome.RESEND
+        # The batch is used; a non-finite update is skipped
         self.transfer.succeeded()
         self._wrong_sums = 0
         self._stopping = stop > 0 or (pending.stop and self.world.size == 1)
@@ -290,6 +296,7 @@ class Trainer:
             return Outcome.SKIPPED
         position.nonfinite_in_a_row = 0
         position.updates += 1
+        # The update counts: report it
         now = time.perf_counter()
         copy_s, check_s = (sum(part) for part in zip(*(clock.seconds() for clock in pending.clocks), strict=True))
         self.context.emit(
@@ -317,7 +324,7 @@ class Trainer:
         return Outcome.DONE
 
     def _again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
-        """The update was not made, on no rank, because of something that another try may do better.
+        """Handle an update that was made on no rank and that may succeed if it is repeated.
 
         Raises:
             TransferError: nothing is left to try.
@@ -350,7 +357,10 @@ class Trainer:
         *,
         others_guilty: bool,
     ) -> None:
-        """Nothing was updated. With finite losses that is how the fp16 scale is found, which the losses do not have."""
+        """Handle a non-finite update, which was not made.
+
+        The fp16 loss scale applies to gradients, not to losses. So finite losses mean that the scale is too large.
+        """
         guilty = [key for key, its in zip(pending.samples, losses, strict=True) if not math.isfinite(its)]
         if self.optimizer.use_loss_scale and scale > 1.0 and not guilty and not others_guilty:
             self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")

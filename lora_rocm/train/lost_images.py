@@ -1,6 +1,6 @@
-"""A run that has made all its updates needs its images no more: what the export says of them is in the checkpoint.
+"""A run that has made all its updates no longer needs its images: the facts for the export are in the checkpoint.
 
-So images that vanish, or change, between the last update and the result do not cost the result.
+So images that vanish or change between the last update and the export do not cost the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lora_rocm.train.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class DataOfCheckpoint:
-    """What a checkpoint says of the data. identity: see ``Prepared.identity``."""
+    """Facts about the data from a checkpoint. identity: see ``Prepared.identity``."""
 
     facts: Facts
     steps_per_epoch: int
@@ -24,12 +24,12 @@ class DataOfCheckpoint:
 
 
 def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
-    """The data of a run whose training is complete; None while there are updates to make, or nothing is said of it."""
+    """The data facts of a run whose training is complete; None if updates remain or the checkpoint lacks the facts."""
     if checkpoint is None:
         return None
     train = recipe.train
     effective = train.batch_size * train.gradient_accumulation_steps * num_ranks
-    try:  # somebody else may have written it
+    try:  # the checkpoint may come from somebody else
         said, identity = checkpoint.facts["metadata"], checkpoint.facts["data"]
         counts = {Shape.parse(name): int(count) for name, count in said["buckets"].items()}
         facts = Facts(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))

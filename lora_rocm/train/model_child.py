@@ -1,6 +1,6 @@
 """The heavy child of ``lora-rocm sample`` and ``export``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
 
-Says what happens as events, one JSON object a line of standard output.
+It writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from lora_rocm.recipe.schema import TEXT_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.preview import ENDINGS, content_of
 
 Job = dict[str, Any]
-WRITTEN_TOGETHER = 8  # images: what is drawn is not lost when more of them are asked for and somebody stops it
+WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
 def sample(job: Job, registry: Registry = PRODUCT) -> None:
-    """Draw images with a LoRA file, on a run's base model or on another."""
+    """Draw images with a LoRA file, on its run's base model or on another."""
     source = Path(job["source"])
+    # The LoRA file, its recipe and whether it trains text encoders
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     width, height = sides_of(job, recipe)
@@ -54,16 +55,19 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
     family = family_for(recipe)
     device, settings = _start(recipe)
+    # Encode the prompts, one encoder in memory at a time
     encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
     for encoder in family.encoders():
         if encoder.entry.inputs == (CAPTION,):
             encode = encoder.load(_door(device, settings))
             for prompt, tensors in encoded.items():
                 tensors |= encode({CAPTION: prompt})
-            del encode  # it leaves before the next one, or the model, comes
+            del encode  # free it before the next one, or the model, is loaded
+    # Load the model with the LoRA
     model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     _send(model, device, settings)
+    # Draw and save
     requests = [
         PreviewRequest(
             job["prompt"],
@@ -77,7 +81,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         for number in range(job["num"])
     ]
     folder = Path(job["output"])
-    root = source if folder == RunDir(source).asked else None  # in a folder that the user names, links are the user's
+    root = source if folder == RunDir(source).asked else None  # links are allowed in a folder that the user names
     for first in range(0, len(requests), WRITTEN_TOGETHER):
         some, paths = requests[first : first + WRITTEN_TOGETHER], []
         for request, preview in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
@@ -88,7 +92,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
-    """Write the LoRA of a run's newest checkpoint in another form, load it back and compare."""
+    """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare."""
     run_dir = RunDir(Path(job["source"]))
     if not run_dir.recipe.exists():
         raise AdapterError(
@@ -97,6 +101,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
             where=job["source"],
             fix="Give the run directory.",
         )
+    # The recipe and the checkpoint
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
@@ -105,8 +110,10 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     device, settings = _start(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     model = family.load(dtype, torch.device("cpu"))
+    # The model with the checkpoint's LoRA
     adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
     adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    # Write, load back and compare
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])
     writers.write(job["format"], path, family, adapter, recipe, facts, None if job["output"] else run_dir.path)
@@ -121,15 +128,15 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     )
 
 
-def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
-    """The newest valid checkpoint, or the one after so many updates.
+def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
+    """The checkpoint after ``updates`` updates; None: the newest valid one.
 
     Raises:
         AdapterError: there is none yet.
-        StorageError: that one is gone or damaged.
+        StorageError: the checkpoint with that number of updates is missing or damaged.
     """
     if updates is not None:
-        found = state.read(run_dir.checkpoint(updates))
+        found = read_checkpoint(run_dir.checkpoint(updates))
         if found is None:
             raise StorageError(
                 "result-lost",
@@ -139,7 +146,7 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
                 fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
             )
         return found
-    newest, _ = state.latest_valid(run_dir)
+    newest, _ = latest_valid(run_dir)
     if newest is None:
         raise AdapterError(
             "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
@@ -148,7 +155,11 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> state.Checkpoint:
 
 
 def _lora_of(run_dir: RunDir) -> Path:
-    """The finished LoRA, or that of the newest checkpoint."""
+    """The finished LoRA file, or that of the newest checkpoint.
+
+    Raises:
+        AdapterError: there is none yet.
+    """
     found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
     for path in [run_dir.lora, *reversed(found)]:
         if path.exists():
@@ -159,10 +170,10 @@ def _lora_of(run_dir: RunDir) -> Path:
 
 
 def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
-    """(width, height) of the images in pixels: as asked, else as the recipe has its previews.
+    """(width, height) of the images in pixels: as asked, else the recipe's preview size.
 
     Raises:
-        UserError: the family takes no such size.
+        UserError: the family does not take this size.
     """
     spec, (width, height) = recipe.spec, recipe.preview_size
     for name in ("width", "height"):
@@ -181,10 +192,10 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
 
 
 def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
-    """The recipe of the run that the file lies in; with ``--base`` only its model counts.
+    """The recipe of the run that contains the file; ``--base`` replaces its base model.
 
     Raises:
-        UserError: neither the run nor ``--base`` says which base, or its family is not known.
+        UserError: neither the run nor ``--base`` names the base model, or its family is not known.
     """
     recipes = [folder / "recipe.yaml" for folder in (lora.parent, lora.parent.parent)]
     found = next((path for path in recipes if path.exists()), None)
@@ -212,14 +223,18 @@ def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
 
 
 def _recipe_of_base(job: Job, lora: Path, registry: Registry) -> Recipe:
-    """A recipe for a LoRA outside of a run: its family is that of ``--family``, or is recognised."""
+    """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
     spec = registry[job["family"]] if job["family"] else registry.detect(evidence(job["base"], lora), job["base"])
     model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec)}
     return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
 
 
 def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
-    """The key ``config`` of the model section as the job has it; empty if the family has no such key."""
+    """The ``config`` key of the model section, from the job; empty if the family has no such key.
+
+    Raises:
+        UserError: "config-unused", the job has one but the family takes none.
+    """
     if "config" in spec.model_section.model_fields:
         return {"config": job["config"]}
     if job["config"] is not None:
@@ -229,7 +244,7 @@ def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
 
 
 def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
-    """The device that the recipe asks for, with the planned settings in force."""
+    """The device that the recipe asks for, with the planned settings applied."""
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings)
     apply(settings, device)
@@ -249,7 +264,7 @@ def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
 
 
 def _free_name(folder: Path, stem: str, ending: str) -> Path:
-    """A name that is not taken."""
+    """A path that does not exist yet."""
     path, number = folder / f"{stem}.{ending}", 2
     while os.path.lexists(path):
         path, number = folder / f"{stem}-{number}.{ending}", number + 1

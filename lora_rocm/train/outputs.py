@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints with a LoRA file beside each, previews, the exported result."""
+"""The output files of a run: checkpoints, a LoRA file beside each, previews, the exported result."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
+from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, save_checkpoint
 from lora_rocm.train.disk_forecast import Room
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
@@ -44,10 +44,9 @@ MAX_CONCEPT_IMAGES = 200
 
 @dataclass
 class Artifacts:
-    """Writes files from the state of a run; each is whole or not there, and written again after a kill.
+    """Writes files from the state of a run. Each file is complete or absent, and is written again after a kill.
 
-    Of several ranks the first writes, once all have found their kernels and weights to be what they should be; the
-    others wait for it.
+    With several ranks only the first writes, after all have verified their kernels and weights; the others wait for it.
     """
 
     session: Session
@@ -64,8 +63,8 @@ class Artifacts:
     steps_per_epoch: int
     room: Room
     memory: Memory
-    drawn_at: int | None = None  # updates of the newest previews that this start has drawn
-    tiles: bool = False  # previews are decoded in tiles; where memory runs out it becomes true
+    drawn_at: int | None = None  # updates at the newest previews of this start
+    tiles: bool = False  # decode previews in tiles; becomes true if memory runs out
     world: World = field(default_factory=World)
     _written: list[FileDigest] = field(default_factory=list, init=False)  # LoRA files of this start, newest last
 
@@ -74,15 +73,15 @@ class Artifacts:
         return self.session.run_dir
 
     def checkpoint(self, position: Position) -> None:
-        """A LoRA file that can be used, then the state to go on from; older states are rotated away.
+        """Write a usable LoRA file, then the state to resume from; delete older states.
 
         Raises:
             CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
-            StorageError: "disk-low", where it would not fit: nothing was written; the disk is full, or gone.
+            StorageError: "disk-low", there is no room and nothing was written; or the disk is full or gone.
         """
         updates = position.updates
-        if state.read(self.run_dir.checkpoint(updates)) is not None:
-            state.rotate(self.run_dir, self.recipe.output.keep_last)  # a kill may have come between the two
+        if read_checkpoint(self.run_dir.checkpoint(updates)) is not None:
+            rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)  # a kill may have prevented it after saving
             return
         with self.session.phase("checkpoint"):
             self.guard.check_all(updates)
@@ -94,6 +93,7 @@ class Artifacts:
         self.run_dir.require()
         self.room.look_ahead(updates - 1)
         self.room.require_checkpoint(updates)
+        # Write the LoRA file and read the state
         lora = self.run_dir.checkpoint_lora(updates)
         with self._shown_weights():
             self._written += self._write("kohya", lora, position)
@@ -103,10 +103,11 @@ class Artifacts:
             "optimizer": self.transfer.receive(self.optimizer.state()),
         }
         try:
-            self.guard.check_state(updates)  # again: nothing has changed while it was read
+            self.guard.check_state(updates)  # again: it must not have changed while it was read
         except StateError:
             lora.unlink(missing_ok=True)
             raise
+        # Write the state
         facts = {
             "recipe": fingerprint(self.recipe),
             "data": self.data_identity,
@@ -116,8 +117,8 @@ class Artifacts:
             "ranks": self.world.size,
             "metadata": asdict(self._facts(position)),
         }
-        path = state.save(self.run_dir, position, parts, facts)
-        state.rotate(self.run_dir, self.recipe.output.keep_last)
+        path = save_checkpoint(self.run_dir, position, parts, facts)
+        rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)
         self.session.context.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
 
     def _require_in_step(self, updates: int) -> None:
@@ -125,60 +126,66 @@ class Artifacts:
             self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
 
     def before_training(self, updates: int) -> None:
-        """What is due at the start of the loop: a look at the disk, and images that are missing."""
+        """Do what is due before the loop: check the disk space and draw missing previews."""
         self.room.look_ahead(updates)
         self.preview_before()
         self.preview_again(updates)
 
     def preview_before(self) -> None:
-        """The images without the LoRA: drawn once, and again where they were cut short or the prompts changed."""
+        """Draw the previews without the LoRA, unless they are complete and of these prompts."""
         if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
             return
         with self.session.phase("preview"), self.adapter.disabled():
             self._draw(0)
 
     def preview_again(self, updates: int) -> None:
-        """The images of the checkpoint that a run goes on from, where it was cut between the two."""
+        """Draw the previews of the checkpoint that a run resumes from, if it was interrupted before they were drawn."""
         sample = self.recipe.sample
         due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
         if due and not preview.existing(self.run_dir, updates, self.recipe):
             self.preview(updates)
 
     def preview_once(self, updates: int) -> None:
-        """``preview`` by the first of all ranks, for which the others wait."""
+        """``preview`` on the first rank; the others wait for it."""
         self.world.first("previews", lambda: self.preview(updates))
 
     def preview(self, updates: int) -> None:
-        """The images with the LoRA as it is (its average, where one is kept)."""
+        """Draw the previews with the LoRA as it is (its average, if one is kept)."""
         with self.session.phase("preview"), self._shown_weights():
             self._draw(updates)
 
     def finish(self, position: Position) -> None:
-        """Last images, all formats loaded back and compared, the concept score, and the word that it is done."""
+        """Write all exports, the last previews and the concept score; ``result.json`` comes last.
+
+        The exports are loaded back and compared.
+        """
         self.guard.check_all(position.updates)
         self.run_dir.require()
         with self._shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
-        self.guard.check_state(position.updates)  # again: nothing has changed while it was read
+        self.guard.check_state(position.updates)  # again: it must not have changed while it was read
         loras = self._checkpoint_loras()
         result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
         if self.recipe.sample.prompts:
-            if self.drawn_at != position.updates:  # images of an earlier start may be of other weights
+            if self.drawn_at != position.updates:  # those of an earlier start may show other weights
                 self.preview(position.updates)
-            self.preview_before()  # where there was no memory for them at the start
+            self.preview_before()  # if memory ran out for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
             images = self.recipe.spec.preview == "image"
-            if images and before is not None and after is not None:  # else memory ran out, and it was said
+            if images and before is not None and after is not None:  # else memory ran out, and the user was told
                 preview.before_after(self.run_dir, before, after, self.recipe)
                 result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
     def _shown_weights(self) -> AbstractContextManager[None]:
-        """The weights that users get: the average, where one is kept."""
+        """A context that uses the weights that users get: the average, if one is kept."""
         return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
 
     def _draw(self, updates: int) -> None:
-        """Draw one round; in tiles from then on where memory runs out. No images are no reason to end a run."""
+        """Draw one round of previews; if memory runs out, in tiles from then on.
+
+        If it still runs out, the run goes on without previews.
+        """
         self.run_dir.require()
         empty_pools()
         drawn, images = self._drawn(updates), self.recipe.spec.preview == "image"
@@ -198,7 +205,7 @@ class Artifacts:
         self.session.context.emit(PreviewEvent(updates=updates, images=[self._name(path) for path in drawn]))
 
     def _drawn(self, updates: int) -> list[Path] | MachineError:
-        """The images of a round, or that memory ran out."""
+        """Paths of the previews of a round, or the out-of-memory error."""
         how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
         try:
             with self.adapter.casting_inputs():
@@ -231,7 +238,7 @@ class Artifacts:
         return {**told, "files": [digest.to_json() for digest in written]}
 
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
-        """Digests of the LoRA files beside the checkpoints: what was meant, for those that this start has written."""
+        """Digests of the LoRA files beside the checkpoints; for those that this start wrote, as they were written."""
         found = []
         for path in sorted(self.run_dir.checkpoints.glob("lora-step*.safetensors")):
             self.session.context.beat("export")
@@ -246,10 +253,10 @@ class Artifacts:
         return found
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
-        """How near the images are to the training images, before and after (``concept_score``); may be empty."""
+        """The concept score before and after training (``concept_score``); empty if no training image is readable."""
         training = []
         for sample in self.prepared.samples[:MAX_CONCEPT_IMAGES]:
-            with suppress(DataError):  # it may have gone since it was encoded; the score can do without it
+            with suppress(DataError):  # it may be gone since it was encoded; the score works without it
                 training.append(load_image(sample))
         if not training:
             self.session.context.notice("No concept score: none of the training images can be read any more.")
@@ -263,7 +270,7 @@ class Artifacts:
         return writers.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
 
     def _facts(self, position: Position) -> Facts:
-        """What the metadata of a file says of the run so far."""
+        """Facts about the run so far, for a file's metadata."""
         found = self.prepared.facts
         epochs = position.iteration // self.steps_per_epoch
         return Facts(
@@ -283,7 +290,7 @@ class Artifacts:
 
 
 def source_date_epoch() -> int | None:
-    """SOURCE_DATE_EPOCH: the only time that a result file may carry (reproducible-builds.org)."""
+    """SOURCE_DATE_EPOCH: the only time that a result file may contain (reproducible-builds.org)."""
     value = os.environ.get("SOURCE_DATE_EPOCH", "")
     return int(value) if value.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""One run from samples to exported files, phase by phase. Each phase can be killed and done again."""
+"""One run from samples to exported files, phase by phase. Each phase can be killed and repeated."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from lora_rocm.recipe.schema import RuntimeSection
 from lora_rocm.rules.mitigations import Seen, change_event
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
+from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.context import Data, StartContext, captures, pins, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
@@ -49,8 +49,8 @@ BASE_DIFFERS = "The base model is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint | None:
-    """The checkpoint to go on from; damaged ones are named and passed over.
+def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
+    """The checkpoint to resume from; damaged ones are reported and skipped.
 
     Raises:
         ResumeError: the chosen checkpoint is damaged.
@@ -59,34 +59,36 @@ def find_checkpoint(session: Session, chosen: Path | None) -> state.Checkpoint |
     if session.rank == 0:
         run_dir.discard_unfinished(of_parent=False)
     if chosen is not None:
-        checkpoint = state.read(chosen)
+        checkpoint = read_checkpoint(chosen)
         if checkpoint is None:
             raise ResumeError(
                 "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
             )
         return checkpoint
-    found, damaged = state.latest_valid(run_dir)
+    found, damaged = latest_valid(run_dir)
     for path in damaged:
         session.context.notice(f"The checkpoint {path.name} is damaged and was passed over.")
     return found
 
 
 def train(start: StartContext) -> tuple[bool, int]:
-    """Run all phases; (finished, updates made)."""
+    """Run all phases; return (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
         session.readers.append(TensorBoard(session.run_dir.tensorboard, start.context))
-    if checkpoint is not None and recipe.runtime.threads is None and state.restore_threads(checkpoint):
+    if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
-    compilation.how_asked(recipe.runtime.compile, start.device)  # refused before anything is encoded
+    compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
+    # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):
         artifacts, position = load(start, family, data)
+    # Train
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
         start.context.notice(
@@ -105,7 +107,7 @@ def train(start: StartContext) -> tuple[bool, int]:
 
 
 def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> bool:
-    """Train until the last update (True) or a stop, and keep the state."""
+    """Train until the last update (True) or a stop (False), then write a checkpoint."""
     session, recipe = start.session, start.recipe
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position.updates))
@@ -113,22 +115,23 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
     compiler = compilation.for_run(recipe, start.device, data.prepared.facts.bucket_counts, start.context)
     with closing(data.workers), compilation.explained(compiler):
         if compiler is not None:
-            with session.phase("compile"):  # minutes, and no limit of a step is for these
+            with session.phase("compile"):  # takes minutes: the limits of a step must not apply
                 first_pass(start, artifacts, trainer, compiler)
-        start.world.exchange("compiled", limit_s=None)  # one may have to compile what another has in its cache
+        start.world.exchange("compiled", limit_s=None)  # one rank may have to compile what another has in its cache
         with session.phase("step"), watching as seen:
             session.readers.append(lambda event: seen() if isinstance(event, StepEvent) else None)
             if compiler is None:
                 first_pass(start, artifacts, trainer, compiler)
             finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
-    trainer.engine.release()  # the last previews want the memory
+    trainer.engine.release()  # the last previews need the memory
     return finished
 
 
 def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
-    """Base, adapter and optimizer on the device, with a checkpoint's state; the kernels have been looked at."""
+    """Put base model, adapter and optimizer on the device, restore the checkpoint, and check the kernels."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
+    # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     model, adapter, triton = _load_model(start, family, transfer, memory)
@@ -141,16 +144,18 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         use_loss_scale=start.dtype is torch.float16,
         triton=triton,
     )
+    # Checkpoint: compare, then restore
     position, seals = Position(), seals_of(transfer.base)
     if checkpoint is not None:
         seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
         position = _restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
-    if start.world.is_first:  # only now that nothing can be refused any more
+    if start.world.is_first:  # only when nothing can be refused any more
         accept(session.run_dir)
         if checkpoint is not None:
-            state.discard_newer(session.run_dir, position.updates)
+            discard_newer(session.run_dir, position.updates)
     position.attempt = max(position.attempt, start.attempt)
+    # Canary and guard
     capture = capture_on_gpu if captures(start) else None
     canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
     guard = Guard(canary, optimizer, start.context)
@@ -178,9 +183,9 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
 
 
 def prepare_data(start: StartContext, family: ModelFamily) -> Data:
-    """Find the images and fill the caches."""
+    """Find the images and fill the caches. If training is complete, missing or changed images are accepted."""
     recipe = start.recipe
-    for notice in family.notices:  # the base is refused here, if it is, before images are looked at
+    for notice in family.notices:  # an unusable base model is refused here, before images are read
         start.context.notice(notice)
     cache = LatentCache(Path(recipe.cache.dir))
     updates = start.checkpoint.position.updates if start.checkpoint else 0
@@ -193,6 +198,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         open_door=lambda device: transfer_of(replace(start, device=device)),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
     )
+    # If training is complete, the checkpoint's facts can replace missing data
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
         return data_of(start, family, cache, prepare(recipe, family, encoding))
@@ -219,7 +225,7 @@ def _without_items(
 
 
 def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
-    """The plan over what is prepared, the readers of the cache, and the event that tells of both."""
+    """Make the batch plan and the loader workers, and emit the ``data`` event."""
     train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
@@ -243,13 +249,13 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
 
 
 def _runtime(start: StartContext) -> RuntimeSection:
-    """The recipe's, with no more workers than the plan allows."""
+    """The recipe's runtime section, with at most as many loader workers as the settings allow."""
     runtime, most = start.recipe.runtime, start.settings.loader_workers
     return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
 
 
 def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
-    """What of a step is kept in memory, for the largest images that there are."""
+    """Choose the memory plan, for the largest shape in the data."""
     sizes = data.prepared.facts.bucket_counts
     largest = max(sizes, key=lambda shape: shape.order)
     return decide(
@@ -267,9 +273,9 @@ def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
 def _load_model(
     start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
 ) -> tuple[LoadedModel, Adapter, bool]:
-    """Load and adapt on the CPU, then send every parameter by the checked transfer; the flag: Triton is used."""
+    """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
     recipe = start.recipe
-    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # of the plain forms
+    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
     triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
     model = family.load(start.dtype, torch.device("cpu"))
     lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
@@ -279,7 +285,7 @@ def _load_model(
     staying = memory.staying(family, model)
     for name, component in model.components.items():
         transfer.send_parameters(component, name, staying)
-        component.train()  # the base has no dropout; the adapter's may be asked for
+        component.train()  # the base has no dropout; the adapter may have
     model.device = start.device
     family.fuse(model, triton=triton and not compiled)
     memory.put(family, model, transfer, pins(start))
@@ -288,12 +294,12 @@ def _load_model(
 
 
 def _require_same_base_and_data(
-    start: StartContext, data: Data, family: ModelFamily, checkpoint: state.Checkpoint, seals: Seals
+    start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
 ) -> Seals:
-    """Refuse a checkpoint that was made from something else; the seals of the base that the next one carries.
+    """Refuse a checkpoint that was made from something else; return the base seals for the next checkpoint.
 
     Raises:
-        ResumeError: recipe, data or base are not those of the checkpoint.
+        ResumeError: recipe, data or base model are not those of the checkpoint.
     """
     facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
     compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
@@ -317,10 +323,8 @@ def _require_same_base_and_data(
     return seals if found else {**(before or {}), **seals}
 
 
-def _restore(
-    checkpoint: state.Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer
-) -> Position:
-    """Take over a checkpoint; everything restored crosses the checked door."""
+def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
+    """Restore the state of a checkpoint, through the checked transfer."""
 
     def sent(part: str) -> dict[str, Tensor]:
         return {

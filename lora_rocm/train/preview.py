@@ -20,13 +20,13 @@ from lora_rocm.rundir.layout import OF_PREVIEWS, RunDir
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
-ENDINGS = {"image": "png", "text": "txt"}  # of FamilySpec.preview
-REQUESTS_FILE = "requests.json"  # beside the previews of a round: what they were made from
+ENDINGS = {"image": "png", "text": "txt"}  # by FamilySpec.preview
+REQUESTS_FILE = "requests.json"  # beside the previews of a round: the requests that they were made from
 MAX_REQUESTS_BYTES = 1 << 24
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
-    """The recipe's prompts, then its control prompts; the seed counts up over all of them."""
+    """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them."""
     sample = recipe.sample
     width, height = recipe.preview_size
     return [
@@ -52,9 +52,10 @@ def draw(
     text: Callable[[str], dict[str, Tensor]],
     in_tiles: bool = False,
 ) -> list[Path]:
-    """Make all previews with the model as it is and save them; one a file, whole or not there.
+    """Draw and save all previews with the model as it is, one per file, each written atomically.
 
-    Those of an older round go. What was asked for is written last: a round cut short is not taken for whole.
+    Those of an older round are deleted. The requests are written last, so that an interrupted round does not look
+    complete.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     previews = family.preview(model, requests, text, in_tiles)
@@ -69,7 +70,7 @@ def draw(
 
 
 def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
-    """The previews of a round that is complete and of these prompts and settings, else None."""
+    """Paths of a round's previews; None unless it is complete and of these prompts and settings."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
         drawn = json.loads(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
@@ -85,7 +86,7 @@ def _paths(folder: Path, requests: Sequence[PreviewRequest], recipe: Recipe) -> 
 
 
 def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe: Recipe) -> Path:
-    """One row a prompt: without the LoRA on the left, with it on the right."""
+    """Write the before/after grid: one row per prompt, without the LoRA on the left, with it on the right."""
     rows = [(_tile(left), _tile(right)) for left, right in zip(before, after, strict=True)]
     prompts = [request.prompt for request in requests_of(recipe)]
     width = max(left.width + right.width for left, right in rows) + 3 * MARGIN_PX
@@ -106,19 +107,19 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
 
 
 def content_of(preview: Image.Image | str) -> bytes:
-    """The bytes of its file: a text in UTF-8, or a PNG."""
+    """The content of a preview's file: UTF-8 text, or PNG."""
     return preview.encode("utf-8", "replace") if isinstance(preview, str) else png(preview)
 
 
 def png(image: Image.Image) -> bytes:
-    """The bytes of a PNG file."""
+    """Encode an image as PNG."""
     buffer = BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _tile(path: Path) -> Image.Image:
-    """An image at a size that reads well beside another: small ones enlarged by whole numbers, large ones reduced."""
+    """Load an image at grid size: small ones are enlarged by whole factors, large ones reduced."""
     with Image.open(path) as file:
         image = file.convert("RGB")
     factor = GRID_TILE_PX // max(image.size)
@@ -129,7 +130,7 @@ def _tile(path: Path) -> Image.Image:
 
 
 def _shorten(prompt: str, width_px: int) -> str:
-    """A label that fits (Pillow's default font draws Latin letters about 6 px wide)."""
+    """The prompt, cut to fit the width. Pillow's default font draws Latin letters about 6 px wide."""
     limit = width_px // 6
     text = prompt.encode("latin-1", "replace").decode("latin-1")
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""One start of the worker: its event stream, its stop switch, its phases."""
+"""One start of the worker: its events, heartbeat, stop requests and phases."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lora_rocm.rundir.run_context import RunContext
 
 ORPHAN_GRACE_S = 30.0
 BEGINNINGS = {"cache": "cache_first", "step": "first_step"}
-STACKS_REARM = 4  # arming starts a thread, so it is done this many times in the waiting time at most
+STACKS_REARM = 4  # arming starts a thread, so it is done at most this often per waiting time
 
 
 class Session:
-    """What every phase of a run uses to say what happens and to hear that it should stop.
+    """Lets all phases of a run emit events, signal progress, and learn of stop requests.
 
     Args:
-        run_dir: held by this process.
+        run_dir: locked by this process.
         watch_parent: leave when standard input ends.
-        stacks_after_s: what is done -> write the stacks of all threads down when nothing was heard for so long
-            (``run.watch.Limits.stacks_after_s``); None: never.
-        rank: among those that train together; each has files of its own.
+        stacks_after_s: activity -> seconds of silence after which the stacks of all threads are written
+            (``supervisor.hang_detection.Limits.stacks_after_s``); None: never.
+        rank: of this process; each rank has its own files.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Session:
     ) -> None:
         self.run_dir, self.rank = run_dir, rank
         self._phases = ["start"]
-        self._under_way = set[str]()  # of the phases whose beginning takes longer: those that are beyond it
+        self._under_way = set[str]()  # phases of BEGINNINGS whose slow beginning is over
         self._heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
         self._stacks = Stacks(run_dir.stacks(rank), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
@@ -62,14 +62,14 @@ class Session:
             reader(event)
 
     def beat(self, activity: str) -> None:
-        """Say that there is progress, and what is done next. Only the code that does the work calls this."""
+        """Signal progress, and name the next activity. Only the code that does the work calls this."""
         self._heartbeat.beat(activity)
         if self._stacks is not None:
             now = self._phases[-1]
             self._stacks.put_off(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
-        """Let go of the files; nothing is said or watched any more."""
+        """Close the files; nothing is reported or watched after that."""
         self.events.close()
         self._heartbeat.close()
         if self._stacks is not None:
@@ -93,13 +93,14 @@ class Session:
             pass
         self._orphaned.set()
         time.sleep(ORPHAN_GRACE_S)
-        os._exit(MachineError.exit_code)  # a step that does not end must not keep the directory for ever
+        os._exit(MachineError.exit_code)  # a step that does not end must not hold the directory forever
 
 
 class Stacks:
-    """Python's watchdog: a thread of its own in C, which writes the stacks even while somebody keeps the GIL.
+    """Writes the stacks of all threads after a silence, by Python's watchdog (``faulthandler``).
 
-    Once for each silence: it reads what running threads change, and each time may end the process.
+    The watchdog is a thread in C, so it works even if another thread holds the GIL. It writes once per silence: it
+    reads what running threads change, so each write may crash the process.
     """
 
     def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
@@ -107,7 +108,7 @@ class Stacks:
         self._file = open_in_place(path, anew=True)
 
     def put_off(self, doing: str) -> None:
-        """There was progress: begin to wait anew, and forget stacks that were written in the meantime."""
+        """Signal progress: restart the waiting time, and discard stacks that were written meanwhile."""
         now, after_s = time.monotonic(), self._after_s.get(doing, self._after_s["start"])
         if doing == self._doing and now - self._armed_at < after_s / STACKS_REARM:
             return

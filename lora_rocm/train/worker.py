@@ -1,7 +1,7 @@
-"""The training child: ``python -m lora_rocm.train.worker RUN_DIR``. Composes and runs, nothing else.
+"""The training child process: ``python -m lora_rocm.train.worker RUN_DIR``. It only composes the parts and runs them.
 
-Everything it needs is in the run directory, everything it says goes there. Standard input is a pipe from the parent:
-when it ends, the parent is gone, and the worker saves and leaves.
+All its input is in the run directory, and its output goes there. Standard input is a pipe from the parent: when it
+ends, the parent is gone, and the worker saves and leaves.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
-"""Besides torch: the modules and kernels that a step is made of. Triton has another name in some wheels of torch."""
+"""Packages besides torch that a step depends on. Triton has another name in some wheels of torch."""
 
 
 def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> int:
-    """Hold the directory, train, and turn every error into an event; returns the exit code."""
+    """Lock the directory, train, and turn every error into an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
             run_dir.require()
         refuse_link(run_dir.lock_of(me.rank))
         lock = filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S)
-        # A signal to all of a job reaches the parent too: it decides, and asks this process by the file "stop".
+        # A signal to the whole job also reaches the parent, which decides and asks this process by the file "stop".
         with stop_signals(), outliving_stdout(), lock:
             session = Session(run_dir, watch_parent=True, stacks_after_s=options.stacks_after, rank=me.rank)
             recipe = load_recipe(options.recipe or recipe_to_train(run_dir), registry=registry).recipe
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
     except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
         explained = _explained(error, run_dir, me)
-        with contextlib.suppress(StorageError):  # a disk that is full has no room for saying so
+        with contextlib.suppress(StorageError):  # a full disk has no room for the event
             run_dir.require()
             emit: Emit = session.emit if session is not None else EventWriter(run_dir.events(me.rank)).write
             emit(ErrorEvent(**explained.to_event()))
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
         return explained.exit_code
     finally:
         if session is not None:
-            with contextlib.suppress(OSError):  # what a full disk did not take is tried again, and has been told
+            with contextlib.suppress(OSError):  # closing retries what a full disk refused, which was reported
                 session.close()
 
 
@@ -102,10 +102,11 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
 
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
-    from lora_rocm.train import pipeline  # heavy imports only once the lock is held and errors have a place to go
+    from lora_rocm.train import pipeline  # heavy imports only once the lock is held and errors can be recorded
     from lora_rocm.train.context import StartContext
 
     settings = settings_from(os.environ)
+    # Set up the device, torch and the process group
     device = choose_device(recipe.runtime.device, settings, me.local_rank)
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
@@ -114,6 +115,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     apply(settings, device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
     world = join(me, device, session.context.beat)
+    # Find the checkpoint and announce the start
     checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
@@ -126,6 +128,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         )
     )
     _require_same(world, recipe, dtype, checkpoint)
+    # Train
     start = StartContext(
         session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
     )
@@ -139,10 +142,10 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
 
 
 def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: Checkpoint | None) -> None:
-    """Refuse what several processes cannot train together.
+    """Check that all ranks agree on recipe, software and checkpoint.
 
     Raises:
-        UserError: their recipes, versions, number formats or checkpoints differ.
+        UserError: their recipes, versions, dtypes or checkpoints differ.
     """
     values = {key: json.dumps(value, ensure_ascii=False) for key, value in shared_values(recipe).items()}
     place = f"{checkpoint.path.name} {checkpoint.digest}" if checkpoint else "the beginning"
@@ -152,7 +155,7 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
 
 
 def _versions() -> dict[str, str]:
-    """Name -> version; a package that is not installed is left out, which to another rank's is a difference."""
+    """Name -> version. A package that is not installed is left out; this counts as a difference between ranks."""
     found = {"lora-rocm": __version__, "torch": torch.__version__}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

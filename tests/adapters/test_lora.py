@@ -167,7 +167,7 @@ def test_targets_that_would_be_tried_without_end(folder: Path, targets: str, mon
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of Python, at "[[": a word in worker.log
 @settings(max_examples=15)
-@given(st.text(alphabet="abc.*+?()[]\\d{}|_12", max_size=12))
+@given(st.text(alphabet="abc.*+?()[]\\d{}|_12", min_size=1, max_size=12))
 def test_any_targets_give_an_adapter_or_a_sentence(folder: Path, targets: str) -> None:
     try:
         assert injected(folder, targets=targets)[2].modules

@@ -19,7 +19,7 @@ from torch import nn
 
 from lora_rocm.adapters.lora_entry import LoraEntry
 from lora_rocm.adapters.lora_reader import PEFT_WEIGHTS, components_of, read_lora
-from lora_rocm.adapters.names import adaptable
+from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -83,6 +83,16 @@ def test_kohya_without_alpha_has_scale_one(live: tuple[Any, Any, Any], tmp_path:
     writers.write("kohya", path, family, adapter, family.recipe, FACTS)
     save_file({name: t for name, t in load_file(path).items() if not name.endswith("alpha")}, path)
     assert {entry.scale for entry in read_lora(family, model.components, path).values()} == {1.0}
+
+
+def test_factors_of_different_ranks_are_named(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    family, model, adapter = live
+    path = tmp_path / "x.safetensors"
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith("lora_down.weight"))
+    save_file({**tensors, name: tensors[name][:2].contiguous()}, path)
+    assert "ranks 4 and 2" in refused(path, live).what
 
 
 def peft_unet(**config: Any) -> nn.Module:

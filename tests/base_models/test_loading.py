@@ -16,7 +16,7 @@ from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.ldm import detect
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.latent_cache.quarantine import plain_door

@@ -24,10 +24,11 @@ SAY_ENVIRONMENT = """
 import json, os, sys
 from pathlib import Path
 from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.event_types import EndEvent
 from lora_rocm.rundir.layout import RunDir
 run_dir = RunDir(Path(sys.argv[1]))
 (run_dir.path / "seen.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
-EventWriter(run_dir.events(), session=1).write("end", reason="done", updates=3, exit_code=0)
+EventWriter(run_dir.events(), session=1).write(EndEvent(reason="done", updates=3, exit_code=0))
 """
 
 

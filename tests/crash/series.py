@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train.checkpoint import read_checkpoint
 from tests.crash.lab import EXIT, HALF, KILLED, PASSING, VANISH, Call, Ended, Lab, differing, lose_power, results
 
 WRITES = ("write", "writev", "pwrite")
@@ -201,7 +201,7 @@ def not_as_written(root: Path, straight: Straight) -> list[str]:
     """Checkpoints that are taken for valid and are not those of the undisturbed run."""
     wrong, valid = [], []
     for updates, path in RunDir(root / "run").list_checkpoints():
-        if state.read(path) is None:
+        if read_checkpoint(path) is None:
             continue
         valid.append(updates)
         for file in path.iterdir():

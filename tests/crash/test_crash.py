@@ -74,5 +74,5 @@ def test_a_checkpoint_that_is_taken_for_valid_although_it_is_not_is_found(
     path = root / "run" / "checkpoints" / "step-00000004" / "adapter.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert series.not_as_written(root, straight) == []  # it is seen to be damaged, and not taken
-    monkeypatch.setattr(series.state, "read", lambda path: path)
+    monkeypatch.setattr(series, "read_checkpoint", lambda path: path)
     assert series.not_as_written(root, straight) != []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
-from lora_rocm.dataset.buckets import fit, image_shape
+from lora_rocm.dataset.buckets import choose_bucket, image_shape
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.foundation.seeds import draw
 
@@ -15,7 +15,7 @@ from lora_rocm.foundation.seeds import draw
 def item(
     index: int, wide: bool = False, repeats: int = 1, flip: bool = False, texts: int = 1, dropout: float = 0.0
 ) -> Item:
-    shape = fit(200 if wide else 100, 100, 64, 16, 2.0, True, False).shape
+    shape = choose_bucket(200 if wide else 100, 100, 64, 16, 2.0, True, False).shape
     images = (f"image{index}", f"mirrored{index}") if flip else (f"image{index}",)
     captions = (*(f"text{index}.{n}" for n in range(texts)), "empty")
     keys = {"image": tuple((key,) for key in images), "text": (captions,)}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.buckets import Geometry, bucket_sizes, fit
+from lora_rocm.dataset.buckets import Geometry, bucket_sizes, choose_bucket
 from lora_rocm.errors import DataError
 
 steps = st.sampled_from([8, 16, 32, 64])
@@ -55,7 +55,7 @@ def test_geometry(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> None:
     assume(upscale or min(width, height) >= step)
-    found = fit(width, height, resolution, step, max_aspect, enable_bucket, upscale)
+    found = choose_bucket(width, height, resolution, step, max_aspect, enable_bucket, upscale)
     (resized_height, resized_width), (target_height, target_width) = found.resized_hw, found.target_hw
     assert found.original_hw == (height, width)
     assert target_height % step == target_width % step == 0 and target_height * target_width <= resolution**2
@@ -67,12 +67,12 @@ def test_geometry(
         assert resized_height <= height and resized_width <= width
     else:
         assert found.target_hw in bucket_sizes(resolution, step, max_aspect if enable_bucket else 1.0)
-    assert fit(height, width, resolution, step, max_aspect, enable_bucket, upscale) == found.transposed()
+    assert choose_bucket(height, width, resolution, step, max_aspect, enable_bucket, upscale) == found.transposed()
 
 
 @given(st.integers(200, 6000), st.integers(200, 6000))
 def test_the_image_is_not_distorted(width: int, height: int) -> None:
-    found = fit(width, height, 512, 64, 2.5, True, False)
+    found = choose_bucket(width, height, 512, 64, 2.5, True, False)
     horizontal, vertical = found.resized_hw[1] / width, found.resized_hw[0] / height
     assert abs(horizontal * height - vertical * height) <= 1 or abs(horizontal * width - vertical * width) <= 1
 
@@ -80,7 +80,7 @@ def test_the_image_is_not_distorted(width: int, height: int) -> None:
 @given(st.integers(1024, 6000), st.integers(1024, 6000))
 def test_the_bucket_is_the_nearest(width: int, height: int) -> None:
     aspect = math.log(width / height)
-    chosen = fit(width, height, 512, 64, 2.5, True, True).target_hw
+    chosen = choose_bucket(width, height, 512, 64, 2.5, True, True).target_hw
     distances = {hw: abs(math.log(hw[1] / hw[0]) - aspect) for hw in bucket_sizes(512, 64, 2.5)}
     assert distances[chosen] <= min(distances.values()) + 1e-12
 
@@ -95,11 +95,11 @@ def test_the_bucket_is_the_nearest(width: int, height: int) -> None:
     ],
 )
 def test_known_images(width: int, height: int, upscale: bool, expected: Geometry) -> None:
-    assert fit(width, height, 1024, 64, 2.5, True, upscale) == expected
+    assert choose_bucket(width, height, 1024, 64, 2.5, True, upscale) == expected
 
 
 def test_an_image_below_one_step_is_refused_unless_enlarged() -> None:
     with pytest.raises(DataError) as caught:
-        fit(500, 40, 512, 64, 2.5, True, False)
+        choose_bucket(500, 40, 512, 64, 2.5, True, False)
     assert caught.value.code == "image-too-small"
-    assert fit(500, 40, 512, 64, 2.5, True, True).target_hw == (320, 768)
+    assert choose_bucket(500, 40, 512, 64, 2.5, True, True).target_hw == (320, 768)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
-from lora_rocm.dataset.buckets import Geometry, fit
+from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.image_io import UnreadableImage, cut, decode, is_dark, read_header, readable_extensions
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
@@ -195,7 +195,7 @@ def test_extensions() -> None:
 
 def test_cut_scales_and_crops_and_mirrors() -> None:
     image = left_red(300, 100)
-    geometry = fit(300, 100, 64, 16, 2.0, True, False)
+    geometry = choose_bucket(300, 100, 64, 16, 2.0, True, False)
     plain, mirrored = cut(image, geometry, False), cut(image, geometry, True)
     assert plain.size == mirrored.size == geometry.target_hw[::-1]
     assert near(plain.getpixel((1, 5)), RED) and near(mirrored.getpixel((1, 5)), GREEN)

@@ -60,6 +60,13 @@ def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Its.write(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    """A run inside this process asks for deterministic kernels."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """On a GPU only deterministic kernels, so that bits can be compared."""
@@ -67,6 +74,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield CPU
         return
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions keep ten bits with it
     torch.use_deterministic_algorithms(True)
     yield torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)

@@ -72,3 +72,10 @@ def test_a_lie(name: str) -> None:
 def test_a_format_that_is_not_known_is_named() -> None:
     with pytest.raises(UnknownDtype, match=r"^F4\\x1b$"):
         parsed(file_of({"a": tensor(0, 4, [1], "F4\x1b")}, bytes(4)))
+
+
+def test_what_torch_saves_is_named() -> None:
+    with pytest.raises(DamagedHeader, match=r"torch\.save"):
+        parsed(b"PK\x03\x04" + bytes(100))
+    text = b"{}".ljust(int.from_bytes(b"PK", "little"))  # a header of this length is one
+    assert parsed(file_of(text)) == ({}, {})

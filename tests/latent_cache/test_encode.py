@@ -285,16 +285,16 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     caches.fill_images(images)
     caches.fill_texts(["a", "b"])
     assert told == []  # what was missing is no damage
-    images, texts = (sorted((caches.encoding.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
-    images[0].write_bytes(b"")
+    latents, texts = (sorted((caches.encoding.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
+    latents[0].write_bytes(b"")
     texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
-    images[1].unlink()
+    latents[1].unlink()
     caches.fill_images(images)
     for caption in ("a", "b"):
         caches.text_lookup(caption)
     image, text = (event for event in told if isinstance(event, RepairedEvent))
     assert (image.kind, text.kind, len(told)) == ("image", "text", 2)
-    assert str(images[0]) in image.reason and ".png" in image.item
+    assert str(latents[0]) in image.reason and ".png" in image.item
     assert "not as it was written" in text.reason and text.item in ("'a'", "'b'")
 
 

@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 
@@ -37,11 +37,11 @@ class Starts:
         self.vae = "fake-vae-1"
         self.looked = 0
         self.monkeypatch = monkeypatch
-        find = prepare.find_samples
+        scan = prepare.find_samples
 
         def counted(*args: Any, **how: Any) -> Any:
             self.looked += 1
-            return find(*args, **how)
+            return scan(*args, **how)
 
         monkeypatch.setattr(prepare, "find_samples", counted)
         monkeypatch.setattr(manifest, "KEPT_FROM", 3)
@@ -320,42 +320,52 @@ def test_a_manifest_that_no_run_has_wanted_for_long_is_pruned(starts: Starts) ->
     assert not file.exists()
 
 
-def forged(file: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+Change = Callable[[dict[str, Any], dict[str, Any]], Any]
+
+
+def forged(file: Path, change: Change) -> None:
     """Change header and columns of a manifest, and make its digest right again."""
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header, at = json.loads(content[8 : 8 + length]), 8 + length
-    columns = {}
-    for name, typecode, count in header["columns"]:
-        columns[name] = array(typecode, content[at : (at := at + count * array(typecode).itemsize)])
+    batch = pyarrow.ipc.open_stream(file.read_bytes()[:-32]).read_next_batch()
+    header = json.loads(batch.schema.metadata[b"lora_rocm"])
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     change(header, columns)
-    header["columns"] = [[name, column.typecode, len(column)] for name, column in columns.items()]
-    text = json.dumps(header).encode()
-    body = b"".join([len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns.values())])
+    batch = pyarrow.record_batch(columns, metadata={"lora_rocm": json.dumps(header)})
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    body = sink.getvalue().to_pybytes()
     file.write_bytes(body + hashlib.sha256(body).digest())
 
 
-def set_last(name: str, value: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
-        columns[name][-1] = value
-
-    return change
-
-
-def shorten(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda header, columns: columns[name].pop() and None
+def last(name: str, value: Any) -> Change:
+    """Another value in the last row of a column."""
+    return lambda header, columns: columns.update(
+        {name: pyarrow.array([*columns[name].to_pylist()[:-1], value], columns[name].type)}
+    )
 
 
-FORGERIES = {
+def ends_before_it_begins(header: dict[str, Any], columns: dict[str, Any]) -> None:
+    column = columns["caption"]
+    size = column.buffers()[2].size
+    ends = pyarrow.array([0, size, *[0] * (len(column) - 2), size], pyarrow.int64()).buffers()[1]
+    columns["caption"] = pyarrow.LargeBinaryArray.from_buffers(
+        column.type, len(column), [None, ends, column.buffers()[2]]
+    )
+
+
+FORGERIES: dict[str, Change] = {
     "nothing": lambda header, columns: None,
-    "a place that is none": set_last(".training", 99),
-    "a place below zero": set_last(".training", -1),
-    "a text that ends behind the end": set_last(".captions.text._ends", 10**9),
-    "a sample that is none": set_last(".usable._indices", 10**6),
-    "a column that is short": shorten(".usable._keys.image"),
-    "numbers that are short": shorten(".usable.samples._numbers"),
-    "a column that is missing": lambda header, columns: columns.pop(".usable._cuts") and None,
-    "no folders": lambda header, columns: header.update(folders=[]),
+    "more to train on than there are": lambda header, columns: header.update(num_training=99),
+    "none to train on": lambda header, columns: header.update(num_training=-1),
+    "a number that is none": lambda header, columns: header.update(num_training="3"),
+    "a text that ends before it begins": ends_before_it_begins,
+    "a source that is none": last("source", 7),
+    "a source below zero": last("source", -1),
+    "half a key": last("key text", bytes(30)),
+    "no keys": last("key text", b""),
+    "nothing in a row": last("sha256", None),
+    "numbers of another kind": lambda header, columns: columns.update(width=columns["width"].cast("int32")),
+    "a column that is missing": lambda header, columns: columns.pop("cut"),
     "no problems": lambda header, columns: header.update(set_aside=[{"x": 1}]),
 }
 

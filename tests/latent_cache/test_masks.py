@@ -15,7 +15,7 @@ from torch import Tensor
 from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.entry_spec import MASK
 from lora_rocm.errors import DataError
-from lora_rocm.families.objectives.reduction import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoders

@@ -27,7 +27,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.ldm.fused_unet import fuse
 from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting

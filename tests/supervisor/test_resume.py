@@ -11,7 +11,7 @@ from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import resume as prepare
+from lora_rocm.supervisor import resume
 from tests.supervisor.fake_run import RECIPE
 
 
@@ -27,9 +27,9 @@ def changed(*overrides: str) -> LoadedRecipe:
 
 
 def made(loaded: LoadedRecipe, path: Path) -> RunDir:
-    chosen = prepare.choose(loaded, path, None)
+    chosen = resume.choose(loaded, path, None)
     chosen.run_dir.create()
-    assert prepare.settle(chosen, loaded, accept_changes=False)
+    assert resume.settle(chosen, loaded, accept_changes=False)
     return chosen.run_dir
 
 
@@ -40,7 +40,7 @@ def trained(run_dir: RunDir) -> RunDir:
 
 
 def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
-    return prepare.settle(prepare.choose(loaded, run_dir.path, "latest"), loaded, accept_changes)
+    return resume.settle(resume.choose(loaded, run_dir.path, "latest"), loaded, accept_changes)
 
 
 def snapshot(run_dir: RunDir) -> dict[str, bytes]:
@@ -48,10 +48,10 @@ def snapshot(run_dir: RunDir) -> dict[str, bytes]:
 
 
 def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare.time, "strftime", lambda form: "20250102-030405")
+    monkeypatch.setattr(resume.time, "strftime", lambda form: "20250102-030405")
     names = []
     for _ in range(3):
-        chosen = prepare.choose(loaded, None, None)
+        chosen = resume.choose(loaded, None, None)
         chosen.run_dir.create()
         names.append(chosen.run_dir.path.name)
     assert names == ["my-20250102-030405", "my-20250102-030405-2", "my-20250102-030405-3"]
@@ -59,23 +59,23 @@ def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.M
 
 
 def test_latest_is_the_newest_of_this_recipe(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    chosen = prepare.choose(loaded, None, "latest")
+    chosen = resume.choose(loaded, None, "latest")
     assert chosen.resume and chosen.run_dir.path.name.startswith("my-")  # none yet: afresh
     for name in ("my-20250101-000000", "my-20250102-000000", "my-20250102-000000-2", "my-20250102-000000-10"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     for name in ("my-lowvram-20260101-000000", "other-20260101-000000", "my-later"):
         (tmp_path / "runs" / name).mkdir()
     (tmp_path / "runs" / "my-20270101-000000").touch()
-    assert prepare.choose(loaded, None, "latest").run_dir.path.name == "my-20250102-000000-10"
-    assert prepare.choose(loaded, tmp_path / "x", "latest").run_dir.path == tmp_path / "x"
+    assert resume.choose(loaded, None, "latest").run_dir.path.name == "my-20250102-000000-10"
+    assert resume.choose(loaded, tmp_path / "x", "latest").run_dir.path == tmp_path / "x"
 
 
 def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     run_dir.checkpoint(5).mkdir(parents=True)
-    whole = prepare.choose(loaded, None, "run")
+    whole = resume.choose(loaded, None, "run")
     assert (whole.run_dir, whole.resume, whole.checkpoint) == (run_dir, True, None)
-    one = prepare.choose(loaded, None, "run/checkpoints/step-00000005")
+    one = resume.choose(loaded, None, "run/checkpoints/step-00000005")
     assert (one.run_dir, one.checkpoint) == (run_dir, run_dir.checkpoint(5))
 
 
@@ -83,20 +83,20 @@ def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path:
 def test_nothing_to_resume(loaded: LoadedRecipe, tmp_path: Path, resume: str) -> None:
     made(loaded, tmp_path / "run").checkpoint(5).mkdir(parents=True)
     with pytest.raises(ResumeError) as caught:
-        prepare.choose(loaded, None, resume)
+        resume.choose(loaded, None, resume)
     assert caught.value.code == "nothing-to-resume"
 
 
 def test_two_directories_disagree(loaded: LoadedRecipe, tmp_path: Path) -> None:
     made(loaded, tmp_path / "run")
     with pytest.raises(ResumeError, match="different directories"):
-        prepare.choose(loaded, tmp_path / "other", "run")
+        resume.choose(loaded, tmp_path / "other", "run")
 
 
 def test_a_taken_directory_needs_resume(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     with pytest.raises(ResumeError) as caught:
-        prepare.settle(prepare.choose(loaded, run_dir.path, None), loaded, accept_changes=False)
+        resume.settle(resume.choose(loaded, run_dir.path, None), loaded, accept_changes=False)
     assert "--resume latest" in caught.value.fix and "--run-dir" in caught.value.fix
     assert again(loaded, run_dir)
 
@@ -127,12 +127,12 @@ def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Pa
     assert "max_train_steps" not in caught.value.what and "--accept-changes" in caught.value.fix
     assert run_dir.recipe.read_bytes() == before
     assert again(changed("train.max_train_steps=50"), run_dir)
-    prepare.accept(run_dir)
+    resume.accept(run_dir)
     assert load_recipe(run_dir.recipe).recipe.train.max_train_steps == 50
     assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
-    assert load_recipe(prepare.recipe_to_train(run_dir)).recipe.lora.rank == 4
-    prepare.accept(run_dir)
-    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and prepare.recipe_to_train(run_dir) == run_dir.recipe
+    assert load_recipe(resume.recipe_to_train(run_dir)).recipe.lora.rank == 4
+    resume.accept(run_dir)
+    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and resume.recipe_to_train(run_dir) == run_dir.recipe
 
 
 def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tm
     assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
     assert {**before, "recipe.asked.yaml": run_dir.recipe_asked.read_bytes()} == snapshot(run_dir)
     assert not again(loaded, run_dir), "the run is complete, as it was"
-    assert snapshot(run_dir) == before and prepare.recipe_to_train(run_dir) == run_dir.recipe
+    assert snapshot(run_dir) == before and resume.recipe_to_train(run_dir) == run_dir.recipe
 
 
 def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
@@ -154,9 +154,9 @@ def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
     longer = changed("train.max_train_steps=60")
     assert again(longer, run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
+        patch.setattr(resume, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
         with pytest.raises(StorageError):
-            prepare.accept(run_dir)
+            resume.accept(run_dir)
     assert again(longer, run_dir) and again(loaded, run_dir)
 
 
@@ -167,7 +167,7 @@ def test_a_complete_run_has_nothing_to_do(loaded: LoadedRecipe, tmp_path: Path) 
     assert not again(changed("sample.seed=3"), run_dir)
     assert run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
-    prepare.accept(run_dir)
+    resume.accept(run_dir)
     assert not run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
 
@@ -195,7 +195,7 @@ def test_a_pipe_in_the_place_of_the_result_is_no_result_and_is_not_waited_for(
     run_dir = made(loaded, tmp_path / "run")
     os.mkfifo(run_dir.result)
     assert again(loaded, run_dir)
-    prepare.accept(run_dir)
+    resume.accept(run_dir)
     assert not run_dir.result.exists()
 
 
@@ -203,7 +203,7 @@ def test_a_result_is_not_read_beyond_what_it_can_be(
     loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
-    monkeypatch.setattr(prepare, "MAX_RESULT_BYTES", 100)
+    monkeypatch.setattr(resume, "MAX_RESULT_BYTES", 100)
     run_dir.result.write_bytes(b"{}".ljust(100))
     assert not again(loaded, run_dir)
     run_dir.result.write_bytes(b"{}".ljust(101))
@@ -223,16 +223,16 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
     write_json(run_dir.result, {})
-    chosen = prepare.choose(loaded, run_dir.path, "latest")
-    assert not prepare.settle_rank(chosen, loaded, 1)  # complete
-    read = prepare.load_recipe
+    chosen = resume.choose(loaded, run_dir.path, "latest")
+    assert not resume.settle_rank(chosen, loaded, 1)  # complete
+    read = resume.load_recipe
 
     def meanwhile(path: Path, registry: Registry) -> LoadedRecipe:
         run_dir.result.unlink()
         return read(path, registry=registry)
 
-    monkeypatch.setattr(prepare, "load_recipe", meanwhile)
-    assert prepare.settle_rank(chosen, loaded, 1) and run_dir.recipe_of(1).exists()
+    monkeypatch.setattr(resume, "load_recipe", meanwhile)
+    assert resume.settle_rank(chosen, loaded, 1) and run_dir.recipe_of(1).exists()
 
 
 def test_rank_0_leaves_alone_what_another_rank_is_writing(
@@ -242,15 +242,15 @@ def test_rank_0_leaves_alone_what_another_rank_is_writing(
     run_dir = RunDir(tmp_path / "run").create()
     killed = run_dir.path / f".{run_dir.recipe_of(1).name}.77.0123abcd.tmp"
     killed.write_bytes(b"half")
-    chosen, rename, written = prepare.choose(loaded, run_dir.path, "latest"), files.rename, list[Path]()
+    chosen, rename, written = resume.choose(loaded, run_dir.path, "latest"), files.rename, list[Path]()
 
     def meanwhile(source: Path, target: Path) -> None:
         if not written:
             written.append(target)
-            assert prepare.settle(chosen, loaded, accept_changes=False)
+            assert resume.settle(chosen, loaded, accept_changes=False)
         rename(source, target)
 
     monkeypatch.setattr(files, "rename", meanwhile)
-    assert prepare.settle_rank(chosen, loaded, 1)
+    assert resume.settle_rank(chosen, loaded, 1)
     assert written == [run_dir.recipe_of(1)] and run_dir.recipe.exists()
     assert load_recipe(run_dir.recipe_of(1)).recipe == loaded.recipe and not killed.exists()

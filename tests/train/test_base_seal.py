@@ -18,8 +18,8 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train.base_seal import broken, seals_of
+from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_pipeline import DTYPES, make_recipe, start, write_material
 
@@ -143,7 +143,7 @@ def test_another_number_format_is_no_other_base_and_is_sealed_from_then_on(
 ) -> None:
     monkeypatch.setitem(DTYPES, "no", torch.bfloat16)
     _, run_dir = case()
-    checkpoint, _ = state.latest_valid(RunDir(run_dir))
+    checkpoint, _ = latest_valid(RunDir(run_dir))
     assert checkpoint is not None
     assert {"unet float32", "unet bfloat16"} <= checkpoint.facts["base_seals"].keys()
     with pytest.raises(ResumeError, match="base model"):
@@ -153,17 +153,17 @@ def test_another_number_format_is_no_other_base_and_is_sealed_from_then_on(
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = state.save
+    save = save_checkpoint
 
     def as_before(run_dir: RunDir, position: Any, parts: Any, facts: dict[str, Any]) -> Path:
         old = {key: value for key, value in facts.items() if key != "base_seals"}
         return save(run_dir, position, parts, {**old, "base": "of samples", "data": "of samples"})
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save", as_before)
+        patch.setattr("lora_rocm.train.outputs.save_checkpoint", as_before)
         assert not start(recipe_of(material), tmp_path / "run", stop_at=1)
     start(recipe_of(material), tmp_path / "run", stop_at=2)
     notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
     assert any("an earlier version" in text for text in notices)
-    newest, _ = state.latest_valid(RunDir(tmp_path / "run"))
+    newest, _ = latest_valid(RunDir(tmp_path / "run"))
     assert newest is not None and newest.facts["base"] != "of samples" and "unet float32" in newest.facts["base_seals"]

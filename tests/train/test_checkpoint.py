@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
+from lora_rocm.train import checkpoint as module
 from lora_rocm.train.loop import Position
 
 PARTS = {"adapter": {"unet.a": torch.randn(4, 3)}, "ema": {}, "optimizer": {"unet.a.exp_avg": torch.randn(4, 3)}}
@@ -28,13 +28,13 @@ FACTS = {"recipe": "r", "data": "d", "threads": 2}
 
 
 def write(run_dir: RunDir, updates: int) -> Path:
-    return state.save(run_dir.create(), Position(iteration=updates + 1, updates=updates), PARTS, FACTS)
+    return module.save_checkpoint(run_dir.create(), Position(iteration=updates + 1, updates=updates), PARTS, FACTS)
 
 
 def test_round_trip(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "Läufe [1]")
     path = write(run_dir, 5)
-    checkpoint, damaged = state.latest_valid(run_dir)
+    checkpoint, damaged = module.latest_valid(run_dir)
     assert checkpoint is not None and damaged == [] and checkpoint.path == path == run_dir.checkpoint(5)
     assert checkpoint.position == Position(iteration=6, updates=5) and checkpoint.facts == FACTS
     assert torch.equal(checkpoint.tensors("adapter")["unet.a"], PARTS["adapter"]["unet.a"])
@@ -81,7 +81,7 @@ def damage(data: st.DataObject, path: Path, other: Path) -> None:
         file.write_bytes(content)
 
 
-def everything(checkpoint: state.Checkpoint | None) -> Any:
+def everything(checkpoint: module.Checkpoint | None) -> Any:
     """All that a run takes over."""
     if checkpoint is None:
         return None
@@ -100,11 +100,11 @@ def test_a_checkpoint_is_read_as_it_was_written_or_not_at_all(
     """Also where both checkpoints hold the same tensors, so that no checksum differs but that of the state."""
     run_dir = RunDir(tmp_path_factory.mktemp("run"))
     older, path = write(run_dir, 3), write(run_dir, 6)
-    written = everything(state.read(path))
+    written = everything(module.read_checkpoint(path))
     damage(data, path, older)
-    assert everything(state.read(path)) in (written, None)
-    found, damaged = state.latest_valid(run_dir)
-    if state.read(path) is None and older.exists():
+    assert everything(module.read_checkpoint(path)) in (written, None)
+    found, damaged = module.latest_valid(run_dir)
+    if module.read_checkpoint(path) is None and older.exists():
         assert found is not None and found.position.updates == 3 and damaged == [path]
 
 
@@ -113,25 +113,25 @@ def test_each_check_of_a_checkpoint_is_needed(tmp_path: Path, monkeypatch: pytes
     """Negative control of the test above: without one of the three checks a damage of its kind gets through."""
     run_dir = RunDir(tmp_path)
     older, path = write(run_dir, 3), write(run_dir, 6)
-    written, file = everything(state.read(path)), path / "adapter.safetensors"
+    written, file = everything(module.read_checkpoint(path)), path / "adapter.safetensors"
     text = path / "state.json"
     if weak == "seal":
         text.write_text(text.read_text(encoding="utf-8").replace('"iteration": 7', '"iteration": 8'), encoding="utf-8")
-        monkeypatch.setattr(state, "_sealed", lambda content: b"")
-        monkeypatch.setattr(state, "_sealed_bytes", lambda content: b"")
+        monkeypatch.setattr(module, "_sealed", lambda content: b"")
+        monkeypatch.setattr(module, "_sealed_bytes", lambda content: b"")
     elif weak == "checksum":
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        monkeypatch.setattr(state.hashlib, "sha256", lambda content=b"": Same())
+        monkeypatch.setattr(module.hashlib, "sha256", lambda content=b"": Same())
         state_of = json.loads(text.read_bytes())
         state_of["sha256"] = dict.fromkeys(state_of["sha256"], Same().hexdigest())
-        text.write_bytes(state._sealed({key: value for key, value in state_of.items() if key != "seal"}))
+        text.write_bytes(module._sealed({key: value for key, value in state_of.items() if key != "seal"}))
     else:
         text.write_bytes((older / "state.json").read_bytes())
-        monkeypatch.setattr(state, "CHECKPOINT_NAME", re.compile("never"))
-    assert everything(state.read(path)) not in (written, None)
+        monkeypatch.setattr(module, "CHECKPOINT_NAME", re.compile("never"))
+    assert everything(module.read_checkpoint(path)) not in (written, None)
     monkeypatch.undo()
-    assert state.read(path) is None
+    assert module.read_checkpoint(path) is None
 
 
 class Same:
@@ -151,7 +151,7 @@ def lie(path: Path, files: dict[str, bytes]) -> None:
         body["sha256"][name] = hashlib.sha256(content).hexdigest()
         if not (path / name).exists():
             (path / name).write_bytes(content)
-    (path / "state.json").write_bytes(state._sealed(body))
+    (path / "state.json").write_bytes(module._sealed(body))
 
 
 def part(count: int) -> bytes:
@@ -167,10 +167,10 @@ def test_no_file_is_read_because_the_state_names_it(tmp_path: Path, monkeypatch:
     older, path = write(run_dir, 3), write(run_dir, 6)
     name = name.format(tmp_path)
     lie(path, {name: part(3)})
-    found, damaged = state.latest_valid(run_dir)
+    found, damaged = module.latest_valid(run_dir)
     assert damaged == [path] and found is not None and found.path == older
-    monkeypatch.setattr(state, "FILE_OF", {**state.FILE_OF, "aside": name})
-    assert state.read(path) is not None  # control: it is the name alone
+    monkeypatch.setattr(module, "FILE_OF", {**module.FILE_OF, "aside": name})
+    assert module.read_checkpoint(path) is not None  # control: it is the name alone
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a device with a path")
@@ -179,11 +179,11 @@ def test_a_device_in_the_place_of_a_part_is_not_read(tmp_path: Path, monkeypatch
     (path / ADAPTER).unlink()
     (path / ADAPTER).symlink_to("/dev/null")
     lie(path, {ADAPTER: b""})
-    assert state.read(path) is None
-    monkeypatch.setattr(state, "read_header", lambda file: None)  # it is not only that this one holds no tensors
-    assert state.read(path) is None
-    monkeypatch.setattr(state, "check_plain", lambda file, most: file.stat().st_size)
-    assert state.read(path) is not None  # control
+    assert module.read_checkpoint(path) is None
+    monkeypatch.setattr(module, "read_header", lambda file: None)  # it is not only that this one holds no tensors
+    assert module.read_checkpoint(path) is None
+    monkeypatch.setattr(module, "check_plain", lambda file, most: file.stat().st_size)
+    assert module.read_checkpoint(path) is not None  # control
 
 
 @pytest.mark.parametrize(("limit", "file"), [("MAX_PART_BYTES", ADAPTER), ("MAX_STATE_BYTES", "state.json")])
@@ -193,10 +193,10 @@ def test_what_is_larger_than_anything_written_here_is_not_read(
     path = write(RunDir(tmp_path), 6)
     size = (path / file).stat().st_size
     others = max(other.stat().st_size for other in path.glob("*.safetensors"))
-    monkeypatch.setattr(state, limit, max(size, others))
-    assert state.read(path) is not None  # control
-    monkeypatch.setattr(state, limit, size - 1)
-    assert state.read(path) is None
+    monkeypatch.setattr(module, limit, max(size, others))
+    assert module.read_checkpoint(path) is not None  # control
+    monkeypatch.setattr(module, limit, size - 1)
+    assert module.read_checkpoint(path) is None
 
 
 def test_a_checkpoint_is_looked_at_piece_by_piece(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_checkpoint_is_looked_at_piece_by_piece(tmp_path: Path) -> None:
     path, large = write(RunDir(tmp_path), 6), part(1 << 22)
     (path / ADAPTER).write_bytes(large)
     lie(path, {ADAPTER: large})
-    assert peak_bytes(lambda: state.read(path)) < len(large) // 4
-    found = state.read(path)
+    assert peak_bytes(lambda: module.read_checkpoint(path)) < len(large) // 4
+    found = module.read_checkpoint(path)
     assert found is not None
     assert peak_bytes(lambda: found.tensors("adapter")) >= len(large)  # control: the measure sees such reads
 
@@ -226,11 +226,11 @@ def test_a_right_checksum_of_no_tensors_is_passed_over(tmp_path: Path, content: 
     for wanted, written in ((False, content), (True, part(3))):  # the second: control
         (path / ADAPTER).write_bytes(written)
         lie(path, {ADAPTER: written})
-        assert (state.read(path) is not None) == wanted
+        assert (module.read_checkpoint(path) is not None) == wanted
 
 
 def test_a_part_that_changes_after_the_checks_is_not_used(tmp_path: Path) -> None:
-    checkpoint = state.read(write(RunDir(tmp_path), 3))
+    checkpoint = module.read_checkpoint(write(RunDir(tmp_path), 3))
     assert checkpoint is not None
     file = checkpoint.path / "adapter.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
@@ -246,7 +246,7 @@ def test_an_intact_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write(run_dir, 3)
     write(run_dir, 6)
-    checkpoint, damaged = state.latest_valid(run_dir)
+    checkpoint, damaged = module.latest_valid(run_dir)
     assert checkpoint is not None and checkpoint.position.updates == 6 and damaged == []
 
 
@@ -255,8 +255,8 @@ def test_rotation_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     for updates in (1, 2, 3, 4):
         write(run_dir, updates)
     (run_dir.checkpoint(4) / "adapter.safetensors").write_bytes(b"")
-    state.rotate(run_dir, keep_last=1)
-    checkpoint, damaged = state.latest_valid(run_dir)
+    module.rotate_checkpoints(run_dir, keep_last=1)
+    checkpoint, damaged = module.latest_valid(run_dir)
     assert checkpoint is not None and checkpoint.position.updates == 3 and damaged == [run_dir.checkpoint(4)]
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3, 4]
 
@@ -271,9 +271,9 @@ def test_an_old_checkpoint_that_is_in_use_does_not_end_the_run(tmp_path: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", in_use)
-        state.rotate(run_dir, keep_last=1)
-    assert [state.read(path) is not None for _, path in run_dir.list_checkpoints()] == [False, False, True]
-    state.rotate(run_dir, keep_last=1)
+        module.rotate_checkpoints(run_dir, keep_last=1)
+    assert [module.read_checkpoint(path) is not None for _, path in run_dir.list_checkpoints()] == [False, False, True]
+    module.rotate_checkpoints(run_dir, keep_last=1)
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3]
 
 
@@ -286,10 +286,10 @@ def test_a_full_disk_loses_nothing_older(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "write_through", full)
+        patch.setattr(module, "write_through", full)
         with pytest.raises(StorageError, match="disk is full"):
             write(run_dir, 2)
-    checkpoint, _ = state.latest_valid(run_dir)
+    checkpoint, _ = module.latest_valid(run_dir)
     assert checkpoint is not None and checkpoint.position.updates == 1
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000001"]
 
@@ -298,9 +298,9 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     run_dir = RunDir(tmp_path)
     path = write(run_dir, 1)
     (path / "adapter.safetensors").write_bytes(b"x")
-    assert state.read(path) is None
+    assert module.read_checkpoint(path) is None
     write(run_dir, 1)
-    assert state.read(path) is not None
+    assert module.read_checkpoint(path) is not None
 
 
 def test_no_file_is_a_pickle(tmp_path: Path) -> None:

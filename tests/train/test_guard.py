@@ -82,7 +82,7 @@ class Later(Broken):
 def written(run_dir: Path) -> tuple[list[int], list[str]]:
     """Updates of the checkpoints that are whole, and the names of all LoRA files."""
     directory = RunDir(run_dir)
-    whole = [updates for updates, path in directory.list_checkpoints() if checkpoint.read(path) is not None]
+    whole = [updates for updates, path in directory.list_checkpoints() if checkpoint.read_checkpoint(path) is not None]
     return whole, sorted(path.name for path in run_dir.rglob("*lora*.safetensors"))
 
 
@@ -158,7 +158,7 @@ def test_without_the_canary_wrong_kernels_go_into_a_checkpoint(
         after_step(monkeypatch, 2, kernels.spoil)
         start(recipe_of(material), tmp_path / "run", stop_at=3)
     assert 4 in written(tmp_path / "run")[0]
-    poisoned, right = (checkpoint.read(RunDir(path).checkpoint(4)) for path in (tmp_path / "run", sound))
+    poisoned, right = (checkpoint.read_checkpoint(RunDir(path).checkpoint(4)) for path in (tmp_path / "run", sound))
     assert poisoned is not None and right is not None
     ours, theirs = poisoned.tensors("adapter"), right.tensors("adapter")
     assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -269,6 +269,6 @@ def test_without_the_look_state_that_is_not_finite_would_be_written(
     after_step(monkeypatch, 4, lambda trainer: poison(trainer, "exp_avg", float("nan")))
     with pytest.raises(ExportError):  # a step later the weights are of no use
         start(recipe_of(material), tmp_path / "run", stop_at=4)
-    poisoned = checkpoint.read(RunDir(tmp_path / "run").checkpoint(4))
+    poisoned = checkpoint.read_checkpoint(RunDir(tmp_path / "run").checkpoint(4))
     assert poisoned is not None
     assert any(tensor.isnan().any() for tensor in poisoned.tensors("optimizer").values())

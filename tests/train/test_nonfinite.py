@@ -23,9 +23,9 @@ from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
+from lora_rocm.train.checkpoint import latest_valid, read_checkpoint
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
 from tests.train import test_pipeline
@@ -119,7 +119,7 @@ def is_finite(run_dir: Path) -> bool:
     """The result and every checkpoint."""
     found = [load_file(RunDir(run_dir).lora)]
     for _, path in RunDir(run_dir).list_checkpoints():
-        checkpoint = state.read(path)
+        checkpoint = read_checkpoint(path)
         assert checkpoint is not None
         found += [checkpoint.tensors(part) for part in ("adapter", "ema", "optimizer")]
     return all(tensor.isfinite().all() for tensors in found for tensor in tensors.values())
@@ -194,7 +194,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
         assert caught.value.code == code and caught.value.exit_code == 3 and seen_of_code(code) == seen
         last = events(run_dir, "phase")[-1]  # a look before a checkpoint has a checkpoint's time
         assert (last["phase"], last["state"]) == ("checkpoint", "begin" if code == "state-nonfinite" else "end")
-        checkpoint, damaged = state.latest_valid(RunDir(run_dir))
+        checkpoint, damaged = latest_valid(RunDir(run_dir))
         assert (checkpoint.position.updates if checkpoint else 0) == newest and not damaged
     assert checkpoint is not None and checkpoint.position.nonfinite_in_a_row == 0
     skipped = events(run_dir, "incident")
@@ -225,7 +225,7 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
     assert all(one[2] != other[2] for one, other in zip(seen, rest, strict=True))
     assert bytes_of(straight) != bytes_of(sound.run_dir)
     assert not start(recipe, stopped, attempt=2, stop_at=5)
-    checkpoint, _ = state.latest_valid(RunDir(stopped))
+    checkpoint, _ = latest_valid(RunDir(stopped))
     assert checkpoint is not None and checkpoint.position.attempt == 2 and checkpoint.position.updates in (5, 6)
     shutil.copytree(stopped, tmp_path / "forgetful")
     assert start(recipe, stopped)  # it is saved: nobody has to say it again

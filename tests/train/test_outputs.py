@@ -53,7 +53,7 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
     said.refused(3, "not enough room on the disk for a checkpoint", "step-00000002", "Free some space")
     assert "The disk may be full before the end" in said.out and said.out.count("The disk may be full") == 1
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [1] and not list(run_dir.path.rglob("*.tmp"))
-    assert checkpoint.read(run_dir.checkpoint(1)) is not None
+    assert checkpoint.read_checkpoint(run_dir.checkpoint(1)) is not None
     assert program.train(run_dir.path, *PREVIEWS, resume="latest").code == 0
     assert run_dir.lora.read_bytes() == Path("straight/lora.safetensors").read_bytes()
 

@@ -22,9 +22,9 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint as state
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
+from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.session import Session
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
@@ -322,7 +322,7 @@ def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not start(make_recipe(material), tmp_path / "run", stop_at=4)
-    checkpoint, _ = state.latest_valid(RunDir(tmp_path / "run"))
+    checkpoint, _ = latest_valid(RunDir(tmp_path / "run"))
     assert checkpoint is not None
     averages: list[dict[str, torch.Tensor]] = []
     fit = Trainer.fit

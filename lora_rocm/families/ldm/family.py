@@ -25,10 +25,10 @@ from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.ldm import detect, fused_unet, keys
+from lora_rocm.families.ldm import detect, fused_unet, kohya_keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
-from lora_rocm.families.ldm.preview import sample_images
+from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
 from lora_rocm.families.recompute import TOGETHER, Recomputing
@@ -96,8 +96,8 @@ class LdmFamily(ABC):
 
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
-        text = dict.fromkeys(self.text_components, keys.TEXT)
-        return {preset: {"unet": pattern, **text} for preset, pattern in keys.UNET_TARGETS.items()}
+        text = dict.fromkeys(self.text_components, kohya_keys.TEXT)
+        return {preset: {"unet": pattern, **text} for preset, pattern in kohya_keys.UNET_TARGETS.items()}
 
     @property
     def source(self) -> Source:

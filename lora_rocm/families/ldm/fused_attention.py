@@ -10,8 +10,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from lora_rocm.families.ldm.fusion_options import Fusion
+from lora_rocm.kernels.fused_lora import lora_projections
 from lora_rocm.kernels.lora_layer import base_of, plain_lora
-from lora_rocm.kernels.lora_linear import lora_projections
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:

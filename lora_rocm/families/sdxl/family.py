@@ -18,7 +18,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import keys
+from lora_rocm.families.ldm import kohya_keys
 from lora_rocm.families.ldm.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sdxl.detect import EXPECTED
@@ -48,7 +48,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    kohya_prefixes = keys.PREFIXES
+    kohya_prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
         if self.recipe.lora.train_text_encoder:
@@ -104,4 +104,4 @@ class Sdxl(LdmFamily):
         )
 
     def export_key(self, component: str, module: str) -> str:
-        return keys.kohya_key(component, module, self.source.config("unet"))
+        return kohya_keys.kohya_key(component, module, self.source.config("unet"))

@@ -21,7 +21,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.ldm.fused_unet import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, fuse
 from lora_rocm.families.ldm.fusion_options import Fusion
-from lora_rocm.families.ldm.keys import UNET_TARGETS
+from lora_rocm.families.ldm.kohya_keys import UNET_TARGETS
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers

@@ -17,7 +17,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.objectives.reduction import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sd.detect import TELLING_BIAS
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, Sd2, Sd15
 from lora_rocm.latent_cache.quarantine import plain_door

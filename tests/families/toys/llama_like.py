@@ -19,7 +19,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.families.objectives.reduction import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.recipe.schema import Recipe
 from tests.fake_encoders import letter_limit

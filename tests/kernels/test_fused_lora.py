@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.kernels.lora_linear import lora_linear, lora_projections
+from lora_rocm.kernels.fused_lora import lora_linear, lora_projections
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.families.objectives.reduction import reduced
+from lora_rocm.families.objectives.loss import reduced
 
 ONES_B = torch.ones(2)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_rocm.adapters.lokr import LokrEntry
 from lora_rocm.adapters.lora_entry import LoraEntry
-from lora_rocm.adapters.names import KeyTable, adaptable, canonical
+from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical
 
 HEADS = {"to_q": (0, 6), "to_k": (6, 4), "to_v": (10, 4)}
 WIDTH = 5
