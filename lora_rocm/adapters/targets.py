@@ -24,7 +24,7 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
         AdapterError: targets-invalid, targets-endless, targets-match-nothing.
     """
     presets = family.lora_targets
-    # a preset's expressions, or the user's; text encoders always use the default preset's
+    # a preset's expressions, or the user's (with the default preset's for text encoders)
     if isinstance(lora.targets, str) and lora.targets in presets:
         wanted = dict(presets[lora.targets])
     else:
