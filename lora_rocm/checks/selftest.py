@@ -89,7 +89,7 @@ def _leave_with_parent() -> None:
 
 
 def main(arguments: list[str] | None = None, table: Table = checks) -> int:
-    """Run the selected checks. The exit code does not depend on their results."""
+    """Run the selected checks. Failed checks do not change the exit code; a lost device does (``DEVICE_LOST``)."""
     parser = argparse.ArgumentParser(prog="lora_rocm.checks.selftest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")
