@@ -1,8 +1,8 @@
 """A whole training step as one CUDA graph: transfer check, forward, backward, and the optimizer step that it gates.
 
-The pieces are the product's; the graph reads static input buffers, which are filled before each replay, and that is
-where the faults are put in. No host looks at anything between the copy and the end of the step. On a CPU the same step
-runs without a graph.
+All parts are the product's. The graph reads static input buffers, which are filled before each replay; faults are
+injected there. The host reads no value between the copy and the end of the step. On a CPU the same step runs without a
+graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.train.loop import seed_for
 
 SHAPES = (((64, 48), 3), ((16, 12), 2), ((8, 8), 4))
-"""Latents' height and width, and samples; the largest first: a graph keeps reading the table of position weights that
-there was when it was captured, and that is made anew when a larger tensor comes."""
+"""Latents' height and width, and samples. The largest comes first, because a graph keeps reading the table of position
+weights that existed at its capture, and a larger tensor would make a new table.
+"""
 WARM_UP = 3
 
 
@@ -32,7 +33,7 @@ class StaticStep:
 
     def __init__(self, transfer: DeviceTransfer, example: Mapping[str, Tensor]) -> None:
         device = transfer.device
-        net, self.optimizer = small_optimizer(device, ema_decay=0.0)  # its decay would be that of the capture
+        net, self.optimizer = small_optimizer(device, ema_decay=0.0)  # a graph would keep the decay of its capture
         self.transfer, self.family = transfer, Mixture()
         self.model = LoadedModel({"net": net}, torch.float32, device)
         self.inputs = {name: torch.zeros_like(tensor, device=device) for name, tensor in example.items()}
@@ -41,20 +42,20 @@ class StaticStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, tensors: Mapping[str, Tensor], bus: FaultyBus) -> None:
-        """The copies into the static buffers, through the bus that may spoil them. Waits for nothing."""
+        """Copy into the static buffers, through the bus that may inject a fault. Does not synchronise."""
         salt = self.transfer.next_salt()
         for name, buffer in self.inputs.items():
             self._copy(buffer, bus.spoilt(tensors[name]))
         wanted_KB = torch.stack([fingerprint(tensors[name]) for name in self.inputs])
         self._copy(self.expected_KB, bus.spoilt(salted(wanted_KB, salt)))
-        self.salt.fill_(salt)  # a kernel argument: not by the way that the data came
+        self.salt.fill_(salt)  # a kernel argument, so not copied like the data
 
     def _copy(self, buffer: Tensor, source: Tensor) -> None:
         pinned = source.pin_memory() if buffer.is_cuda else source
-        buffer.copy_(pinned, non_blocking=True)  # the host allocator keeps the pinned one until the copy's event
+        buffer.copy_(pinned, non_blocking=True)  # the host allocator keeps the pinned tensor until the copy's event
 
     def step(self) -> None:
-        """What is captured."""
+        """Run the step that is captured."""
         self.transfer.compare(self.inputs.values(), self.expected_KB, self.salt)
         loss_B = losses(self.family, self.model, self.inputs, {})  # type: ignore[arg-type]
         ((loss_B * self.inputs["weight"]).sum() * self.optimizer.loss_scale).backward()
@@ -62,8 +63,8 @@ class StaticStep:
         self.optimizer.step(0, self.transfer.bad)
 
     def prepare(self) -> None:
-        """Make what the first steps make, capture on CUDA, and go back to the start."""
-        parameters = list(self.optimizer.parameters.values())  # the leaves lie in the same memory
+        """Create lazily allocated state, capture on CUDA, and reset to the initial state."""
+        parameters = list(self.optimizer.parameters.values())  # share memory with the leaves
         start = [parameter.detach().clone() for parameter in parameters]
         if self.transfer.device.type == "cuda":
             self._capture()
@@ -82,7 +83,7 @@ class StaticStep:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warm-up steps of a capturable optimizer are not captured
+            warnings.simplefilter("ignore")  # warm-up steps of a capturable optimizer are not captured
             for _ in range(WARM_UP):
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
@@ -92,7 +93,7 @@ class StaticStep:
         torch.cuda.synchronize()
 
     def run(self) -> None:
-        """One step with what is in the buffers; waits for nothing."""
+        """Run one step on the present buffers, without synchronising."""
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -100,7 +101,7 @@ class StaticStep:
 
 
 def captured_faults(wanted: int, device: torch.device, seed: int, kind: type[DeviceTransfer] = DeviceTransfer) -> Found:
-    """As ``faulty_training.faulty_steps``, with such steps; a fault that does harm does not end it."""
+    """Like ``faulty_training.faulty_steps``, with captured steps; it continues after a harmful fault."""
     found = Found()
     started = time.perf_counter()
     for number, (size, samples) in enumerate(SHAPES):
@@ -119,7 +120,7 @@ def _faults_of_shape(
     kind: type[DeviceTransfer],
     found: Found,
 ) -> None:
-    """Before each step of the run without faults the same batch with one, and another batch queued behind it."""
+    """Before each step of the fault-free run, run the same batch with a fault, and another batch queued after it."""
     first = inputs_of(seed, 0, size, samples)
     clean, step = (StaticStep(of(device, pin=device.type == "cuda"), first) for of in (DeviceTransfer, kind))
     bus, sound = FaultyBus(), FaultyBus()
@@ -135,9 +136,9 @@ def _faults_of_shape(
         following = inputs_of(seed, number, size, samples)
         bus.begin(following, None)
         step.fill(following, bus)
-        step.run()  # this one too must not move anything: the verdict stays set
+        step.run()  # must not change anything either: the verdict stays set
         _record(found, fault, bool(step.transfer.bad), torch.equal(state_of(step.optimizer), state_of(clean.optimizer)))
-        with torch.no_grad():  # where they were moved
+        with torch.no_grad():  # restore them if they changed
             for tensor, value in zip(live_tensors(step), live_tensors(clean), strict=True):
                 tensor.copy_(value)
         step.transfer.clear()
@@ -151,7 +152,7 @@ def _faults_of_shape(
 
 
 def _record(found: Found, fault: Fault, bad: bool, held: bool) -> None:
-    """What came of a fault: the verdict, and whether parameters and moments were held."""
+    """Record the verdict of a fault, and whether parameters and moments were held."""
     name = (fault.kind, fault.target)
     found.compared += 1
     if not fault.changed:
@@ -162,12 +163,12 @@ def _record(found: Found, fault: Fault, bad: bool, held: bool) -> None:
 
 
 def live_tensors(step: StaticStep) -> list[Tensor]:
-    """All that a step changes."""
+    """Return all tensors that a step changes."""
     return [*step.optimizer.parameters.values(), *step.optimizer.state().values()]
 
 
 def inputs_of(seed: int, number: int, size: tuple[int, int], samples: int) -> dict[str, Tensor]:
-    """A batch and its draws."""
+    """Return a batch and its draws."""
     batch = make_batch(seed, number, size, samples)
     draws = Mixture().draw(batch, [seed_for(seed, number, row) for row in range(samples)]).tensors
     tensors = {**batch, **draws}

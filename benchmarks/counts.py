@@ -1,10 +1,10 @@
-"""Counts of a training step that no machine changes, beside those that are recorded: what made a step dearer is seen.
+"""Machine-independent counts of a training step, compared with recorded ones to find regressions.
 
 usage: python benchmarks/counts.py [--write]
 
-The tiny model that ships with the package, with random weights, on the CPU: a few seconds. ``--write`` records what is
-counted now in ``benchmarks/counts.json``; a test compares with that file. What each count is,
-``benchmarks.training_step.op_counts.Counts`` says.
+The tiny model that ships with the package, with random weights, on the CPU: a few seconds. ``--write`` records the
+present counts in ``benchmarks/counts.json``; a test compares with that file.
+``benchmarks.training_step.op_counts.Counts`` defines each count.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
 }
 EXACT = ("flops", "door_bytes")
-"""What follows from the recipe alone: less of it is as wrong as more."""
+"""Counts that follow from the recipe alone: fewer is as wrong as more."""
 WARM_UP = 1
 
 Counted = Mapping[str, Mapping[str, int]]
 
 
 def counted(folder: Path) -> dict[str, dict[str, int]]:
-    """The counts of every case. ``folder``: empty, for runs and caches."""
+    """Return the counts of every case. ``folder``: empty, for runs and caches."""
     found = {}
     for number, (case, changes) in enumerate(CASES.items()):
         place = folder / str(number)
@@ -58,12 +58,12 @@ def counted(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that decide how many operators a step has."""
+    """Return the versions of the libraries that determine the number of operators per step."""
     return {name: version(name).partition("+")[0] for name in LIBRARIES}
 
 
 def compared(recorded: Counted, found: Counted) -> tuple[list[str], list[str]]:
-    """(what is worse than recorded or should be the same, what is better), each as a line."""
+    """Return (lines on counts that are worse or must be equal and are not, lines on counts that are better)."""
     worse, better = [], []
     for case in sorted(recorded.keys() | found.keys()):
         before, now = recorded.get(case, {}), found.get(case, {})
@@ -82,7 +82,7 @@ def _shown(value: int | None) -> str:
 
 
 def main() -> int:
-    """Count, compare, and record where asked to."""
+    """Count, compare, and record if asked to."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="record what is counted now")
     write = parser.parse_args().write

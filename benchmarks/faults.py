@@ -1,4 +1,4 @@
-"""Faults of a copy, put in on purpose: what they do to the bytes, and a bus that makes one in each batch."""
+"""Injected copy faults: their effects on bytes, and a bus that makes one in each batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from lora_rocm.device.transfer import copy_to_device
 
 TARGETS = ("data", "expected", "both")
-"""What a fault meets: a tensor of the batch, the fingerprints that travel with it, or both in the same way."""
+"""Target of a fault: a tensor of the batch, the fingerprints sent with it, or both in the same way."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a fault can draw on.
+    """Data that a fault can use.
 
     Attributes:
-        before: bytes that lay there before, as many as the tensor has.
+        before: earlier bytes at the destination, as many as the tensor has.
         other: bytes of another tensor, as many.
         item: bytes of an element. row: bytes of a row, along the last dimension.
-        samples: B. pair: two of them, the same where there is only one.
-        turn: counts the faults, so that each bit position has its turn.
+        samples: B. pair: two of them, equal if there is only one.
+        turn: number of the fault, which selects the bit position.
     """
 
     before: Tensor
@@ -42,7 +42,7 @@ def _elements(raw: Tensor, scene: Scene) -> int:
 
 
 def all_zeros(raw: Tensor, scene: Scene) -> Tensor:
-    """Nothing arrives."""
+    """Nothing arrives: all bytes are zero."""
     return torch.zeros_like(raw)
 
 
@@ -53,31 +53,31 @@ def zero_tail(raw: Tensor, scene: Scene) -> Tensor:
 
 
 def zero_block(raw: Tensor, scene: Scene) -> Tensor:
-    """A quarter of the bytes, somewhere, is zero."""
+    """A quarter of the bytes, at a random position, is zero."""
     begin = scene.rng.randrange(raw.numel())
     raw[begin : begin + max(scene.item, raw.numel() // 4)] = 0
     return raw
 
 
 def stale(raw: Tensor, scene: Scene) -> Tensor:
-    """The copy does not happen: what lay there before stays."""
+    """The copy does not happen: the destination keeps its earlier bytes."""
     return scene.before
 
 
 def half_written(raw: Tensor, scene: Scene) -> Tensor:
-    """The copy ends in the middle: the rest is what lay there before."""
+    """The copy ends in the middle: the rest of the destination keeps its earlier bytes."""
     half = raw.numel() // 2
     raw[half:] = scene.before[half:]
     return raw
 
 
 def shifted_rows(raw: Tensor, scene: Scene) -> Tensor:
-    """Everything lies a row further."""
+    """All bytes arrive one row further."""
     return raw.roll(scene.row if scene.row < raw.numel() else scene.item)
 
 
 def swapped_samples(raw: Tensor, scene: Scene) -> Tensor:
-    """Two samples of the batch have changed places."""
+    """Two samples of the batch are swapped."""
     rows_BN = raw.view(scene.samples, -1)
     one, two = scene.pair
     rows_BN[[one, two]] = rows_BN[[two, one]]
@@ -85,26 +85,26 @@ def swapped_samples(raw: Tensor, scene: Scene) -> Tensor:
 
 
 def swapped_tensors(raw: Tensor, scene: Scene) -> Tensor:
-    """Another tensor of the send arrives in this one's place."""
+    """Another tensor of the send arrives instead of this one."""
     return scene.other
 
 
 def one_bit(raw: Tensor, scene: Scene) -> Tensor:
-    """A single bit is flipped; each position of an element has its turn."""
+    """A single bit is flipped; faults cycle through the bit positions of an element."""
     bit = scene.turn % (8 * scene.item)
     raw[scene.rng.randrange(_elements(raw, scene)) * scene.item + bit // 8] ^= 1 << bit % 8
     return raw
 
 
 def one_nan(raw: Tensor, scene: Scene) -> Tensor:
-    """All bits of an element set: NaN in every float format, -1 in an integer."""
+    """All bits of an element are set: NaN in every float format, -1 in an integer."""
     begin = scene.rng.randrange(_elements(raw, scene)) * scene.item
     raw[begin : begin + scene.item] = 0xFF
     return raw
 
 
 def byte_swapped(raw: Tensor, scene: Scene) -> Tensor:
-    """The bytes of each element lie in the other order."""
+    """The bytes of each element are reversed."""
     width = max(2, scene.item)
     whole = raw.numel() // width * width
     raw[:whole] = raw[:whole].view(-1, width).flip(1).reshape(-1)
@@ -112,7 +112,7 @@ def byte_swapped(raw: Tensor, scene: Scene) -> Tensor:
 
 
 def duplicated_tile(raw: Tensor, scene: Scene) -> Tensor:
-    """A tile that lies twice in the result, on top of what should be there."""
+    """A tile is duplicated over another place."""
     size = max(1, _elements(raw, scene) // 8) * scene.item
     places = range(0, raw.numel() - size + 1, scene.item)
     source, target = scene.rng.choice(places), scene.rng.choice(places)
@@ -140,32 +140,32 @@ KINDS: dict[str, Callable[[Tensor, Scene], Tensor]] = {
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of a CPU tensor's bytes: uint8 [N]."""
+    """Return a copy of a CPU tensor's bytes: uint8 [N]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).clone()
 
 
 def fitted(raw: Tensor, size: int) -> Tensor:
-    """As many bytes as asked for: cut, or repeated."""
+    """Return exactly ``size`` bytes, by cutting or repeating."""
     return raw.repeat(-(-size // raw.numel()))[:size].clone()
 
 
 def spoil(tensor: Tensor, kind: str, scene: Scene) -> Tensor:
-    """A changed copy of a CPU tensor (or one that is equal, where the fault changes nothing)."""
+    """Return a changed copy of a CPU tensor (an equal one if the fault changes nothing)."""
     return KINDS[kind](bytes_of(tensor), scene).view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass
 class Fault:
-    """One fault: of a kind, met by ``target``; tensor ``first`` of a send is spoilt (and ``second``, where two are)."""
+    """One fault of a kind on ``target``; it spoils tensor ``first`` of a send (and ``second``, if it needs two)."""
 
-    turn: int  # counts the faults of its kind
+    turn: int  # number among the faults of its kind
     kind: str
     target: str
     first: int
     second: int
     pair: tuple[int, int]
     rng: random.Random
-    changed: bool = False  # whether anything arrived otherwise than it was sent
+    changed: bool = False  # whether any received byte differs from the sent one
 
     @classmethod
     def drawn(
@@ -176,7 +176,7 @@ class Fault:
         kinds: Sequence[str] = tuple(KINDS),
         targets: Sequence[str] = TARGETS,
     ) -> Fault:
-        """A function of the two numbers, of the shapes, and of what there is to choose from."""
+        """Draw a fault, as a function of the two numbers, the shapes, and the choices."""
         rng = random.Random(f"{seed} {number}")
         values = list(tensors.values())
         kind, target = kinds[number % len(kinds)], rng.choice(targets)
@@ -195,24 +195,24 @@ class Fault:
 
 
 class FaultyBus:
-    """A copy for ``DeviceTransfer`` that puts ``fault`` into a send; ``begin`` is called before each."""
+    """A copy function for ``DeviceTransfer`` that injects ``fault`` into a send; call ``begin`` before each send."""
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self._tensors: list[Tensor] = []
         self._names: list[str] = []
         self._copied = 0
-        self._memory: dict[str, Tensor] = {}  # what lay in the place of each before
+        self._memory: dict[str, Tensor] = {}  # earlier bytes at each destination
 
     def begin(self, tensors: Mapping[str, Tensor], fault: Fault | None) -> None:
-        """The next copies are these tensors, in order, and then their expected fingerprints."""
+        """Announce the next copies: these tensors, in order, and then their expected fingerprints."""
         self._names, self._tensors, self._copied, self.fault = list(tensors), list(tensors.values()), 0, fault
 
     def __call__(self, tensor: Tensor, device: torch.device, method: str) -> Tensor:
         return copy_to_device(self.spoilt(tensor), device, method)
 
     def spoilt(self, tensor: Tensor) -> Tensor:
-        """What arrives in place of the next tensor of the send."""
+        """Return the bytes that arrive instead of the next tensor of the send."""
         place = self._copied
         self._copied += 1
         is_data = place < len(self._tensors)
@@ -236,7 +236,7 @@ class FaultyBus:
         return spoil(tensor, fault.kind, fault.scene(tensor, before, bytes_of(other), fault.pair))
 
     def _expected(self, expected_KB: Tensor, before: Tensor) -> Tensor:
-        """Samples and tensors are exchanged as those of the data are: the meanest case is that both go together."""
+        """Spoil the fingerprints. Swaps match those of the data, which is the hardest case to detect."""
         fault = self.fault
         assert fault is not None
         if fault.target == "data":

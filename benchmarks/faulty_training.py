@@ -1,7 +1,7 @@
-"""Training on batches of realistic tensors, each of which meets a fault on its way to the device.
+"""Training on batches of realistic tensors, each with a fault in its transfer to the device.
 
-The loop, the transfer check and the gated optimizer are the product's; after each event parameters and moments are
-compared, bit by bit, with those of a trainer that met no fault.
+The loop, the transfer check and the gated optimizer are the product's. After each event parameters and moments are
+compared bit by bit with those of a fault-free trainer.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import Position, Trainer
 
 SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
-SHARES = (50, 25, 15, 7, 3)  # how often each, of 100
+SHARES = (50, 25, 15, 7, 3)  # frequency of each size, in percent
 NAMES = (
     "latent_mean", "latent_std", "prompt_embeds", "pooled_embeds", "input_ids", "time_ids", "mask", "weight",
     "timesteps", "posterior", "noise",
 )  # fmt: skip
-FEATURES = 3  # numbers that a tensor of a sample gives the model
-CHUNK = 250  # updates between two steps of the trainer without faults
+FEATURES = 3  # features per tensor of a sample
+CHUNK = 250  # updates per turn of the fault-free trainer
 
 
 def make_batch(seed: int, iteration: int, size: tuple[int, int] | None = None, samples: int = 0) -> dict[str, Tensor]:
-    """CPU tensors as caches and families make them: mixed dtypes and sizes, odd numbers of bytes, some all zero."""
+    """Return CPU tensors like those of caches and families: mixed dtypes and sizes, odd byte counts, some all zero."""
     rng = random.Random(f"{seed} {iteration}")
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     height, width = size or rng.choices(SIZES, SHARES)[0]
@@ -70,19 +70,19 @@ def make_batch(seed: int, iteration: int, size: tuple[int, int] | None = None, s
         tensors["input_ids"] = whole(49408, 77)
         tensors["mask"] = whole(2, 1, 7, 9, dtype=torch.uint8)
     if size is None and rng.random() < 0.1 and "prompt_embeds" in tensors:
-        tensors["prompt_embeds"] = torch.zeros_like(tensors["prompt_embeds"])  # of the empty caption, say
+        tensors["prompt_embeds"] = torch.zeros_like(tensors["prompt_embeds"])  # as for the empty caption
     return tensors
 
 
 @lru_cache
 def basis(count: int, device: torch.device) -> Tensor:
-    """[count, FEATURES]: so that it matters where in a tensor a number lies."""
+    """Return weights [count, FEATURES] that make the result depend on the position of each number in a tensor."""
     places = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
     return (torch.sin(places * torch.tensor([1.0, 0.37, 0.011])) / count**0.5).to(device, torch.float32)
 
 
 class Mixture:
-    """A family in miniature, and its objective: predicts the noise's features from all else in the batch."""
+    """A miniature family and its objective: predicts the noise's features from all other tensors of the batch."""
 
     @property
     def objective(self) -> Mixture:
@@ -109,7 +109,10 @@ class Mixture:
 
 
 class WatchedTransfer(DeviceTransfer):
-    """Tells the bus what is sent, and begins the ladder anew each time: a run of faults must not use it up."""
+    """Reports each send to the bus, and resets the escalation ladder after each failure.
+
+    Otherwise a series of faults would exhaust the ladder.
+    """
 
     before_send: Callable[[Mapping[str, Tensor]], None] = staticmethod(lambda tensors: None)
 
@@ -125,14 +128,14 @@ class WatchedTransfer(DeviceTransfer):
 
 
 class UncheckedTransfer(WatchedTransfer):
-    """The same without the check: what the faults would do."""
+    """The same without the check, to show the effect of the faults."""
 
     def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
         pass
 
 
 def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Module, GatedOptimizer]:
-    """A small model, the same each time, and the product's optimizer for it."""
+    """Return a small model, always the same, and the product's optimizer for it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES * (len(NAMES) - 1), 8), nn.Tanh(), nn.Linear(8, FEATURES)).to(device)
     parameters = dict(net.named_parameters())
@@ -142,13 +145,13 @@ def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Mo
 
 
 def state_of(optimizer: GatedOptimizer) -> Tensor:
-    """All that a step changes, as bytes on the CPU: parameters, average, moments, step counts."""
+    """Return all tensors that a step changes, as bytes on the CPU: parameters, average, moments, step counts."""
     tensors = [*optimizer.parameters.values(), *optimizer.ema.values(), *optimizer.state().values()]
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).cpu().view(torch.int32)
 
 
 class Run:
-    """A trainer on such batches; with a bus that makes faults, or without."""
+    """A trainer on such batches, with or without a faulty bus."""
 
     def __init__(self, device: torch.device, seed: int, kind: type[WatchedTransfer], bus: FaultyBus | None) -> None:
         self.seed, self.bus, self.iteration = seed, bus, 0
@@ -197,18 +200,18 @@ class Run:
 
 @dataclass
 class Found:
-    """What came of the faults: counts by (kind, target)."""
+    """Outcomes of the faults, counted by (kind, target)."""
 
     caught: Counter[tuple[str, str]] = field(default_factory=Counter)
     reached: Counter[tuple[str, str]] = field(default_factory=Counter)
-    unchanged: Counter[tuple[str, str]] = field(default_factory=Counter)  # faults that changed nothing, so none
-    compared: int = 0  # states found to be those of the run without faults
-    differing: list[int] = field(default_factory=list)  # updates after which they were not
+    unchanged: Counter[tuple[str, str]] = field(default_factory=Counter)  # faults that changed nothing, so no faults
+    compared: int = 0  # states compared with those of the fault-free run
+    differing: list[int] = field(default_factory=list)  # updates after which the states differed
     false_alarms: int = 0
     seconds: float = 0.0
 
     def add(self, other: Found) -> None:
-        """Count another series with this one."""
+        """Add the counts of another series."""
         for name in COUNTS:
             getattr(self, name).update(getattr(other, name))
         self.compared += other.compared
@@ -225,7 +228,7 @@ COUNTS = ("caught", "reached", "unchanged")
 
 
 class Judge:
-    """Reads the events of a run with faults, and compares its state after each with that of a run without."""
+    """Reads the events of a run with faults, and compares its state after each with that of a fault-free run."""
 
     def __init__(
         self, run: Run, bus: FaultyBus, clean_states: dict[int, Tensor], found: Found, choice: Mapping[str, Any]
@@ -237,7 +240,7 @@ class Judge:
         run.transfer.before_send = self.before_send  # type: ignore[method-assign]
 
     def before_send(self, tensors: Mapping[str, Tensor]) -> None:
-        """A fault for each batch, until it was refused because of it."""
+        """Draw a fault for each batch; send it without the fault after it was refused."""
         iteration = self.run.iteration
         if iteration != self.refused:
             self.drawn[iteration] = Fault.drawn(iteration, self.run.seed, tensors, **self.choice)
@@ -257,7 +260,7 @@ class Judge:
             else:
                 self.found.false_alarms += 1
             self.refused = iteration
-        elif iteration != self.refused:  # a step on what came the first time
+        elif iteration != self.refused:  # a step on the first transfer
             (self.found.reached if fault.changed else self.found.unchanged)[name] += 1
         if event_type == "step":
             self.drawn.pop(iteration)
@@ -266,14 +269,14 @@ class Judge:
 def faulty_steps(
     wanted: int, device: torch.device, seed: int, kind: type[WatchedTransfer] = WatchedTransfer, **choice: Any
 ) -> Found:
-    """Train until so many faults were met, or one did harm.
+    """Train until ``wanted`` faults have occurred, or one did harm.
 
     Args:
-        wanted: faults.
-        device: to train on.
-        seed: of batches and faults.
-        kind: the transfer of the run that meets them.
-        choice: ``kinds`` and ``targets`` of the faults, where not all.
+        wanted: number of faults.
+        device: device to train on.
+        seed: seed of batches and faults.
+        kind: transfer class of the run with faults.
+        choice: ``kinds`` and ``targets`` of the faults, unless all.
     """
     found, states = Found(), dict[int, Tensor]()
     clean, bus = Run(device, seed, WatchedTransfer, None), FaultyBus()

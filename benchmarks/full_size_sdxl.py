@@ -2,9 +2,9 @@
 
 usage: python benchmarks/full_size_sdxl.py ROOT [--steps 100] [--batches 1,4] [--toy] [--json FILE]
 
-Makes a random SDXL from the published configs (no download; 7 GB under ROOT) and 16 images, then runs
-``lora-rocm train`` from images to exported file for each batch size and reads the figures from its events.
-``--toy`` rehearses on the CPU with the builtin model.
+Makes a random SDXL from the published configs (no download; 7 GB under ROOT) and 16 images. Then runs ``lora-rocm
+train`` from images to exported file for each batch size, and reads the figures from its events. ``--toy`` rehearses on
+the CPU with the builtin model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP_STEPS = 10
 
 
 def make_images(folder: Path, side_px: int) -> None:
-    """Blurred noise in three shapes, so that there are several buckets."""
+    """Write blurred noise in three shapes, so that there are several buckets."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
     for number in range(IMAGES):
@@ -44,7 +44,7 @@ def make_images(folder: Path, side_px: int) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Random fp16 weights in SDXL's published shape; tokenizers are the builtin model's."""
+    """Write random fp16 weights with SDXL's published structure; tokenizers are the builtin model's."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -65,7 +65,7 @@ def make_model(folder: Path) -> None:
 
 
 def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> dict[str, Any]:
-    """One run of the command; figures of the steps after the warm-up."""
+    """Run the command once; return figures of the steps after the warm-up."""
     run_dir = root / f"run-b{batch_size}"
     shutil.rmtree(run_dir, ignore_errors=True)
     recipe = root / "bench.yaml"
@@ -77,10 +77,12 @@ def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> di
         f"cache: {{dir: '{root / 'cache'}'}}\noutput: {{save_every_n_steps: {steps}}}\n",
         encoding="utf-8",
     )
+    # run the command
     command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir)]
     started = time.perf_counter()
     subprocess.run(command, check=True)
     wall_s = time.perf_counter() - started
+    # read the figures from its events
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     measured = [event for event in events if event["type"] == "step"][WARM_UP_STEPS:]
     total_s = sum(event["step_s"] for event in measured)
@@ -108,7 +110,7 @@ def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> di
 
 
 def main() -> None:
-    """Make what is needed, run, print."""
+    """Make the inputs, run, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--steps", type=int, default=100)

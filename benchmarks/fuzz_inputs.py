@@ -1,4 +1,4 @@
-"""Targets of the fuzz that are what users give: recipes, images, captions, weights, LoRAs, and cache entries."""
+"""Fuzz targets for user input: recipes, images, captions, weights, LoRAs, and cache entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEERING = ("\x1b", "\x07", "\0", "\x9b", "\r")
 
 
 class Refused(Exception):
-    """The file was found to be unusable, in words."""
+    """The file is unusable; the message says why."""
 
 
 @cache
@@ -44,17 +44,17 @@ def _recipes() -> tuple[str, ...]:
 
 
 def recipe_text(rng: random.Random) -> bytes:
-    """A shipped recipe with damaged lines."""
+    """Return a shipped recipe with damaged lines."""
     return damaged_text(rng, rng.choice(_recipes())).encode("utf-8", "surrogatepass")
 
 
 def recipe_bytes(rng: random.Random) -> bytes:
-    """A shipped recipe with damaged bytes."""
+    """Return a shipped recipe with damaged bytes."""
     return damaged(rng, rng.choice(_recipes()).encode("utf-8"))
 
 
 def recipe_tree(rng: random.Random) -> bytes:
-    """A recipe as JSON (which is YAML) with changed values."""
+    """Return a recipe as JSON (which is YAML) with changed values."""
     tree = {
         "model": {"family": "sdxl", "name_or_path": "builtin:tiny-sdxl"},
         "data": {"sources": [{"path": "pics", "repeats": 2}, {"dataset": "a/b"}], "resolution": 64},
@@ -67,7 +67,7 @@ def recipe_tree(rng: random.Random) -> bytes:
 
 
 def read_recipe(path: Path) -> None:
-    """Read and validate."""
+    """Read and validate a recipe."""
     load_recipe(path)
 
 
@@ -85,19 +85,19 @@ def _images() -> tuple[bytes, ...]:
             more: dict[str, Any] = {"exif": exif} if kind in ("PNG", "JPEG", "WEBP", "TIFF", "AVIF") else {}
             if kind in ("GIF", "WEBP", "PNG", "TIFF", "MPO"):
                 more |= {"save_all": True, "append_images": [image, image]}
-            with contextlib.suppress(OSError, ValueError, KeyError):  # not every format has every mode
+            with contextlib.suppress(OSError, ValueError, KeyError):  # not every format supports every mode
                 image.save(content, kind, **more)
                 found.append(content.getvalue())
     return tuple(found)
 
 
 def image(rng: random.Random) -> bytes:
-    """A damaged image of some format."""
+    """Return a damaged image of a random format."""
     return damaged(rng, rng.choice(_images()), _images())
 
 
 def read_image(path: Path) -> None:
-    """Size from the header, and the pixels where they are few."""
+    """Read the size from the header, and the pixels unless there are too many."""
     from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
 
     try:
@@ -109,12 +109,12 @@ def read_image(path: Path) -> None:
 
 
 def caption(rng: random.Random) -> bytes:
-    """A damaged caption file."""
+    """Return a damaged caption file."""
     return damaged(rng, rng.choice(("zibu, a red cat, b", "🐱, ü, \u200d", "a, " * 40)).encode("utf-8"))
 
 
 def read_caption(path: Path) -> None:
-    """Text, and its shuffled variants."""
+    """Read a caption, and make its shuffled variants."""
     from lora_rocm.dataset.captions import variants
     from lora_rocm.dataset.folders import read_caption
     from lora_rocm.recipe.schema import SourceOptions
@@ -144,7 +144,7 @@ def _weights() -> bytes:
 
 
 def rewritten(rng: random.Random, content: bytes) -> bytes:
-    """A safetensors file: bytes damaged, or its header changed as JSON and its length kept true."""
+    """Return a safetensors file with damaged bytes, or with its header changed as JSON (mostly with correct length)."""
     if rng.random() < 0.3:
         return damaged(rng, content)
     length = int.from_bytes(content[:8], "little")
@@ -155,12 +155,12 @@ def rewritten(rng: random.Random, content: bytes) -> bytes:
 
 
 def weight_file(rng: random.Random) -> bytes:
-    """A weight file whose header lies."""
+    """Return a weight file with a wrong header."""
     return rewritten(rng, _weights())
 
 
 def read_weights(path: Path) -> None:
-    """Header, tensors, digest."""
+    """Read header, tensors and digest."""
     from lora_rocm.base_models.safetensors_file import digest, read_header, read_tensors
 
     header = read_header(path)
@@ -186,7 +186,7 @@ def _entry() -> bytes:
 
 
 def cache_entry(rng: random.Random) -> bytes:
-    """A cache entry that is damaged, inside its metadata too."""
+    """Return a damaged cache entry; the damage may be inside its metadata."""
     if rng.random() < 0.4:
         content = _entry()
         length = int.from_bytes(content[:8], "little")
@@ -199,7 +199,7 @@ def cache_entry(rng: random.Random) -> bytes:
 
 
 def read_entry(path: Path) -> None:
-    """As ``cache verify`` does."""
+    """Read an entry as ``cache verify`` does."""
     from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, check_place, read_entry
 
     try:
@@ -212,7 +212,7 @@ def read_entry(path: Path) -> None:
 
 @cache
 def model() -> Any:
-    """(family, components) of the tiny model, as skeletons: shapes without weights."""
+    """Return (family, components) of the tiny model, as skeletons: shapes without weights."""
     from lora_rocm.families.base import family_for
 
     family = family_for(load_recipe("demo.yaml").recipe)
@@ -244,7 +244,7 @@ def _lora() -> dict[str, bytes]:
 
 
 def lora_file(rng: random.Random) -> bytes:
-    """A LoRA in three forms, damaged."""
+    """Return a damaged LoRA in one of three formats."""
     content = rng.choice(tuple(_lora().values()))
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -255,7 +255,7 @@ def lora_file(rng: random.Random) -> bytes:
         )
         raw = json.dumps(header).encode("ascii")
         return len(raw).to_bytes(8, "little") + raw + content[8 + length :]
-    if rng.random() < 0.4:  # other names, sound otherwise
+    if rng.random() < 0.4:  # other names, otherwise sound
         names = [name for name in header if name != "__metadata__"]
         name = rng.choice(names)
         parts = name.split(".")
@@ -269,7 +269,7 @@ def lora_file(rng: random.Random) -> bytes:
 
 
 def read_lora(path: Path) -> None:
-    """Read it for the tiny model."""
+    """Read a LoRA for the tiny model."""
     from lora_rocm.adapters.lora_reader import components_of, read_lora
 
     family, components = model()
@@ -280,7 +280,7 @@ def read_lora(path: Path) -> None:
 
 @cache
 def _saved() -> dict[str, bytes]:
-    """The files of a dataset that ``save_to_disk`` wrote."""
+    """Return the files of a dataset written by ``save_to_disk``."""
     import tempfile
 
     import datasets
@@ -294,7 +294,7 @@ def _saved() -> dict[str, bytes]:
 
 
 def dataset(rng: random.Random) -> bytes:
-    """One damaged file of a dataset; its name comes first."""
+    """Return one damaged file of a dataset, preceded by its name."""
     files = _saved()
     name = rng.choice(tuple(files))
     if name.endswith(".json"):
@@ -303,7 +303,7 @@ def dataset(rng: random.Random) -> bytes:
 
 
 def read_dataset(path: Path) -> None:
-    """Every caption, and where every image is."""
+    """Read every caption, and the location of every image."""
     from lora_rocm.dataset import hf_datasets as rows
     from lora_rocm.recipe.schema import DataSection, DataSource
 

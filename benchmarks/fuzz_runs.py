@@ -1,4 +1,4 @@
-"""Targets of the fuzz that are files of a run or of this program: checkpoints, event logs, reports, facts, configs."""
+"""Fuzz targets for files of a run or of this program: checkpoints, event logs, reports, facts, configs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.fuzz_inputs import STEERING, Refused, model
 from benchmarks.mutations import changed, json_bytes
 
 SCRATCH: list[str] = []
-"""The folder in which what is damaged is made."""
+"""Folder of the sound files that are to be damaged."""
 BAIT = "bait.safetensors"
-DEVICE = "/dev/null"  # as /dev/zero is one, but it has an end where it is read after all
+DEVICE = "/dev/null"  # a device like /dev/zero, but with an end in case it is read
 NAMES = (
     f"optimizer.safetensors/../../sound/{BAIT}",
     "state.json",
@@ -29,7 +29,7 @@ NAMES = (
     "\\\\host\\share\\x",
     "a\0b",
 )
-"""Files that a state may name though they are none of the checkpoint."""
+"""File names that a state may contain although they are not the checkpoint's."""
 
 
 @cache
@@ -43,7 +43,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
     run_dir = RunDir(folder).create()
-    run_dir.recipe.write_text("{}", encoding="utf-8")  # without one it is no run
+    run_dir.recipe.write_text("{}", encoding="utf-8")  # without a recipe it is no run
     path = checkpoint.save_checkpoint(run_dir, position, parts, {"threads": 1})
     (folder / BAIT).write_bytes((path / checkpoint.FILE_OF["adapter"]).read_bytes())
     return json.loads((path / checkpoint.STATE_FILE).read_bytes()), {
@@ -52,7 +52,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def checkpoint_state(rng: random.Random) -> bytes:
-    """A state whose seal is right again, so that what is behind it is reached."""
+    """Return a damaged state, mostly with a correct seal, so that the checks after the seal are reached."""
     from lora_rocm.train import checkpoint
 
     found, _ = _checkpoint(Path(SCRATCH[0]))
@@ -66,7 +66,7 @@ def checkpoint_state(rng: random.Random) -> bytes:
 
 
 def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
-    """One name more, or in place of another; of what can be read with the right checksum: the name alone is wrong."""
+    """Add or replace one file name; for readable files the checksum is right, so only the name is wrong."""
     replaced = rng.choice((None, *checksums))
     kept = {name: checksum for name, checksum in checksums.items() if name != replaced}
     right = {f"../sound/{BAIT}": checksums["adapter.safetensors"], DEVICE: hashlib.sha256(b"").hexdigest()}
@@ -75,7 +75,7 @@ def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
 
 
 def read_checkpoint(path: Path) -> None:
-    """As a resume does."""
+    """Read a checkpoint as a resume does."""
     from lora_rocm.train import checkpoint
 
     for name, content in _checkpoint(Path(SCRATCH[0]))[1].items():
@@ -99,7 +99,7 @@ def _events() -> tuple[bytes, ...]:
 
 
 def event_log(rng: random.Random) -> bytes:
-    """A run's events, some of them changed."""
+    """Return a run's events, some of them changed."""
     lines = list(_events())
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(lines))
@@ -110,7 +110,7 @@ def event_log(rng: random.Random) -> bytes:
 
 
 def read_events(path: Path) -> None:
-    """As progress and status do."""
+    """Read events as progress and status do."""
     from lora_rocm.commands.status import status, status_text
     from lora_rocm.report.progress_bar import LineView, ProgressDisplay
     from lora_rocm.rundir.events import read_events
@@ -125,7 +125,7 @@ def read_events(path: Path) -> None:
 
 
 def result(rng: random.Random) -> bytes:
-    """What a run's JSON files hold, changed."""
+    """Return changed contents of a run's JSON files."""
     value = {
         "updates": 40,
         "exports": [{"format": "kohya", "path": "x", "max_difference": 1e-6, "cannot_read": ["a"]}],
@@ -138,7 +138,7 @@ def result(rng: random.Random) -> bytes:
 
 
 def read_report(path: Path) -> None:
-    """The report of a run whose files are such."""
+    """Write the report of a run with these files."""
     from lora_rocm.report.report import write_report
     from lora_rocm.rundir.layout import RunDir
 
@@ -153,13 +153,13 @@ def read_report(path: Path) -> None:
 
 
 def facts(rng: random.Random) -> bytes:
-    """A recorded machine, changed."""
+    """Return the changed facts of a recorded machine."""
     files = sorted((Path(__file__).resolve().parents[1] / "tests" / "hosts").glob("*.json"))
     return json_bytes(rng, changed(rng, json.loads(rng.choice(files).read_bytes())))
 
 
 def read_facts(path: Path) -> None:
-    """Load, show, plan."""
+    """Load facts, show them, and plan."""
     from lora_rocm.commands.env import json_text, plan_text
     from lora_rocm.hardware.facts import load_facts
 
@@ -170,7 +170,7 @@ def read_facts(path: Path) -> None:
 
 
 def own_json(rng: random.Random) -> bytes:
-    """What this program remembers, changed."""
+    """Return changed contents of this program's own JSON files."""
     from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 
     stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
@@ -181,7 +181,7 @@ def own_json(rng: random.Random) -> bytes:
 
 
 def read_own_json(path: Path) -> None:
-    """Each reader of such files."""
+    """Call each reader of such files."""
     from lora_rocm.hardware.probe.tool_cache import MEMORY_FILE, recalled
     from lora_rocm.hardware.selftest_result import Stack, path_of, stored
     from lora_rocm.hardware.settings import VARIABLE, settings_from
@@ -208,14 +208,14 @@ def _configs() -> dict[str, Any]:
 
 
 def config(rng: random.Random) -> bytes:
-    """A config of a model, changed."""
+    """Return a changed model config."""
     name = rng.choice(tuple(_configs()))
     more = {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True} if rng.random() < 0.2 else {}
     return name.encode() + b"\n" + json_bytes(rng, changed(rng, {**_configs()[name], **more}))
 
 
 def read_config(path: Path) -> None:
-    """As the check of a base model does."""
+    """Read a config as the check of a base model does."""
     from lora_rocm.base_models.loading import Source, builtin_folder
     from lora_rocm.families.ldm import detect
     from lora_rocm.families.sdxl.detect import EXPECTED

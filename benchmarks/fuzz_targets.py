@@ -1,7 +1,7 @@
-"""What is fuzzed: for each reader of files a way to make a damaged file and a way to read it.
+"""Fuzz targets: for each reader of files, a function that makes a damaged file and a function that reads it.
 
-A case is a function of its generator. What a reader may raise is a ``LoraRocmError``, or the one exception of its
-module that says "this file cannot be used"; everything else is a finding.
+A case is a function of its generator. A reader may raise a ``LoraRocmError``, or the one exception of its module that
+means "this file cannot be used"; everything else is a finding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lora_rocm.errors import LoraRocmError
 
 @dataclass(frozen=True)
 class Target:
-    """make: a damaged file. read: takes its path, and raises Refused or LoraRocmError where it is unusable."""
+    """make: returns a damaged file. read: takes its path; raises Refused or LoraRocmError if it is unusable."""
 
     name: str
     file: str
@@ -28,7 +28,7 @@ class Target:
 
 
 def _say(text: str) -> None:
-    """Text that would be shown: it must not steer a terminal."""
+    """Check that a text to be shown cannot steer a terminal."""
     from lora_rocm.foundation.terminal_text import legible
 
     text.encode("utf-8", "replace")
@@ -55,7 +55,7 @@ TARGETS = (
 
 
 def read(target: Target, content: bytes, folder: Path) -> str:
-    """Run one case: "read" or "refused". Every other exception is for the caller."""
+    """Run one case; return "read" or "refused". All other exceptions propagate to the caller."""
     fuzz_runs.SCRATCH[:] = [str(folder / "sound")]
     path = folder / target.name / target.file
     path.parent.mkdir(parents=True, exist_ok=True)

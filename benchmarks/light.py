@@ -1,4 +1,4 @@
-"""Times what a user waits for before anything is trained: the command line's help, and the check of 1,000 images.
+"""Times what a user waits for before training: the command line's help, and the check of 1,000 images.
 
     python benchmarks/light.py [--images 1000] [--json FILE]
 
@@ -27,7 +27,7 @@ train: {{max_train_steps: 100}}
 
 
 def make_images(folder: Path, count: int) -> None:
-    """``count`` distinct JPEG files of camera sizes, each with a caption."""
+    """Write ``count`` distinct JPEG files of camera sizes, each with a caption."""
     for number in range(count):
         image = Image.new("RGB", SIZES[number % len(SIZES)], (number % 256, number // 256, 99))
         image.save(folder / f"{number:05d}.jpg", quality=50)
@@ -35,7 +35,7 @@ def make_images(folder: Path, count: int) -> None:
 
 
 def seconds(arguments: list[str], repeats: int) -> float:
-    """Median wall time of a command, each time in a new process.
+    """Return the median wall time of a command, each time in a new process.
 
     Raises:
         SystemExit: the command failed.
@@ -51,7 +51,7 @@ def seconds(arguments: list[str], repeats: int) -> float:
 
 
 def main() -> None:
-    """Measure, print a line each, and write them as JSON where asked."""
+    """Measure, print one line per figure, and write them as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--json", type=Path)
@@ -65,7 +65,7 @@ def main() -> None:
         measured = {
             "help_s": seconds(["--help"], 7),
             "check_recipe_s": seconds(["check", str(recipe), "--schema-only"], 5),
-            "check_first_time_s": seconds(["check", str(recipe)], 1),  # weighs the model; then remembered
+            "check_first_time_s": seconds(["check", str(recipe)], 1),  # weighs the model; cached afterwards
             f"check_{options.images}_images_s": seconds(["check", str(recipe)], 3),
         }
     for what, value in measured.items():

@@ -1,8 +1,8 @@
-"""The training child under a hard limit of the system on its memory (Linux): for tests and ``reliability.py memory``.
+"""The training worker under a hard system limit of its memory (Linux), for tests and ``reliability.py memory``.
 
 usage: SPARE_BYTES=N python -m benchmarks.limited_worker [arguments of lora_rocm.train.worker]
 
-When training begins, the process may take N bytes of addresses more than it has (RLIMIT_AS); 0: as many as it likes.
+When training begins, the process may use at most N more bytes of address space (RLIMIT_AS); 0: no limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PRECISE = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
     "OMP_NUM_THREADS": "1",
 }
-"""Variables with which the limit counts what is in use: what is free goes back to the system at once."""
+"""Variables that make freed memory return to the system at once, so that the limit counts only memory in use."""
 
 
 class Limited(Session):
-    """Sets the limit when the first step is about to begin, and lifts it after the last."""
+    """Sets the limit before the first step, and lifts it after the last."""
 
     def emit(self, event: Event) -> None:
         super().emit(event)
@@ -39,7 +39,7 @@ class Limited(Session):
 
 
 def main() -> int:
-    """The worker, under the limit."""
+    """Run the worker under the limit."""
     worker.Session = Limited  # type: ignore[misc]
     return worker.main()
 

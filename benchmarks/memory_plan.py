@@ -1,12 +1,12 @@
-"""The memory plan's estimates against measured peaks, and what SDXL costs under a limit; with random weights.
+"""Compares the memory plan's estimates with measured peaks, and measures SDXL under memory limits; random weights.
 
 usage: python benchmarks/memory_plan.py ROOT [--only limits] [--limits-gib 24,16,12,8,6] [--toy] [--json FILE]
 
-Each configuration (samples, pixels, rank, what is kept) is counted beforehand on a model without weights; then the
-product's own model, adapter, door, passes and optimizer make steps, and the allocator's peak is compared. One of the
-configurations is the probe: its measured peak corrects the estimates of all. Then allocator limits: the plan chosen
-for each, its peak and its time. ``--toy`` rehearses on the CPU with the builtin model, where the peak is what a ledger
-of all tensors says.
+Each configuration (samples, pixels, rank, memory mode) is estimated beforehand on a model without weights. Then the
+product's own model, adapter, transfer, passes and optimizer make steps, and the estimate is compared with the
+allocator's peak. The first configuration is the probe: its measured peak corrects all estimates. Then allocator limits:
+the plan chosen for each, its peak and its time. ``--toy`` rehearses on the CPU with the builtin model; the peak is then
+that of a ledger of all tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ACCEPTED = 0.10
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``share``: of the blocks are recomputed (selective), or offloaded."""
+    """One configuration. ``share``: fraction of the blocks that are recomputed (selective) or offloaded."""
 
     rows: int
     side_px: int
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases(toy: bool) -> list[Case]:
-    """The probe comes first."""
+    """Return the configurations, the probe first."""
     small, middle, large = (64, 96, 128) if toy else (512, 768, 1024)
     found = [Case(1, large, 16, "keep")]
     kept = ((1, small), (1, middle), (2, middle), (2, large), (4, large))
@@ -89,7 +89,7 @@ def cases(toy: bool) -> list[Case]:
 
 
 def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
-    """Of no images: nothing here looks at them."""
+    """Return a recipe without images, which this benchmark never reads."""
     base = "random:builtin:tiny-sdxl" if toy else "random:sdxl"
     return recipe_from(
         {
@@ -102,7 +102,7 @@ def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Re
 
 
 class Setup:
-    """A model of one rank, ready to train; plans can be put in force one after the other."""
+    """A model of one rank, ready to train; memory plans can be applied one after the other."""
 
     def __init__(self, toy: bool, root: Path, rank: int, device: torch.device) -> None:
         self.toy, self.root, self.rank, self.device = toy, root, rank, device
@@ -114,13 +114,13 @@ class Setup:
         self.load()
 
     def load(self, plan: Plan | None = None) -> None:
-        """The model anew, on the device but for what the plan leaves in main memory."""
+        """Load the model anew, on the device except for the weights that the plan offloads."""
         self.offload: Offload | None = None
         self.in_force: Plan | None = None
         self.model: LoadedModel | None = None
         self.optimizer: GatedOptimizer | None = None
         self.transfer = DeviceTransfer(self.device, pin=self.device.type == "cuda")
-        gc.collect()  # what ran out of memory may hang on its error
+        gc.collect()  # an out-of-memory error may still hold memory
         empty_pools()
         started = time.perf_counter()
         model = self.family.load(self.dtype, torch.device("cpu"))
@@ -145,7 +145,7 @@ class Setup:
         return self.counted[side_px]
 
     def put(self, plan: Plan) -> None:
-        """Put a plan in force. Weights that wait in main memory do not come back: then all is loaded anew."""
+        """Apply a plan. Offloaded weights do not return to the device; if the plan needs that, load everything anew."""
         before = self.in_force
         if before is not None and (before.recomputed, before.offloaded) == (plan.recomputed, plan.offloaded):
             return
@@ -171,7 +171,7 @@ class Setup:
         return Engine(self.family, self.model, self.optimizer.weights, self.optimizer.loss_scale, nullcontext, captured)
 
     def steps(self, plan: Plan, side_px: int, engine: Engine, count_steps: int) -> list[float]:
-        """Seconds of each step: all parts of a micro-batch, and the update."""
+        """Return seconds of each step: all parts of a micro-batch, and the update."""
         batch, draws = self.inputs(plan.rows, side_px)
         seconds = []
         for _ in range(count_steps):
@@ -192,9 +192,9 @@ def _settle(device: torch.device) -> None:
 
 @contextmanager
 def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Gives what reads (peak of tensors, peak of the allocator) in bytes.
+    """Yield a function that returns (peak of tensors, peak of the allocator) in bytes.
 
-    On the CPU what lies there for good counts as the plan counts it: only what comes and goes is measured.
+    On the CPU, resident tensors count as estimated by the plan; only temporary tensors are measured.
     """
     if setup.device.type == "cuda":
         empty_pools()
@@ -208,14 +208,14 @@ def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[i
 
 
 def plan_of(case: Case, footprint: Footprint) -> Plan:
-    """The plan that the case asks for."""
+    """Return the plan that the case asks for."""
     job, rates = Job(case.rows, graphs=case.graphs), Rates()
     variants = list(plans_of(case.mode, 1, footprint, job, rates))
     return variants[max(0, min(len(variants) - 1, round(case.share * len(variants)) - 1))]
 
 
 def measure(setup: Setup, case: Case) -> dict[str, Any]:
-    """Steps of one configuration; bytes and seconds."""
+    """Run steps of one configuration; return bytes and seconds."""
     footprint = setup.footprint(case.side_px)
     plan = plan_of(case, footprint)
     setup.put(plan)
@@ -240,14 +240,14 @@ def measure(setup: Setup, case: Case) -> dict[str, Any]:
 
 
 def corrected(row: dict[str, Any], setup: Setup, case: Case, factor: float) -> int:
-    """The estimate of a configuration once the probe's measured peak is known."""
+    """Return the estimate of a configuration after correction by the probe's measured peak."""
     plan, footprint = row["plan"], setup.footprint(case.side_px)
     resident = resident_bytes(footprint, plan.offloaded)
     return int(resident + (plan.peak_bytes - resident) * factor)
 
 
 def limits_of(options: argparse.Namespace, setup: Setup, side_px: int) -> list[int]:
-    """Limits in bytes, falling: a toy's are between what keeping all needs and the least."""
+    """Return limits in bytes, descending; for a toy between the needs of keeping all and of recomputing all."""
     if not options.toy:
         return [int(limit) * GIB for limit in options.limits_gib.split(",")]
     footprint, job, rates = setup.footprint(side_px), Job(1), Rates()
@@ -256,7 +256,7 @@ def limits_of(options: argparse.Namespace, setup: Setup, side_px: int) -> list[i
 
 
 def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: int, side_px: int) -> dict[str, Any]:
-    """Steps of SDXL under a limit of the allocator, by the plan that is chosen for it, first captured, then not."""
+    """Run SDXL steps under an allocator limit, with the plan chosen for it, first captured, then not."""
     footprint = setup.footprint(side_px)
     found: dict[str, Any] = {"limit_bytes": limit_bytes, "rows": rows}
     for graphs in (True, False) if setup.device.type == "cuda" else (False,):
@@ -271,8 +271,8 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
 
 
 def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> dict[str, Any]:
-    """Steps of one plan. A function of its own, so that its engine, and a whole model with it, leaves when it ends."""
-    setup.load(plan)  # as a run does it: no memory was cut up by weights that have left
+    """Run steps of one plan. A separate function, so that its engine and the whole model are freed at its end."""
+    setup.load(plan)  # as in a run: memory is not fragmented by freed weights
     setup.put(plan)
     said: dict[str, Any] = {"plan": text_of(plan)}
     said |= {"estimate_bytes": plan.peak_bytes, "needed_bytes": plan.needed_bytes}
@@ -296,9 +296,9 @@ def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> d
 
 
 def allocations(device: torch.device) -> dict[str, int]:
-    """How often the allocator asked the driver for memory, and how often it had to give some back before it could.
+    """Return how often the allocator asked the driver for memory, and how often it had to free some first.
 
-    In steps that repeat both should stay as they are: a driver that is asked in each step makes it wait.
+    Both should stay constant over repeated steps: a driver call in each step makes it wait.
     """
     known = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     return {name: known.get(name, 0) for name in ("num_device_alloc", "num_alloc_retries")}
@@ -306,7 +306,7 @@ def allocations(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def allocator_limit(setup: Setup, limit_bytes: int) -> Iterator[None]:
-    """The allocator raises where it would hold more."""
+    """Make the allocator raise if it would hold more."""
     if setup.device.type != "cuda":
         yield
         return
@@ -319,7 +319,7 @@ def allocator_limit(setup: Setup, limit_bytes: int) -> Iterator[None]:
 
 
 def text_of(plan: Plan) -> str:
-    """What a plan does."""
+    """Describe a plan."""
     return f"{plan.mode}, {plan.parts} parts, {len(plan.recomputed)} recomputed, {len(plan.offloaded)} offloaded"
 
 
@@ -329,13 +329,14 @@ def _say(text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All configurations rank by rank, then the limits."""
+    """Run all configurations rank by rank, then the limits."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.toy else torch.device("cpu")
     rates, factor = Rates() if options.toy else measured_rates(device, torch.bfloat16), 1.0
     rows: list[dict[str, Any]] = []
     wanted = cases(options.toy)[: 1 if options.only else None]
     limits: list[dict[str, Any]] = []
     side_px = 128 if options.toy else 1024
+    # one model per rank: its configurations, and once the limits
     for rank in dict.fromkeys(case.rank for case in wanted):
         setup = Setup(options.toy, options.root, rank, device)
         for case in [case for case in wanted if case.rank == rank]:
@@ -351,6 +352,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 _say(json.dumps(limits[-1]))
         del setup
         empty_pools()
+    # errors of the estimates after correction
     errors = [abs(row["corrected_bytes"] / row["peak_bytes"] - 1) for row in rows]
     _say(f"largest error after one probe: {max(errors):.1%} of {len(rows)} configurations (accepted: {ACCEPTED:.0%})")
     return {
@@ -365,7 +367,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One configuration, for people."""
+    """Return one configuration as text."""
     peak, before, after = (row[name] / GIB for name in ("peak_bytes", "estimate_bytes", "corrected_bytes"))
     return (
         f"{row['case']:44} peak {peak:7.3f} GiB, counted {before:7.3f} ({before / peak - 1:+.1%}), after the probe "
@@ -375,7 +377,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print; exit code 1 where an estimate is further off than is accepted."""
+    """Measure and print; exit code 1 if an estimate's error exceeds the accepted one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--toy", action="store_true")

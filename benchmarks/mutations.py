@@ -1,4 +1,4 @@
-"""Damage to files, as a function of a seeded generator: bytes, lines, JSON values."""
+"""Damage to files (bytes, lines, JSON values), as a function of a seeded generator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ TOKENS = (
 
 
 def damaged(rng: random.Random, content: bytes, others: tuple[bytes, ...] = ()) -> bytes:
-    """Up to six edits of bytes; now and then nothing of the original is left."""
+    """Apply up to six edits of bytes; rarely replace everything."""
     if rng.random() < 0.02:
         return rng.randbytes(rng.randrange(200))
     found = bytearray(content)
@@ -104,7 +104,7 @@ def damaged(rng: random.Random, content: bytes, others: tuple[bytes, ...] = ()) 
 
 
 def damaged_text(rng: random.Random, text: str) -> str:
-    """Lines deleted, doubled, moved or indented; values and keys replaced."""
+    """Delete, duplicate, move or indent lines; replace values and keys."""
     lines = text.splitlines() or [""]
     for _ in range(rng.randint(1, 5)):
         at, token = rng.randrange(len(lines)), rng.choice((*TOKENS, *TEXTS))
@@ -127,7 +127,7 @@ def damaged_text(rng: random.Random, text: str) -> str:
 
 
 def nasty(rng: random.Random, depth: int = 0) -> Any:
-    """A JSON value that nobody asked for."""
+    """Return a random JSON value that no reader expects."""
     match rng.randrange(8):
         case 0 | 1:
             return rng.choice(TEXTS)
@@ -143,7 +143,7 @@ def nasty(rng: random.Random, depth: int = 0) -> Any:
 
 
 def nested(depth: int) -> Any:
-    """Lists and tables in each other."""
+    """Return alternating lists and objects, nested to ``depth``."""
     value: Any = 1
     for number in range(depth):
         value = [value] if number % 2 else {"a": value}
@@ -151,7 +151,7 @@ def nested(depth: int) -> Any:
 
 
 def changed(rng: random.Random, value: Any, times: int = 3) -> Any:
-    """A JSON value with up to so many places replaced, left out or named otherwise."""
+    """Return a JSON value with up to ``times`` places replaced, removed or renamed."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, times)):
         places = list(_places(value))
@@ -180,7 +180,7 @@ def _places(value: Any) -> Any:
 
 
 def json_bytes(rng: random.Random, value: Any) -> bytes:
-    """The value as JSON, sometimes with damaged text, a key twice, or nested far too deeply."""
+    """Return the value as JSON, sometimes with damaged text, a duplicate key, or far too deep nesting."""
     text = json.dumps(value).encode("ascii")
     match rng.randrange(12):
         case 0:

@@ -1,6 +1,6 @@
-"""Reliability, measured: each part prints its figures and ends with 0 where they are as promised.
+"""Reliability measurements: each part prints its figures and exits with 0 if they are as promised.
 
-usage: python benchmarks/reliability.py PART [arguments of the part]    (PART --help tells them)
+usage: python benchmarks/reliability.py PART [arguments of the part]    (PART --help lists them)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Find the part and hand it the arguments; its exit code."""
+    """Run the part with the arguments; return its exit code."""
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         told = "\n".join(f"  {name:10} {text}" for name, text in PARTS.items())
         print(f"{__doc__}\n{told}")

@@ -1,7 +1,7 @@
-"""A run that is killed gives the bytes of the undisturbed one: cut at every write, by power cuts, and by real kills.
+"""A killed run must give the bytes of the undisturbed one: cuts at every write, power cuts, and real kills.
 
-Cuts happen in children that are forked from a warmed process, by a shim that counts calls (tests/crash); kills happen
-to ``lora-rocm train`` as a user starts it, at random moments (tests/test_kill.py).
+Cuts happen in child processes that are forked from a warmed process, by a shim that counts calls (tests/crash). Kills
+hit ``lora-rocm train`` as a user starts it, at random moments (tests/test_kill.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAULTS_SHOWN = 10
 
 
 def main(argv: list[str]) -> int:
-    """Print the figures; 0 where no byte differed and both negative controls were caught."""
+    """Print the figures; return 0 if no byte differed and both negative controls were caught."""
     parser = argparse.ArgumentParser(prog="reliability.py crashes", description=__doc__)
     parser.add_argument("--stride", type=int, default=1, help="cut at every n-th call only")
     parser.add_argument("--chains", type=int, default=10, help="runs of each variant that are cut again and again")
@@ -70,7 +70,7 @@ def _cuts(folder: Path, options: argparse.Namespace) -> int:
 
 
 def _tell(what: str, found: Iterable[series.Found]) -> tuple[int, int]:
-    """(runs, runs with something wrong), printed with what a cut costs."""
+    """Print a series with the cost of its cuts; return (runs, runs with an error)."""
     results = list(found)
     wrong = [one for one in results if one.wrong]
     cuts = sum(sum(bool(hit) for hit in one.hits) for one in results)
@@ -87,7 +87,7 @@ def _tell(what: str, found: Iterable[series.Found]) -> tuple[int, int]:
 
 
 def _controls(place: lab.Lab) -> int:
-    """The same series over a program that is wrong on purpose has to find it: 1 for each that it does not."""
+    """Run the series on deliberately wrong programs; return the number of faults that it missed."""
     missed = 0
     name = next(iter(lab.VARIANTS))
     straight = series.undisturbed(place, name)
@@ -99,7 +99,7 @@ def _controls(place: lab.Lab) -> int:
 
 
 def _kills(folder: Path, number: int, seed: int) -> int:
-    """Kill for real; prints the moments and what each restart cost."""
+    """Kill real runs; print the moments and the cost of each restart."""
     folder.mkdir()
     generator = random.Random(seed)
     kills = [(MOMENTS[n % len(MOMENTS)], generator.choice(KINDS)) for n in range(number)]

@@ -1,7 +1,7 @@
 """A disk that fails at every call of a run: full, read-only, broken, gone; and a small one that really is full.
 
-Each time: exit code 3 and a sentence (or a run that ends well, where the call did not matter), no checkpoint that is
-taken for valid and is not what was written, and once the disk is well again the same command gives the bytes of the
+Each run must end with exit code 3 and a sentence (or end well, if the call did not matter). No checkpoint may be taken
+for valid if it differs from what was written. Once the disk works again, the same command must give the bytes of the
 undisturbed run.
 """
 
@@ -26,11 +26,11 @@ SERIES = (
     ("a stale network drive from a call on", lab.FAIL_FROM, "ESTALE", 4),
     ("the folder is gone from a call on", lab.VANISH, "gone", 4),
 )
-"""What, mode, error, and how many times as wide the stride is."""
+"""(description, mode, error, factor of the stride)."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the figures; 0 where nothing was wrong."""
+    """Print the figures; return 0 if nothing was wrong."""
     parser = argparse.ArgumentParser(prog="reliability.py disk", description=__doc__)
     parser.add_argument("--stride", type=int, default=1, help="fail at every n-th call only")
     parser.add_argument("--variant", type=int, default=1, help="number of the run (1: from empty caches)")

@@ -1,11 +1,11 @@
-"""Damaged files without end: recipes, images, captions, weights, LoRAs, cache entries, checkpoints, logs, and more.
+"""Endless damaged files: recipes, images, captions, weights, LoRAs, cache entries, checkpoints, logs, and more.
 
     python benchmarks/reliability.py fuzz [--minutes 20] [--seed 0] [--target NAME]...
     python benchmarks/reliability.py fuzz --case NAME:SEED:NUMBER [--keep FILE]     one case again, with its traceback
 
-Each case is a function of (target, seed, number). It runs in a child of bounded memory (Linux) that names the case it
-is at, and is ended when one takes too long; a finding is an exception that is not in the user's words, a case that took
-longer than DEADLINE_S, or a child that died. Ends with 0 where there is none.
+Each case is a function of (target, seed, number). It runs in a child process of bounded memory (Linux), which records
+the present case and is ended if a case takes too long. A finding is an unexpected exception, a case longer than
+DEADLINE_S, or a child that died. The exit code is 0 if there is none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOME_S = 2.0
 
 
 def main(argv: list[str]) -> int:
-    """The command line above; prints cases per target and per second, and every finding with the way back to it."""
+    """Run the command line above; print cases per target and per second, and every finding with its reproduction."""
     parser = argparse.ArgumentParser(prog="reliability.py fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -58,12 +58,12 @@ def main(argv: list[str]) -> int:
 
 
 def content_of(target: Target, seed: int, number: int) -> bytes:
-    """The damaged file of a case."""
+    """Return the damaged file of a case."""
     return target.make(random.Random(f"{target.name}:{seed}:{number}"))
 
 
 def again(case: str, keep: Path | None) -> int:
-    """One case in this process; whatever it raises is shown."""
+    """Run one case in this process, without catching its exception."""
     name, seed, number = case.split(":")
     target = next(target for target in TARGETS if target.name == name)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
@@ -77,12 +77,12 @@ def again(case: str, keep: Path | None) -> int:
 
 
 def read_sound(folder: str) -> None:
-    """Where targets keep what they damage."""
+    """Set the folder in which the targets make sound files."""
     SCRATCH[:] = [str(Path(folder) / "sound")]
 
 
 def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: float) -> int:
-    """Run cases until the time is over; one line of JSON for each finding, and the counts every few seconds."""
+    """Run cases until the time is over; write one line of JSON per finding, and the counts every few seconds."""
     limit_memory()
     sys.path.insert(0, str(ROOT))
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -99,9 +99,10 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
         place = os.getcwd()
         os.chdir(folder)
         read_sound(folder)
-        for target in targets:  # what takes its time once: libraries, and the sound files
+        for target in targets:  # does slow things once: imports, and making the sound files
             with contextlib.suppress(Exception):
                 read(target, content_of(target, seed, -1), Path(folder))
+        # run cases of all targets in turn
         while time.monotonic() < end:
             for target in targets:
                 at.seek(0)
@@ -110,12 +111,13 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
                 began = time.monotonic()
                 try:
                     outcome = read(target, content_of(target, seed, number), Path(folder))
-                except Exception as error:  # what is looked for
+                except Exception as error:  # a finding
                     outcome = "finding"
                     _note(file, {"case": f"{target.name}:{seed}:{number}", "what": _kind(error)})
                 counts[f"{target.name} {outcome}"] += 1
                 spent[target.name] += time.monotonic() - began
             number += 1
+            # report the counts
             if time.monotonic() - told > SOME_S or time.monotonic() >= end:
                 told = time.monotonic()
                 _note(file, {"counts": dict(counts), "spent": dict(spent)})
@@ -125,7 +127,7 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
 
 
 def limit_memory() -> None:
-    """Where the system can: a case that takes more memory fails with MemoryError, which is a finding."""
+    """Limit the address space, if the system can. A case that needs more raises MemoryError, which is a finding."""
     process = psutil.Process()
     if hasattr(process, "rlimit"):
         process.rlimit(psutil.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -133,7 +135,7 @@ def limit_memory() -> None:
 
 @contextlib.contextmanager
 def _no_network() -> Any:
-    """Nothing that is read has any business in the network: an attempt is a finding."""
+    """Raise if reading a file uses the network or starts a process; the attempt is a finding."""
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if watching and event in ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system"):
@@ -152,14 +154,14 @@ def _note(file: Any, value: dict[str, Any]) -> None:
 
 
 def _kind(error: BaseException) -> str:
-    """The exception and where it was raised: findings with the same are one."""
+    """Return the exception and its origin; findings with the same text are counted together."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if str(ROOT) in frame.filename]
     frame = next((frame for frame in reversed(frames) if "lora_rocm" in Path(frame.filename).parts), frames[-1])
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {ascii(str(error))[:120]}"
 
 
 def fuzz(targets: list[Target], seed: int, seconds: float) -> int:
-    """Children one after the other until the time is over."""
+    """Run child processes in sequence until the time is over."""
     findings: dict[str, list[str]] = {}
     counts: collections.Counter[str] = collections.Counter()
     spent: collections.Counter[str] = collections.Counter()
@@ -188,7 +190,7 @@ def fuzz(targets: list[Target], seed: int, seconds: float) -> int:
 
 
 def _run_child(notes: Path, targets: list[Target], seed: int, start: int, seconds: float) -> tuple[int, str, str]:
-    """(exit code, what it said on standard error, the case it was at)."""
+    """Return (exit code, standard error, last case)."""
     words = [sys.executable, str(ROOT / "benchmarks" / "reliability.py"), "fuzz", "--child", str(notes)]
     words += ["--seed", str(seed), "--start", str(start), "--seconds", str(seconds)]
     words += [word for target in targets for word in ("--target", target.name)]

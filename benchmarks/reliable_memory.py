@@ -1,13 +1,13 @@
-"""Memory that runs out: SDXL at full size under a cap of the allocator, by the real command; a toy on the CPU.
+"""Out of memory: SDXL at full size under a cap of the allocator, by the real command; a toy on the CPU.
 
 usage: python benchmarks/reliability.py memory ROOT [--caps-gib 24,12] [--steps 4] [--batch 16] [--toy] [--json FILE]
 
-Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and images of 1024 px, and
-lets ``lora-rocm train`` run at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap
-as it gets an APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), supervisor and worker are the real
-ones. It passes where each run finishes with the effective batch that was asked for. ``--toy``: the builtin model on the
-CPU, where the cap is a limit of the system on the worker's addresses (Linux), in MiB above what it has when training
-begins, beside a run without one, whose LoRA has to be the same to rounding.
+Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and images of 1024 px. Runs
+``lora-rocm train`` at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap like an
+APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), and supervisor and worker are the real ones. It
+passes if each run finishes with the requested effective batch. ``--toy``: the builtin model on the CPU. The cap is then
+a system limit of the worker's address space (Linux), in MiB above its size when training begins, and the LoRA must
+equal that of an unlimited run to rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB, MIB = 2**30, 2**20
 TOY_CAPS_MIB, TOY_SIDE_PX, TOY_BATCH = "250,160", 320, 8
 TOLERANCE = 1e-2
-"""Between the LoRA of a capped toy and of a free one, of the largest value of a tensor: the first updates of Adam
-divide each gradient by itself, so what is rounded otherwise there shows."""
+"""Largest difference between the LoRAs of a capped and an unlimited toy, relative to the largest value of a tensor.
+Adam's first updates divide each gradient by itself, so different rounding shows there.
+"""
 
 LAUNCH = """
 import sys
@@ -53,11 +54,11 @@ except LoraRocmError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 """
-"""The command itself, with one rule more in its table; a toy's worker limits itself."""
+"""The command itself, with one more rule; a toy's worker limits itself."""
 
 
 def write_recipe(root: Path, options: argparse.Namespace, side_px: int, model: str) -> Path:
-    """The recipe of every run."""
+    """Write the recipe of all runs."""
     recipe = root / "memory.yaml"
     device = "runtime: {device: cpu, threads: 1}\n" if options.toy else ""
     recipe.write_text(
@@ -73,7 +74,7 @@ def write_recipe(root: Path, options: argparse.Namespace, side_px: int, model: s
 
 
 def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: int) -> dict[str, Any]:
-    """One run of the command under a cap (0: none); what became of it."""
+    """Run the command once under a cap (0: none); return its outcome."""
     run_dir = root / f"run-{name}"
     shutil.rmtree(run_dir, ignore_errors=True)
     environ = {
@@ -81,7 +82,8 @@ def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: i
         "LORA_ROCM_HOME": str(root / f"home-{name}"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)  # what one run learns must not help the next
+    # a later run must not profit from what this one learns
+    shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)
     worker = ""
     if toy:
         environ |= {**PRECISE, SPARE: str(cap_bytes)}
@@ -93,7 +95,7 @@ def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: i
 
 
 def figures(run_dir: Path, batch: int) -> dict[str, Any]:
-    """What the events of a run say."""
+    """Return figures from the events of a run."""
     path = run_dir / "events.jsonl"
     events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     of_type = {name: [event for event in events if event["type"] == name] for name in {e["type"] for e in events}}
@@ -103,11 +105,12 @@ def figures(run_dir: Path, batch: int) -> dict[str, Any]:
     times_s = [event["step_s"] for event in steps]
     usual_s = statistics.median(times_s[1:]) if len(times_s) > 1 else None
     cut_short = [
-        # from the last step before a start to that start: work that was lost with the worker
+        # from the last step before a restart to that restart: work that was lost with the worker
         later["time"] - earlier["time"]
         for earlier, later in pairwise(e for e in events if e["type"] in ("step", "start", "error"))
         if later["type"] == "start"
     ]
+    # changes and restarts by the supervisor
     supervisor = run_dir / "events.supervisor.jsonl"
     told = (
         [json.loads(line) for line in supervisor.read_text(encoding="utf-8").splitlines()]
@@ -137,7 +140,7 @@ def figures(run_dir: Path, batch: int) -> dict[str, Any]:
 
 
 def difference(root: Path, one: str, other: str) -> float:
-    """The largest difference between two LoRAs, of the largest value of its tensor."""
+    """Return the largest difference between two LoRAs, relative to the largest value of its tensor."""
     from safetensors.torch import load_file
 
     left, right = (load_file(root / f"run-{name}" / "lora.safetensors") for name in (one, other))
@@ -145,7 +148,7 @@ def difference(root: Path, one: str, other: str) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Run under each cap, print, and judge; 0 where every run finished as asked."""
+    """Run under each cap, print, and judge; return 0 if every run finished as asked."""
     parser = argparse.ArgumentParser(prog="reliability.py memory")
     parser.add_argument("root", type=Path)
     parser.add_argument("--caps-gib", help="caps, 24,12 (with --toy in MiB)")
@@ -157,6 +160,7 @@ def main(argv: list[str]) -> int:
     options.batch = options.batch or (TOY_BATCH if options.toy else 16)
     root, side_px = options.root.resolve(), TOY_SIDE_PX if options.toy else 1024
     root.mkdir(parents=True, exist_ok=True)
+    # images, model and recipe
     make_images(root / "images", side_px)
     model = "builtin:tiny-sdxl" if options.toy else str(root / "model")
     if not options.toy and not (root / "model" / "unet").is_dir():
@@ -164,6 +168,7 @@ def main(argv: list[str]) -> int:
     recipe = write_recipe(root, options, side_px, model)
     unit, letters = (MIB, "MiB") if options.toy else (GIB, "GiB")
     caps = [int(cap) for cap in (options.caps_gib or (TOY_CAPS_MIB if options.toy else "24,12")).split(",")]
+    # one run per cap
     rows = []
     for cap in [0, *caps] if options.toy else caps:
         name = f"{cap}{letters}" if cap else "free"
@@ -173,6 +178,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(rows[-1], indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    # judge the runs
     good = [
         row["finished"] and row["steps"] == options.steps and row.get("difference", 0.0) <= TOLERANCE for row in rows
     ]

@@ -1,26 +1,26 @@
-"""What the guard and the canary cost: steps with and without them, side by side in one process.
+"""Cost of the guard and the canary: steps with and without them, alternating in one process.
 
 usage: python benchmarks/reliability.py price ROOT [--pairs 10] [--steps 10] [--toy] [--json FILE]
        [--rank 16] [--targets attention] [--ema 0] [--plain]
 
 A random SDXL of full size (nothing to download), batch 1, 1024 px. Blocks of steps with the transfer check and without
-it take turns; likewise the guard of trained state. Told are
+it alternate; likewise for the guard of trained state. The output is
 
-- the wall time of a step with and without, and how far the pairs of blocks lie apart: a host that drifts hides a small
+- the wall time of a step with and without, and the spread over the pairs of blocks: a drifting host hides a small
   difference;
 - the host's time in the guard's own code, and its kernels' time (from a profiler's trace). The GPU cannot idle because
-  of the guard for longer than the host is busy with it: a bound that does not drift. Where steps are captured the host
-  does that while the GPU is at work, and the difference in wall time (upper quartile of the pairs) is the lower bound;
+  of the guard for longer than the host is busy with it: a bound that does not drift. If steps are captured, the host
+  does that work while the GPU is busy, and the difference in wall time (upper quartile of the pairs) is the lower
+  bound;
 - the canary: the seconds of a look, and those without a kernel, as a share of the steps between two looks;
-- the guard of trained state ("state"): the same differences in wall time; what it takes alone for one step, in wall
-  time (gaps between its launches included) and in kernels; and the bytes that it reads in that time, as a share of what
-  this device reads or copies at most (the faster of a sum over 1 GiB and a copy of it).
+- the guard of trained state ("state"): the same differences in wall time; its time per step when it runs alone, in wall
+  time (gaps between its launches included) and in kernels; and its read bandwidth, as a share of the device's peak
+  bandwidth (the faster of a sum over 1 GiB and a copy of it).
 
 The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3
 % to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
-read with at least 80 % of that bandwidth. What it takes alone is more, as it fills gaps of the step.
-``--plain`` measures the forms in plain PyTorch, of which the latter two are not promised. ``--toy`` rehearses on the
-CPU.
+read with at least 80 % of that bandwidth. Alone it takes longer, because within a step it fills gaps. ``--plain``
+measures the forms in plain PyTorch, for which the latter two are not promised. ``--toy`` rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ LOOKS = 12
 ALONE_TURNS, ALONE_REPEATS = 5, 40
 PROMISED_PERCENT, PROMISED_STATE_PERCENT, PROMISED_BANDWIDTH_PERCENT = 0.5, 0.3, 80.0
 MODELS = {True: "builtin:tiny-sdxl", False: "random:stabilityai/stable-diffusion-xl-base-1.0"}
-KERNELS = {"kernel"}  # categories of a trace; copies are not kernels: while only they run, the GPU idles
+KERNELS = {"kernel"}  # categories of a trace; copies are not kernels: the GPU counts as idle during them
 
 
 class UncheckedTransfer(DeviceTransfer):
-    """Copies and compares nothing."""
+    """Copies without comparing."""
 
     def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
         pass
@@ -80,7 +80,7 @@ class UncheckedTransfer(DeviceTransfer):
 
 
 class UncheckedState:
-    """Stands in for the guard of trained state, and looks at nothing."""
+    """A stand-in for the guard of trained state that checks nothing."""
 
     def __init__(self, guard: StateGuard) -> None:
         self.changed, self.held = guard.changed, guard.held
@@ -93,20 +93,20 @@ class UncheckedState:
 
 
 class MeasuredError(Exception):
-    """Leaves the run: all is measured."""
+    """Ends the run after the measurement."""
 
 
 @dataclass
 class Block:
-    """So many steps, with a guard or without."""
+    """A number of steps with or without a guard."""
 
     guarded: bool
     steps: int
     step_ms: float
-    check_ms: float  # of a step, between events on the device: gaps included
+    check_ms: float  # per step, between device events: gaps included
     host_ms: float = 0.0  # of the median step, in sending and fingerprints
-    idle_ms: float | None = None  # of a step: no kernel runs
-    busy_ms: float | None = None  # of a step: kernels run
+    idle_ms: float | None = None  # per step: no kernel runs
+    busy_ms: float | None = None  # per step: kernels run
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Look:
 
 @dataclass
 class State:
-    """The guard of trained state alone: its part of one step. bytes_read: in it."""
+    """The guard of trained state alone, per step. bytes_read: bytes that it reads."""
 
     bytes_read: int = 0
     seconds: float = 0.0
@@ -129,7 +129,10 @@ class State:
 
 @dataclass
 class Figures:
-    """All that was measured. blocks, profiled: with and without the transfer check; of_state: of the other guard."""
+    """All measurements.
+
+    Blocks, profiled: with and without the transfer check; of_state: for the guard of trained state.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     profiled: list[Block] = field(default_factory=list)
@@ -141,7 +144,7 @@ class Figures:
 
 
 def idle_and_busy_us(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(no interval, at least one) within the span of all; in microseconds, as the (begin, end) given."""
+    """Return microseconds within the span of all (begin, end) intervals covered by (none, at least one) of them."""
     ordered = sorted(intervals)
     if not ordered:
         return 0.0, 0.0
@@ -157,7 +160,7 @@ def idle_and_busy_us(intervals: Iterable[tuple[float, float]]) -> tuple[float, f
 
 
 def kernels_of(trace: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(begin, end) in microseconds of the kernels in a trace in Chrome's format."""
+    """Return (begin, end) in microseconds of the kernels in a trace in Chrome's format."""
     return [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -166,7 +169,7 @@ def kernels_of(trace: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def profiled(work: Callable[[], object]) -> tuple[float, float] | None:
-    """(idle, busy) seconds of the GPU from the first to the last kernel of some work; None where there is no GPU."""
+    """Return (idle, busy) seconds of the GPU from the first to the last kernel of some work; None without a GPU."""
     if not torch.cuda.is_available():
         work()
         return None
@@ -185,7 +188,7 @@ def profiled(work: Callable[[], object]) -> tuple[float, float] | None:
 
 @contextmanager
 def without_guard(trainer: loop.Trainer) -> Iterator[None]:
-    """No check on the device, and no fingerprints of the draws on the host."""
+    """Disable the check on the device, and the fingerprints of the draws on the host."""
     checked, fingerprint = trainer.transfer, loop.fingerprint
     trainer.transfer = UncheckedTransfer(checked.device, pin="pinned" in checked.methods)
     loop.fingerprint = lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64)  # type: ignore[assignment]
@@ -197,7 +200,7 @@ def without_guard(trainer: loop.Trainer) -> Iterator[None]:
 
 @contextmanager
 def without_state_guard(trainer: loop.Trainer) -> Iterator[None]:
-    """No fingerprints of what is trained."""
+    """Disable the fingerprints of trained state."""
     guard = trainer.optimizer.state_guard
     trainer.optimizer.state_guard = UncheckedState(guard)  # type: ignore[assignment]
     try:
@@ -211,7 +214,7 @@ WITHOUT = {"batches": without_guard, "state": without_state_guard}
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Of one time, in the fastest of some turns of so many."""
+    """Return the seconds per call, in the fastest of several turns of ``repeats`` calls."""
     turns_s = []
     for _ in range(ALONE_TURNS + 1):  # the first warms up
         synchronize()
@@ -224,7 +227,7 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def device_bytes_per_s(device: torch.device) -> float:
-    """What the device reads, or reads and writes, at most."""
+    """Return the device's peak bandwidth, by reading or by reading and writing."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
     read = source.nbytes / seconds_of(source.sum, 10)
@@ -232,7 +235,7 @@ def device_bytes_per_s(device: torch.device) -> float:
 
 
 def state_alone(guard: StateGuard) -> State:
-    """What the guard of trained state takes in one step, where nothing else runs."""
+    """Return the time per step of the guard of trained state when nothing else runs."""
 
     def once() -> None:
         guard.check()
@@ -246,7 +249,7 @@ def state_alone(guard: StateGuard) -> State:
 
 
 class Measured(loop.Trainer):
-    """The product's trainer, which measures where it should train."""
+    """The product's trainer, with ``fit`` measuring instead of training."""
 
     figures = Figures()
     pairs, steps = 5, 20
@@ -314,14 +317,14 @@ class Measured(loop.Trainer):
 
 
 def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 @contextmanager
 def watched(trainer: loop.Trainer, spent_s: list[float]) -> Iterator[None]:
-    """Adds to the last of ``spent_s`` what the host needs for sending a batch, and for fingerprints of draws."""
+    """Add the host's time for sending a batch and for fingerprints of draws to the last of ``spent_s``."""
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -343,7 +346,7 @@ def watched(trainer: loop.Trainer, spent_s: list[float]) -> Iterator[None]:
 
 
 def quartiles(blocks: list[Block], name: str) -> tuple[float, float, float]:
-    """Of the differences of pairs: the middle half, and their median between."""
+    """Return quartiles of the differences of pairs: (lower, median, upper)."""
     differences = sorted(
         getattr(on, name) - getattr(off, name) for on, off in zip(blocks[::2], blocks[1::2], strict=True)
     )
@@ -352,12 +355,12 @@ def quartiles(blocks: list[Block], name: str) -> tuple[float, float, float]:
 
 
 def median(blocks: Iterable[Block], name: str, guarded: bool) -> float:
-    """Of the blocks of one kind."""
+    """Return the median over the blocks with or without the guard."""
     return statistics.median(getattr(block, name) for block in blocks if block.guarded == guarded)
 
 
 def summary(figures: Figures) -> dict[str, Any]:
-    """What is printed and kept. Differences are medians of pairs, so that a drift of the clock cancels out."""
+    """Return the printed figures. Differences are medians of pairs, so that clock drift cancels out."""
 
     def added(blocks: list[Block], name: str) -> float:
         return quartiles(blocks, name)[1]
@@ -379,7 +382,7 @@ def summary(figures: Figures) -> dict[str, Any]:
     }
     if figures.profiled:
         idle_ms = added(figures.profiled, "idle_ms")
-        # the GPU has nothing else to do while the canary looks: all that is not a kernel of it is idle time
+        # the GPU does nothing else during a look, so all time without one of its kernels is idle time
         look_idle_s = max(0.0, look_s - statistics.median(look.busy_s or 0.0 for look in figures.profiled_looks))
         found |= {
             "idle_ms_off": median(figures.profiled, "idle_ms", False),
@@ -390,7 +393,7 @@ def summary(figures: Figures) -> dict[str, Any]:
             "canary_added_idle_percent": 1e5 * look_idle_s / (figures.every * step_ms),
         }
         host_percent, kernels_percent = (100 * found[f"guard_{part}_ms"] / step_ms for part in ("host", "kernels"))
-        # while the guard's own kernels run nothing idles
+        # the GPU is not idle during the guard's own kernels
         by_wall = max(0.0, found["guard_added_wall_to_percent"] - kernels_percent)
         found["idle_at_most_percent"] = min(host_percent, by_wall) + found["canary_added_idle_percent"]
         found["time_at_most_percent"] = host_percent + kernels_percent + found["canary_wall_percent"]
@@ -398,7 +401,7 @@ def summary(figures: Figures) -> dict[str, Any]:
 
 
 def summary_of_state(figures: Figures) -> dict[str, Any]:
-    """The same of the guard of trained state."""
+    """Return the same figures for the guard of trained state."""
     step_ms, state = median(figures.of_state, "step_ms", False), figures.state
     low, middle, high = (100 * part / step_ms for part in quartiles(figures.of_state, "step_ms"))
     rate = state.bytes_read / (state.busy_s or state.seconds)
@@ -419,7 +422,7 @@ def summary_of_state(figures: Figures) -> dict[str, Any]:
 
 
 def kept(found: Mapping[str, Any], recipe: Recipe, plain: bool) -> dict[str, bool]:
-    """Promise -> whether these figures keep it."""
+    """Return promise -> whether these figures keep it."""
     is_smallest = recipe.lora.rank == 16 and recipe.lora.targets == "attention" and not recipe.train.ema_decay
     judged = {"idle": found["idle_at_most_percent"] <= PROMISED_PERCENT}
     if not plain:
@@ -430,7 +433,7 @@ def kept(found: Mapping[str, Any], recipe: Recipe, plain: bool) -> dict[str, boo
 
 
 def recipe_of(root: Path, options: argparse.Namespace) -> Recipe:
-    """Batch 1, one bucket, so that all steps are alike."""
+    """Return a recipe with batch 1 and one bucket, so that all steps are alike."""
     toy = options.toy
     side_px = 64 if toy else 1024
     images = root / "images of one size"
@@ -456,7 +459,7 @@ def recipe_of(root: Path, options: argparse.Namespace) -> Recipe:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, and say whether the promise is kept: 0 where it is, or where there is no GPU to tell."""
+    """Measure and print; return 0 if the promises are kept, or if there is no GPU to judge them."""
     parser = argparse.ArgumentParser(prog="reliability.py price", description=__doc__.splitlines()[0])
     parser.add_argument("root", type=Path)
     parser.add_argument("--pairs", type=int, default=10)
@@ -469,6 +472,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args(argv)
     options.root.mkdir(parents=True, exist_ok=True)
+    # recipe and device
     recipe, settings = recipe_of(options.root, options), Settings(triton=not options.plain)
     device = choose_device("cpu" if options.toy else "auto", settings)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
@@ -477,6 +481,7 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(run_dir, ignore_errors=True)
     directory = RunDir(run_dir).create()
     directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    # a real run, with a trainer that measures
     Measured.figures, Measured.pairs, Measured.steps = Figures(), options.pairs, options.steps
     session, original = Session(directory, watch_parent=False), build_trainer.Trainer
     build_trainer.Trainer = Measured  # type: ignore[misc]
@@ -487,6 +492,7 @@ def main(argv: list[str]) -> int:
     finally:
         build_trainer.Trainer = original  # type: ignore[misc]
         session.close()
+    # print the figures, and judge the promises
     found = {**summary(Measured.figures), **summary_of_state(Measured.figures)}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {options.pairs} pairs of blocks of {options.steps} steps")

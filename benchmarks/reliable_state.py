@@ -1,9 +1,9 @@
-"""Trained state that changes in memory, by the thousand: no update may be made from it, and none without one refused.
+"""Thousands of faults in trained state: no update may be made from it, and no update without a fault refused.
 
 usage: python benchmarks/reliability.py state [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
 
-Between two updates of the product's optimizer one tensor of what it carries on (a weight, a moment, an average, a step
-count) is spoilt in one of the ways that copies are (``faults.KINDS``). ``--captured``: by the guard's graphs.
+Between two updates of the product's optimizer, one tensor of its state (a weight, a moment, an average, a step count)
+is spoilt in one of the ways that copies are (``faults.KINDS``). ``--captured``: by the guard's graphs.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ CLEAN_IN_A_ROW = 100  # updates between two looks at the verdict, which stays se
 
 @dataclass
 class Found:
-    """What came of the faults: counts by kind."""
+    """Outcomes of the faults, counted by kind."""
 
     caught: Counter[str] = field(default_factory=Counter)  # named, and nothing moved
     trained: Counter[str] = field(default_factory=Counter)
-    unchanged: Counter[str] = field(default_factory=Counter)  # faults that changed nothing, so none
+    unchanged: Counter[str] = field(default_factory=Counter)  # faults that changed nothing, so no faults
     false_alarms: int = 0
     seconds: float = 0.0
 
 
 def carried(optimizer: GatedOptimizer) -> dict[str, Tensor]:
-    """All that goes from one update to the next: the live tensors."""
+    """Return all live tensors that carry over from one update to the next."""
     weights = {f"weight {name}": tensor for name, tensor in optimizer.parameters.items()}
     return weights | {f"average {name}": tensor for name, tensor in optimizer.ema.items()} | optimizer.state()
 
 
 def moved_by_updates(optimizer: GatedOptimizer) -> Tensor:
-    """Weights and moments as bytes on the CPU; a spoilt step count may be rounded also by an update that is held."""
+    """Return weights and moments as bytes on the CPU.
+
+    Step counts are left out, because a held update may round a spoilt one, too.
+    """
     moments = [tensor for name, tensor in optimizer.state().items() if name.endswith(tuple(optimizer.rule.buffers))]
     tensors = [*optimizer.parameters.values(), *moments]
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().view(torch.int32)
 
 
 def update(optimizer: GatedOptimizer, rng: torch.Generator) -> Tensor:
-    """One, as the loop makes it; the guard's verdict."""
+    """Make one update as the loop does; return the guard's verdict."""
     for leaf in optimizer.weights.leaves.values():
         leaf.grad = torch.randn(leaf.shape, generator=rng).to(leaf.device)
     optimizer.weights.gather()
@@ -62,7 +65,7 @@ def update(optimizer: GatedOptimizer, rng: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def spoilt(optimizer: GatedOptimizer, number: int, seed: int, before: dict[str, Tensor]) -> tuple[str, Tensor, Tensor]:
-    """(kind, a tensor that is spoilt now, what it was)."""
+    """Spoil a tensor; return (kind, the tensor, its earlier value)."""
     rng = random.Random(f"{seed} {number}")
     tensors, kind = carried(optimizer), STATE_KINDS[number % len(STATE_KINDS)]
     name, other = rng.sample(sorted(tensors), 2)
@@ -78,7 +81,7 @@ def spoilt(optimizer: GatedOptimizer, number: int, seed: int, before: dict[str, 
 
 
 def faulty_updates(wanted: int, device: torch.device, seed: int, captured: bool = False) -> Found:
-    """So many faults, each between two updates of a run that goes on from the right state after it."""
+    """Inject ``wanted`` faults, each between two updates; the run continues from the correct state after each."""
     found, rng, started = Found(), torch.Generator().manual_seed(seed), time.perf_counter()
     _, optimizer = small_optimizer(device)
     optimizer.state_guard.use_graphs(capture_on_gpu if captured else None)
@@ -101,7 +104,7 @@ def faulty_updates(wanted: int, device: torch.device, seed: int, captured: bool 
 
 
 def clean_updates(wanted: int, device: torch.device, seed: int, captured: bool = False) -> Found:
-    """Updates without a fault, every tenth of which is left out."""
+    """Make updates without a fault, every tenth with a NaN gradient, so that it is skipped."""
     found, rng, started = Found(), torch.Generator().manual_seed(seed), time.perf_counter()
     _, optimizer = small_optimizer(device)
     optimizer.state_guard.use_graphs(capture_on_gpu if captured else None)
@@ -117,7 +120,7 @@ def clean_updates(wanted: int, device: torch.device, seed: int, captured: bool =
 
 
 def main(argv: list[str]) -> int:
-    """Both series; 0 where every fault was caught and there was no false alarm."""
+    """Run both series; return 0 if every fault was caught and there was no false alarm."""
     parser = argparse.ArgumentParser(prog="reliability.py state", description=__doc__.splitlines()[0])
     parser.add_argument("--faulty", type=int, default=10_000)
     parser.add_argument("--clean", type=int, default=100_000)

@@ -1,7 +1,7 @@
-"""Faulty copies to the device, by the thousand: none may reach an optimizer step, and no good one may be refused.
+"""Thousands of faulty copies to the device: none may reach an optimizer step, and no good one may be refused.
 
 usage: python benchmarks/reliability.py transfers [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
-       [--limit-s 300]    then the figures are of what was made by then, and say so
+       [--limit-s 300]    stop then, and report how much was done
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks.faults import KINDS, TARGETS
 from benchmarks.faulty_training import COUNTS, SHARES, SIZES, Found, faulty_steps
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 
-SERIES = 500  # faults of one series; each begins a run anew
+SERIES = 500  # faults of one series; each starts a new run
 CLEAN_SERIES = 5000
 CLEAN_IN_A_ROW = 100  # sends between two looks at the verdict, which stays set
-EXPONENTS = {  # float formats, as integers: the bits of the exponent
+EXPONENTS = {  # bits of the exponent of float formats, viewed as integers
     torch.float32: (torch.int32, 0x7F800000),
     torch.float64: (torch.int64, 0x7FF0000000000000),
     torch.float16: (torch.int16, 0x7C00),
@@ -38,7 +38,10 @@ CONTENTS = ("random bits", "all zero", "-0", "NaN with payloads", "denormal", "a
 
 
 def odd_tensor(content: str, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A CPU tensor whose content checks like to stumble over; of integers what has no meaning is random bits."""
+    """Return a CPU tensor with content that is hard for checks.
+
+    An integer tensor gets random bits for float contents.
+    """
     size = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
     if content in ("all zero", "all bits set"):
@@ -56,7 +59,7 @@ def odd_tensor(content: str, dtype: torch.dtype, shape: tuple[int, ...], generat
 
 
 def odd_batch(number: int, seed: int) -> dict[str, Tensor]:
-    """A few such tensors, of one number of samples, each in another format and of another size, odd ones among them."""
+    """Return tensors of random contents, dtypes and sizes (some odd), with the same number of samples."""
     rng = random.Random(f"{seed} clean {number}")
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     samples = rng.randint(1, 4)
@@ -69,7 +72,7 @@ def odd_batch(number: int, seed: int) -> dict[str, Tensor]:
 
 
 def clean_sends(wanted: int, device: torch.device, seed: int) -> tuple[int, float]:
-    """(false alarms, seconds) of so many sends without a fault."""
+    """Send ``wanted`` batches without a fault; return (false alarms, seconds)."""
     transfer, alarms = DeviceTransfer(device, pin=device.type == "cuda"), 0
     started = time.perf_counter()
     for number in range(1, wanted + 1):
@@ -82,7 +85,7 @@ def clean_sends(wanted: int, device: torch.device, seed: int) -> tuple[int, floa
 
 
 def in_series(wanted: int, size: int, limit_s: float) -> Iterator[tuple[int, int]]:
-    """(number, size) of one series after the other, until there are enough or time is over."""
+    """Yield (number, size) of consecutive series, until ``wanted`` is reached or the time is over."""
     started = time.perf_counter()
     for number, first in enumerate(range(0, wanted, size)):
         if time.perf_counter() - started > limit_s:
@@ -91,7 +94,7 @@ def in_series(wanted: int, size: int, limit_s: float) -> Iterator[tuple[int, int
 
 
 def table(found: Found, title: str) -> str:
-    """The counts as text."""
+    """Return the counts as text."""
     lines = [title, f"  {'kind':16}" + "".join(f"{target:>24}" for target in TARGETS)]
     for kind in KINDS:
         cells = [f"{found.caught[kind, target]:6} caught {found.reached[kind, target]:2} not" for target in TARGETS]
@@ -105,7 +108,7 @@ def table(found: Found, title: str) -> str:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """The counts for a file."""
+    """Return the counts for a file."""
     rows = [
         {"kind": kind, "target": target, **{name: getattr(found, name)[kind, target] for name in COUNTS}}
         for kind in KINDS
@@ -123,7 +126,7 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Run what was asked for; 0 where no fault came through and no good send was refused."""
+    """Run both parts; return 0 if no fault came through and no good send was refused."""
     parser = argparse.ArgumentParser(prog="reliability.py transfers", description=__doc__.splitlines()[0])
     parser.add_argument("--faulty", type=int, default=10_000)
     parser.add_argument("--clean", type=int, default=100_000)
@@ -133,6 +136,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=math.inf, help="of each of the two parts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    # deterministic device
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -140,6 +144,7 @@ def main(argv: list[str]) -> int:
         torch.use_deterministic_algorithms(True)
     else:
         torch.set_num_threads(1)
+    # faulty sends
     steps = captured_faults if options.captured else faulty_steps
     found, alarms, clean, clean_s = Found(), 0, 0, 0.0
     for number, size in in_series(options.faulty, SERIES, options.limit_s):
@@ -147,6 +152,7 @@ def main(argv: list[str]) -> int:
     how = ("captured in a CUDA graph" if device.type == "cuda" else "static buffers") if options.captured else "eager"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(table(found, f"{name}, torch {torch.__version__}, {how}, seed {options.seed}"), flush=True)
+    # sends without a fault
     for number, size in in_series(options.clean, CLEAN_SERIES, options.limit_s):
         new_alarms, seconds = clean_sends(size, device, 1000 * options.seed + number)
         alarms, clean, clean_s = alarms + new_alarms, clean + size, clean_s + seconds

@@ -1,11 +1,12 @@
-"""What several GPUs gain, and a rank that is killed at a random step, at SDXL's full size with random weights.
+"""Speed-up by several GPUs, and recovery from a rank killed at a random step, with SDXL at full size, random weights.
 
 usage: python benchmarks/scaling.py ROOT [--gpus 2,4] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
 
 Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. First each GPU in a run of its
-own, all at once; then together. A step's time is the median of the run's own ``step`` events, without the first ones.
-``--kill``: the largest number of GPUs once undisturbed and once with a rank ended by SIGKILL, both at once and with
-deterministic kernels; the files have to be equal. ``--toy`` rehearses on the CPU, over gloo, with the tiny model.
+own, all at once; then together. The time per step is the median of the run's own ``step`` events, without the first
+ones. ``--kill``: the largest number of GPUs, once undisturbed and once with a rank ended by SIGKILL, both at the same
+time and with deterministic kernels; the files must be equal. ``--toy`` rehearses on the CPU, over gloo, with the tiny
+model.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Row = dict[str, Any]
 
 
 def write_recipe(root: Path, *, toy: bool) -> Path:
-    """One bucket of square images; previews and held-out samples are none of this."""
+    """Write a recipe with one bucket of square images, without previews and validation samples."""
     side_px = 64 if toy else 1024
     images = root / "images"
     images.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ output: {{save_every_n_steps: 1000}}
 
 
 def command(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object]) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return [
         sys.executable,
@@ -82,7 +83,7 @@ def command(recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object])
 def start(
     recipe: Path, run_dir: Path, gpus: int, settings: dict[str, object], only: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Begin a run; what it says goes into a file beside its directory. only: the one GPU that it may see."""
+    """Start a run; its output goes into a file next to its directory. only: the one visible GPU."""
     visible = {} if only is None else {"CUDA_VISIBLE_DEVICES": str(only)}
     with run_dir.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(
@@ -94,10 +95,10 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Wait for its end.
+    """Wait for a run to end.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: the run failed; the message has the end of its output.
     """
     code = process.wait(DEADLINE_S)
     if code:
@@ -106,7 +107,7 @@ def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def measure(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -> Row:
-    """One run on several GPUs: step times after the warm-up."""
+    """Run once on several GPUs; return step times after the warm-up."""
     settings: dict[str, object] = {"train.batch_size": batch, "train.max_train_steps": WARM_UP + steps}
     run_dir = root / f"gpus-{gpus}"
     finish(start(recipe, run_dir, gpus, settings), run_dir)
@@ -114,7 +115,7 @@ def measure(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -> Row:
 
 
 def measure_alone(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -> list[Row]:
-    """Each GPU in a run of its own, all at the same time: what they do where nobody waits for another."""
+    """Run each GPU separately, all at the same time: speeds without waiting for other ranks."""
     settings: dict[str, object] = {"train.batch_size": batch, "train.max_train_steps": WARM_UP + steps}
     run_dirs = [root / f"alone-{gpu}" for gpu in range(gpus)]
     runs = [start(recipe, run_dir, 1, settings, only=gpu) for gpu, run_dir in enumerate(run_dirs)]
@@ -124,7 +125,7 @@ def measure_alone(recipe: Path, root: Path, gpus: int, batch: int, steps: int) -
 
 
 def times_of(run_dir: Path, gpus: int, batch: int) -> Row:
-    """What the events of a run say."""
+    """Return figures from the events of a run."""
     events = read_events(RunDir(run_dir).events())
     ranks = [events, *(read_events(RunDir(run_dir).events(rank)) for rank in range(1, gpus))]
     steps_made = [event for event in events if event["type"] == "step"][WARM_UP:]
@@ -150,7 +151,7 @@ def times_of(run_dir: Path, gpus: int, batch: int) -> Row:
 
 
 def kill(recipe: Path, root: Path, gpus: int, batch: int, steps: int, seed: int) -> Row:
-    """The same run twice; in the second a rank is killed. Whether it came back, and the files are equal."""
+    """Run twice at once, killing a rank of the second; return whether it recovered and whether the files are equal."""
     settings: dict[str, object] = {
         "train.batch_size": batch,
         "train.max_train_steps": steps,
@@ -160,7 +161,7 @@ def kill(recipe: Path, root: Path, gpus: int, batch: int, steps: int, seed: int)
     dice = random.Random(seed)
     rank, at = dice.randrange(gpus), dice.randrange(steps // 4 + 1, steps - 1)
     whole, broken = root / f"whole-{gpus}", root / f"killed-{gpus}"
-    undisturbed = start(recipe, whole, gpus, settings)  # beside the other: their times say nothing
+    undisturbed = start(recipe, whole, gpus, settings)  # concurrent with the other run, so their times are meaningless
     process = start(recipe, broken, gpus, settings)
     updates = _wait_for_step(RunDir(broken), at)
     starts = [event for event in read_events(RunDir(broken).events(rank)) if event["type"] == "start"]
@@ -194,7 +195,7 @@ def _wait_for_step(run_dir: RunDir, at: int) -> int:
 
 
 def tell(row: Row) -> None:
-    """One line of what was measured."""
+    """Print one line of results."""
     scaling = f", {row['scaling']:.1%} of {row['gpus']} times the first" if "scaling" in row else " alone"
     scaling += f", {row['of_sum']:.1%} of what each did alone" if "of_sum" in row else ""
     print(  # noqa: T201
@@ -206,7 +207,7 @@ def tell(row: Row) -> None:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the killed run gave the same bytes."""
+    """Measure and print; exit code 0 if the killed run gave the same bytes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("root", type=Path)
     parser.add_argument("--gpus", default="2", help="numbers of GPUs, with commas between")
@@ -221,9 +222,11 @@ def main() -> int:
     root = options.root.absolute()
     recipe = write_recipe(root, toy=options.toy)
     counts = [int(word) for word in options.gpus.split(",") if word]
+    # each GPU alone
     alone = measure_alone(recipe, root, max(counts), options.batch, options.steps)
     for row in alone:
         tell(row)
+    # several GPUs together
     rows, killed = [], None
     for gpus in counts:
         row = measure(recipe, root, gpus, options.batch, options.steps)
@@ -231,6 +234,7 @@ def main() -> int:
         row["of_sum"] = row["samples_per_s"] / sum(each["samples_per_s"] for each in alone[:gpus])
         rows.append(row)
         tell(row)
+    # recovery from a killed rank
     if options.kill:
         killed = kill(recipe, root, max(counts), options.batch, options.kill_steps, options.seed)
         print(f"killed: {killed}", flush=True)  # noqa: T201

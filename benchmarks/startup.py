@@ -1,4 +1,4 @@
-"""What a start costs: encoding, a manifest of a million images, the way to the first step, a base's identity.
+"""Start-up costs: encoding, a manifest of a million images, the time to the first step, a base's identity.
 
 usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [--encode-s 0.06] [--vae] [--json FILE]
        python benchmarks/startup.py manifest ROOT [--images 1000000] [--json FILE]
@@ -6,19 +6,19 @@ usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [
        python benchmarks/startup.py side-by-side ROOT OLD NEW [--base full|tiny] [--rounds 5] [--set KEY=VALUE]...
        python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
 
-``encode`` makes photographs (JPEG, noise over a gradient; each with bytes of its own) under ROOT, fills a cache with
-them through ``data.prepare``, and compares with the floor: the encoder alone, as often, on pixels that are ready. The
-encoder is a wait of fixed length, as a GPU is for the host, or with ``--vae`` the built-in model's VAE on the CPU,
-where the threads that decode and the encoder share the processors.
+``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, fills a cache with them through
+``latent_cache.prepare``, and compares with a lower bound: the encoder alone, called as often, on pixels that are ready.
+The encoder is a wait of fixed length, as a GPU is for the host. With ``--vae`` it is the built-in model's VAE on the
+CPU, and the decoding threads and the encoder share the CPU cores.
 
-``manifest`` makes tiny images and an entry for each, once, and tells of two starts, each in a process of its own: one
-that looks at everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
+``manifest`` makes tiny images and a cache entry for each, once, and reports two starts, each in a process of its own:
+one that reads everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
 
 ``first-step`` trains two steps, twice: the second start finds a warm cache.
 
 ``side-by-side`` writes an SDXL base of random numbers to disk (a diffusers folder, float16; full: 6.9 GB) and a few
-images, and starts two checkouts in turns. Each has caches of its own, which one start before has filled, so that
-caches are warm and digests remembered. Told are seconds from the command to the events of a start, and their ratio.
+images, and starts two checkouts in turns. Each checkout has its own caches, which an earlier start has filled, so that
+caches are warm and digests cached. It reports the seconds from the command to the events of a start, and their ratio.
 
 ``identity`` writes a file of random numbers and reads it with and without hashing, from a warm page cache.
 """
@@ -74,7 +74,7 @@ MARKS = ("start", "phase cache end", "phase load end", "step")
 
 
 class Wait:
-    """An encoder that takes a fixed time, in which the host is free; what it makes depends on the pixels."""
+    """An encoder that takes a fixed time, during which the host is free. Its output depends on the pixels."""
 
     def __init__(self, entry: EntrySpec, seconds: float, fingerprint: str) -> None:
         self.entry, self.fingerprint, self._seconds = entry, fingerprint, seconds
@@ -97,7 +97,7 @@ class Wait:
 
 
 class Family:
-    """What ``prepare`` asks of a family."""
+    """The part of a family that ``prepare`` uses."""
 
     def __init__(self, image: Any, text: Any) -> None:
         self._encoders = [image, text]
@@ -110,7 +110,7 @@ class Family:
 
 
 def fake_family(encode_s: float) -> Family:
-    """A family whose encoder takes so long for an image."""
+    """Return a family whose image encoder takes ``encode_s`` per image."""
     latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
     texts = {"prompt_embeds": TensorSpec("float32", "SD")}
     image, text = EntrySpec("image", (IMAGE,), latents, True), EntrySpec("text", (CAPTION,), texts)
@@ -118,13 +118,13 @@ def fake_family(encode_s: float) -> Family:
 
 
 def recipe_for(folder: Path, resolution: int, model: str = TINY, **data: Any) -> Recipe:
-    """A recipe over a folder of images."""
+    """Return a recipe over a folder of images."""
     section = {"path": str(folder), "resolution": resolution, "caption_fallback": "filename", **data}
     return recipe_from({"model": {"name_or_path": model}, "data": section, "train": {"max_train_steps": 1}})
 
 
 def make_photographs(folder: Path, count: int, side: int) -> None:
-    """JPEG files of ``side`` x 3/4 ``side``, unlike in their bytes, alike in what decoding them takes."""
+    """Make JPEG files of ``side`` x 3/4 ``side`` with different bytes and equal decoding cost."""
     folder.mkdir(parents=True, exist_ok=True)
     height = side * 3 // 4
     slope_HW = np.add.outer(np.arange(height), np.arange(side)) % 256
@@ -134,11 +134,11 @@ def make_photographs(folder: Path, count: int, side: int) -> None:
     for index in range(count):
         path = folder / f"an image number {index:07d}.jpg"
         if not path.exists():
-            path.write_bytes(file.getvalue() + index.to_bytes(8, "little"))  # behind the end of the image
+            path.write_bytes(file.getvalue() + index.to_bytes(8, "little"))  # after the end of the image data
 
 
 def encode(options: argparse.Namespace) -> dict[str, Any]:
-    """Fill a cache, beside the encoder alone."""
+    """Fill a cache, and time the encoder alone for comparison."""
     folder, cache = options.root / "photographs", options.root / "cache"
     make_photographs(folder, options.images, options.side)
     shutil.rmtree(cache, ignore_errors=True)
@@ -171,7 +171,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
-    """The encoder alone, on pixels that are ready: of a part, for all."""
+    """Return the time of the encoder alone on ready pixels, extrapolated from a part of the images."""
     from lora_rocm.latent_cache.quarantine import plain_door
 
     if not options.vae:
@@ -187,7 +187,7 @@ def _floor_s(image: Any, options: argparse.Namespace) -> float:
 
 
 def make_manifest(folder: Path, cache: Path, count: int) -> None:
-    """Tiny images, 1000 to a folder, the hash of each remembered, and its entry in the cache; without captions."""
+    """Make tiny images without captions, 1000 per folder, with cached hashes and cache entries."""
     if (folder / "made").exists():
         return
     file = io.BytesIO()
@@ -215,9 +215,10 @@ def make_manifest(folder: Path, cache: Path, count: int) -> None:
 
 
 def manifest(options: argparse.Namespace) -> dict[str, Any]:
-    """Two starts, each in a process of its own; with ``--measure``, one in this."""
+    """Run two starts, each in its own process; with ``--measure``, run one start in this process."""
     root = options.root / f"manifest {options.images}"
     folder, cache = root / "images", root / "cache"
+    # the parent: make the images, start two measuring processes
     if not options.measure:
         made, began = (folder / "made").exists(), time.perf_counter()
         make_manifest(folder, cache, options.images)
@@ -225,6 +226,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, __file__, "manifest", str(options.root), "--images", str(options.images)]
         runs = [json.loads(subprocess.check_output([*command, "--measure"])) for _ in range(2)]
         return {"images": options.images, **told, "first start": runs[0], "next start": runs[1]}
+    # the measuring process: one start, up to the first batch
     gc.collect()
     process = psutil.Process()
     before_mib, times = process.memory_info().rss / 2**20, [("", time.perf_counter())]
@@ -257,7 +259,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def most_resident_mib() -> float:
-    """The most that this process has had in memory; where the system does not tell, what it has now."""
+    """Return the peak resident memory of this process; the present one if the system does not report the peak."""
     info, status = psutil.Process().memory_info(), Path("/proc/self/status")
     if not status.exists():
         return float(getattr(info, "peak_wset", info.rss) / 2**20)
@@ -266,7 +268,7 @@ def most_resident_mib() -> float:
 
 
 def first_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Two runs of two steps, one after the other; seconds since the command, by what had happened."""
+    """Run two steps twice; return seconds from the command to each event."""
     command = [sys.executable, "-m", "lora_rocm", "train", str(options.recipe)]
     keys = ["train.max_train_steps=2", "sample.every_n_steps=0", f"cache.dir={options.root / 'cache'}", *options.set]
     settings = [part for key in keys for part in ("--set", key)]
@@ -286,7 +288,7 @@ def first_step(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_base(folder: Path, structure: str) -> None:
-    """A diffusers folder of random numbers in float16, written once; its tokenizers are the tiny model's."""
+    """Write a diffusers folder of random float16 weights, once; its tokenizers are the tiny model's."""
     if (folder / "model_index.json").exists():
         return
     source: RandomSource = random_source(f"{PREFIX}{STRUCTURES[structure]}", LAYOUT)
@@ -301,14 +303,15 @@ def write_base(folder: Path, structure: str) -> None:
         shutil.copytree(tiny / name, folder / name, dirs_exist_ok=True)
     (folder / "scheduler").mkdir(exist_ok=True)
     shutil.copy(source.config_path("scheduler"), folder / "scheduler" / "scheduler_config.json")
-    shutil.copy(tiny / "model_index.json", folder / "model_index.json")  # last: the base is whole
+    shutil.copy(tiny / "model_index.json", folder / "model_index.json")  # written last: marks the base as complete
 
 
 def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
-    """Two checkouts in turns, each with caches of its own."""
+    """Start two checkouts in turns, each with caches of its own."""
     root = options.root.absolute()
     write_base(root / options.base, options.base)
     make_photographs(root / "images", 4, 1024 if options.base == "full" else 128)
+    # one recipe for both checkouts
     recipe = root / "recipe.yaml"
     sections = {
         "model": {"name_or_path": str(root / options.base)},
@@ -316,6 +319,7 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
         "train": {"max_train_steps": 1000},
     }
     recipe.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
+    # start them in turns
     checkouts = {"old": options.old.absolute(), "new": options.new.absolute()}
     found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
     for number in range(options.rounds + 1):
@@ -323,8 +327,9 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
             seconds = one_start(
                 checkout, recipe, root / f"run {name}", [f"cache.dir={root / f'cache {name}'}", *options.set]
             )
-            if number:  # the first fills caches and remembers
+            if number:  # the first round fills the caches
                 found[name].append(seconds)
+    # compare the medians
     medians = {
         name: {mark: round(statistics.median(each[mark] for each in starts), 2) for mark in MARKS}
         for name, starts in found.items()
@@ -340,7 +345,7 @@ def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_start(checkout: Path, recipe: Path, run_dir: Path, settings: Sequence[str]) -> dict[str, float]:
-    """Seconds from the command to what it told, up to its first step; then it is asked to stop."""
+    """Return seconds from the command to each event up to the first step; then stop the run."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run = RunDir(run_dir)
     command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(run_dir)]
@@ -363,7 +368,7 @@ def one_start(checkout: Path, recipe: Path, run_dir: Path, settings: Sequence[st
 
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:
-    """GB/s of reading a file of weights in each way; the time to remember is that of asking a second time."""
+    """Return GB/s of each way to read a weights file, and the time to recall a cached digest."""
     path = options.root / "identity.safetensors"
     if not path.exists():
         options.root.mkdir(parents=True, exist_ok=True)
@@ -393,9 +398,10 @@ def identity(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    # one parser per part
     of_encode = commands.add_parser("encode")
     of_encode.add_argument("root", type=Path)
     of_encode.add_argument("--images", type=int, default=10000)
@@ -424,6 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (of_encode, of_manifest, of_first, of_both, of_identity):
         command.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    # run the part, and write its figures
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "encode": encode, "manifest": manifest, "first-step": first_step, "side-by-side": side_by_side,
         "identity": identity,

@@ -1,15 +1,15 @@
-"""What each way of computing an SDXL LoRA step costs on this GPU: kernels, GPU time, memory, and the error it makes.
+"""Cost of each variant of an SDXL LoRA step on this GPU: kernels, GPU time, memory, and numerical error.
 
 usage: python -m benchmarks.step_variants [ROOT] --out F [--toy] [--quick] [--only REGEX] [--batches 4,1] [--budget S]
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
 fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
-captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in
-float32 with the same weights: relative norms; the first variant shows what bf16 itself costs. ``ROOT`` is a checkout to
-import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet, where Triton forms fail.
+captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in float32
+with the same weights: relative norms; the first variant shows the error of bf16 itself. ``ROOT`` is a checkout to
+import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet; Triton variants fail there.
 
-``--only`` may come several times: what the first names is run first. ``--quick`` is for slow hosts: one eager step is
-timed, GPU time and kernels are those of the graph, and nothing is compared with float32.
+``--only`` may be given several times: variants that match the first run first. ``--quick`` is for slow hosts: one eager
+step is timed, GPU time and kernels are those of the graph, and nothing is compared with float32.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the step. compiled: names of the classes whose instances torch.compile takes."""
+    """One way to compute the step. compiled: names of the module classes that are compiled with torch.compile."""
 
     name: str
     lean: bool = True
@@ -100,7 +100,7 @@ VARIANTS = (
 
 
 def make_unet(toy: bool, dtype: torch.dtype, lean: bool) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
-    """(the UNet with an adapter, the adapter's weights): the same numbers every time, rounded to bfloat16."""
+    """Return (the UNet with an adapter, the adapter's weights): always the same numbers, rounded to bfloat16."""
     folder = PACKAGE / ("builtin/tiny_sdxl/unet" if toy else "families/sdxl/config/unet")
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder))
@@ -124,7 +124,7 @@ def make_unet(toy: bool, dtype: torch.dtype, lean: bool) -> tuple[UNet2DConditio
 
 
 def make_inputs(toy: bool, batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Latents, text states and target on the device."""
+    """Return latents, text states and target on the device."""
     rng = torch.Generator(device=DEVICE).manual_seed(SEED)
     side, width, pooled = (16, 160, 96) if toy else (128, 2048, 1280)
 
@@ -155,7 +155,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(list(self.adapter.values()), lr=1e-5, **how)
 
     def gradients(self) -> Tensor:
-        """Leave the gradients at the weights; return the loss."""
+        """Leave the gradients in the weights' ``grad``; return the loss."""
         x = self.inputs
         conditions = {"text_embeds": x["pooled"], "time_ids": x["ids"]}
         predicted = self.unet(x["latents"], x["timesteps"], x["text"], added_cond_kwargs=conditions, return_dict=False)[
@@ -166,7 +166,7 @@ class Step:
         return loss.detach()
 
     def flat_gradient(self) -> tuple[Tensor, Tensor]:
-        """(loss, all gradients in one float32 vector)."""
+        """Return (loss, all gradients in one float32 vector)."""
         loss = self.gradients()
         flat = torch.cat([p.grad.flatten().float() for p in self.adapter.values() if p.grad is not None])
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +179,7 @@ class Step:
 
 
 def reference(toy: bool) -> tuple[Tensor, Tensor]:
-    """(loss, gradient) of plain modules in float32, without TF32."""
+    """Return (loss, gradient) of plain modules in float32, without TF32."""
     unet, adapter = make_unet(toy, torch.float32, lean=False)
     found = Step(unet, adapter, make_inputs(toy, 1, torch.float32)).flat_gradient()
     del unet, adapter
@@ -188,7 +188,7 @@ def reference(toy: bool) -> tuple[Tensor, Tensor]:
 
 
 def build(variant: Variant, toy: bool) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
-    """The UNet of a variant, and its adapter."""
+    """Return the UNet of a variant, and its adapter."""
     unet, adapter = make_unet(toy, torch.bfloat16, variant.lean)
     if variant.fusion is not None:
         fuse(unet, variant.fusion)
@@ -199,7 +199,7 @@ def build(variant: Variant, toy: bool) -> tuple[UNet2DConditionModel, dict[str, 
 
 
 class Models:
-    """Builds the UNet of a variant, or takes that of the one before where only its fusion differs."""
+    """Builds the UNet of a variant, or reuses the previous one if only its fusion differs."""
 
     def __init__(self, toy: bool) -> None:
         self._toy = toy
@@ -217,12 +217,12 @@ class Models:
         return unet, adapter
 
     def drop(self) -> None:
-        """After an error: nothing of it is used again."""
+        """Drop the last model; after an error it must not be reused."""
         self._last = None
 
 
 def follows(before: Variant, variant: Variant) -> bool:
-    """Whether fusing again makes one of the other: nothing compiled, and no layout to be undone."""
+    """Return whether fusing again turns one variant into the other: nothing compiled, and no layout to undo."""
     if before.fusion is None or variant.fusion is None or before.compiled or variant.compiled:
         return False
     return before.lean == variant.lean and (variant.fusion.channels_last or not before.fusion.channels_last)
@@ -231,7 +231,7 @@ def follows(before: Variant, variant: Variant) -> bool:
 def measure(
     variant: Variant, models: Models, toy: bool, batches: list[int], truth: tuple[Tensor, Tensor] | None, quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """One row a batch size; without ``truth`` there is nothing about errors."""
+    """Yield one row per batch size; without ``truth`` it has no errors."""
     unet, adapter = models.get(variant)
     for batch in batches:
         clean()
@@ -257,7 +257,7 @@ def measure(
 
 
 def timed(run: Callable[[], object], warm_up: int, steps: int) -> dict[str, float]:
-    """Median wall milliseconds a step, and the peak of allocated memory in GiB (of a graph: what it holds)."""
+    """Return median wall milliseconds per step, and peak allocated memory in GiB (for a graph: the memory it holds)."""
     for _ in range(warm_up):
         run()
     wait()
@@ -276,7 +276,7 @@ def timed(run: Callable[[], object], warm_up: int, steps: int) -> dict[str, floa
 
 
 def captured(step: Step) -> torch.cuda.CUDAGraph:
-    """The step as a graph."""
+    """Return the step as a captured graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -290,9 +290,9 @@ def captured(step: Step) -> torch.cuda.CUDAGraph:
 
 
 def profiled(run: Callable[[], object]) -> dict[str, Any]:
-    """Of one step: device milliseconds (sum over kernels), kernels, milliseconds by kind, and the longest kernels.
+    """Return for one step: device milliseconds (sum over kernels), kernels, milliseconds by kind, and longest kernels.
 
-    It has run before. Without a GPU the operators of the CPU stand in for kernels.
+    Call ``run`` once before. Without a GPU, CPU operators are counted instead of kernels.
     """
     with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as recorded:
         run()
@@ -315,26 +315,26 @@ def profiled(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def chosen(patterns: list[str]) -> list[Variant]:
-    """What the first pattern names, then what the second names, and so on."""
+    """Return the variants that match the first pattern, then those that match the second, and so on."""
     found = [variant for pattern in patterns for variant in VARIANTS if re.search(pattern, variant.name)]
     return list(dict.fromkeys(found))
 
 
 def wait() -> None:
-    """For the device."""
+    """Wait for the device."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def clean() -> None:
-    """Give memory back."""
+    """Free unused memory."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row as text."""
+    """Return one row as text."""
     shown = [f"b{row['batch']}", f"busy {row['busy_ms']:.1f} ms", f"kernels {row['kernels']}"]
     shown.append(f"eager {row['eager_ms']:.0f} ms {row.get('eager_peak_gib', 0):.2f} GiB")
     if "graph_ms" in row:
@@ -347,7 +347,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """By kind and kernel, of the first variant and of the one with the least device time, at the largest batch."""
+    """Yield times by kind and kernel of the first variant and of the fastest on the device, at the largest batch."""
     largest = max((row["batch"] for row in rows), default=0)
     rows = [row for row in rows if row["batch"] == largest]
     for row in [rows[0], min(rows, key=lambda row: row["busy_ms"])] if rows else []:
@@ -357,7 +357,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the variants, one line each."""
+    """Run the variants and print one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", default=str(HERE))
     parser.add_argument("--out", type=Path, required=True)
@@ -373,6 +373,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if CUDA else "CPU"
     result: dict[str, Any] = {"device": where, "torch": torch.__version__, "rows": [], "failed": {}}
     print(f"{where}, torch {torch.__version__}, {PACKAGE}", flush=True)
+    # measure the variants while there is time
     truth = None if args.quick else reference(args.toy)
     models = Models(args.toy)
     for variant in chosen(args.only or [""]):

@@ -1,10 +1,10 @@
-"""What a training step takes, and what the trainer adds to it: kernels, waits, memory, beside a bare loop.
+"""Cost of a training step, and of the trainer's part of it: kernels, waits and memory, compared with a bare loop.
 
 usage: python -m benchmarks.training_step RECIPE [--set KEY=VALUE ...] [--random-weights] [--steps N] [--profile]
            [--against bare|bare-compiled] [--json FILE]
 
-``--against bare``: also the same model, LoRA and optimizer on fixed inputs with no trainer around, eager and on a GPU
-captured; ``bare-compiled``: and compiled. ``--profile``: kernels by kind, and traces beside the JSON file.
+``--against bare``: also measure the same model, LoRA and optimizer on fixed inputs without the trainer, eager and (on a
+GPU) captured; ``bare-compiled``: also compiled. ``--profile``: kernels by kind, and traces next to the JSON file.
 """
 
 from __future__ import annotations

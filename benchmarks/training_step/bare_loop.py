@@ -1,6 +1,8 @@
-"""The same model, LoRA and optimizer on inputs that lie on the device, with no trainer around: what a step must cost.
+"""Bare loop: the same model, LoRA and optimizer on inputs on the device, without the trainer.
 
-Plain modules of diffusers and PEFT, all of it in the base's number format, no autocast, PyTorch's fused AdamW.
+The minimum cost of a step.
+
+Plain modules of diffusers and PEFT, everything in the base's dtype, no autocast, PyTorch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.loop import seed_for
 
 WARM_UP = 3
-COMPILED_LIMIT = 256  # forms of one block's code: widths, and what PEFT makes of each
+COMPILED_LIMIT = 256  # compiled variants of one block's code: widths, and PEFT's changes to each
 EAGER, CAPTURED, COMPILED = "bare, eager", "bare, captured", "bare, compiled and captured"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run of ours hands to the bare loop.
+    """Inputs of the bare loop, taken from a run of ours.
 
     Attributes:
         batch, draws: a micro-batch and its noise, on the host.
-        layers: the names of those to adapt, by component.
-        recomputes: the run computes all activations again, be it that the recipe asked for it, that the memory plan
-            chose it, or that a step ran out of memory.
+        layers: names of the layers to adapt, by component.
+        recomputes: whether the run recomputes all activations, by the recipe, by the memory plan, or after out of
+            memory.
     """
 
     batch: Tensors
@@ -47,7 +49,7 @@ class Inputs:
 
 
 def inputs_of(bench: Bench) -> Inputs:
-    """The first micro-batch of a run, and how it computes now."""
+    """Return the first micro-batch of a run, and how the run computes now."""
     trainer = bench.trainer
     batch = next(trainer.open_batches(0))
     seeds = [seed_for(trainer.seed, 0, 0, place) for place in batch.positions]
@@ -59,7 +61,7 @@ def inputs_of(bench: Bench) -> Inputs:
 
 
 class BareStep:
-    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` says rank and scale."""
+    """Forward, loss, backward and optimizer of one micro-batch; ``recipe`` sets rank and scale."""
 
     def __init__(
         self, family: ModelFamily, recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str
@@ -90,10 +92,10 @@ class BareStep:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """What replays a step as one graph.
+    """Return a function that replays a step as one graph.
 
     Raises:
-        RuntimeError: it cannot be captured.
+        RuntimeError: the step cannot be captured.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -109,7 +111,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def compiling(wanted: bool) -> Iterator[None]:
-    """Where blocks are compiled: each shape by itself, and what was compiled is forgotten at the end."""
+    """Allow compilation per shape inside the context if ``wanted``; reset the compiler at its end."""
     if not wanted:
         yield
         return
@@ -133,11 +135,11 @@ def _adapt(component: nn.Module, paths: Sequence[str], recipe: Recipe, dtype: to
 
 
 def _checkpointed(component: Any, draws: bool) -> None:
-    """The blocks that diffusers would. Without ``draws`` no random state is read, which capturing forbids."""
+    """Checkpoint the blocks that diffusers would. Without ``draws`` no random state is read, which capture forbids."""
     component.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=draws))
 
 
 def _compiled(component: Any) -> None:
-    """The blocks that diffusers names as repeated; text encoders have none."""
+    """Compile the blocks that diffusers lists as repeated; text encoders have none."""
     if getattr(component, "_repeated_blocks", None):
         component.compile_repeated_blocks(fullgraph=True, dynamic=False)

@@ -1,7 +1,7 @@
-"""The heavy child of ``python -m benchmarks.training_step``: ``python -m benchmarks.training_step.child JOB.json``.
+"""Child process of ``python -m benchmarks.training_step``: ``python -m benchmarks.training_step.child JOB.json``.
 
-Events as in ``lora_rocm.bench.device_child``: ``machine`` once, then for each row ``begin`` before and ``row`` after.
-All rows come from this one process, one after the other, and each begins with the memory of the one before given back.
+Emits events as in ``lora_rocm.bench.device_child``: ``machine`` once, then for each row ``begin`` before and ``row``
+after. All rows come from this one process, in sequence; the memory of a row is freed before the next.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lora_rocm.rundir.event_types import BeginEvent, MachineEvent, RowEvent
 from lora_rocm.rundir.events import emit
 
 OURS = "lora-rocm"
-ROUNDS = 2  # of ours and bare in turn: what drifts meets both
+ROUNDS = 2  # alternating ours and bare, so that drift affects both
 LIMIT_S = 1800.0
-"""A row that takes longer hangs; compiling takes minutes."""
+"""A row that takes longer counts as hung; compiling takes minutes."""
 
 
 def main(arguments: list[str] | None = None, watch_parent: bool = True) -> int:
-    """Measure; an error that is not foreseen ends in a traceback, which the parent reads."""
+    """Measure. An unexpected error ends in a traceback, which the parent reads."""
     path = Path((arguments or sys.argv[1:])[0])
     return told(partial(_measure, json.loads(path.read_text(encoding="utf-8")), path.parent, watch_parent))
 
@@ -66,7 +66,7 @@ def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:
         number += 1
         for name in names:
             if name == COMPILED and again:
-                continue  # compiling anew for the same figure
+                continue  # compiling again would give the same figure
             fields = {"name": name, "round": again}
             _begin(number, fields)
             _end(number, fields, _bare(recipe, inputs, dtype, device, name, wanted))
@@ -95,7 +95,7 @@ def _bare(
 ) -> Figures:
     try:
         return measure_bare(recipe, inputs, dtype, device, name, wanted)
-    except (RuntimeError, MemoryError) as error:  # what cannot be captured or compiled here, or does not fit
+    except (RuntimeError, MemoryError) as error:  # cannot be captured or compiled here, or does not fit
         if device_fault(error) is not None:
             raise
         return {"problem": next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]}
@@ -103,7 +103,7 @@ def _bare(
 
 def _begin(number: int, fields: dict[str, Any]) -> None:
     emit(BeginEvent(number=number, limit_s=LIMIT_S, fields=fields))
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a thread of C: it ends us even in a call that hangs
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a C thread: ends the process even if a call hangs
 
 
 def _end(number: int, fields: dict[str, Any], figures: Figures) -> None:

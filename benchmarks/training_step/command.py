@@ -1,4 +1,4 @@
-"""Starts the child that measures whole training steps, beside a bare loop if asked, and shows what came of it."""
+"""Starts the child process that measures training steps, compares with a bare loop if asked, and shows the results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be measured.
+    """The requested measurement.
 
-    random_weights: no base model is read and no images: both are random numbers.
+    random_weights: use random numbers instead of a base model and images.
     against: None, "bare" or "bare-compiled".
     profile: keep traces, and show kernels.
     """
@@ -50,18 +50,18 @@ class Asked:
 
 @dataclass
 class Measured:
-    """What the child said: a row for each time that something was measured."""
+    """Results reported by the child process, one row per measurement."""
 
     machine: Row = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
 
 def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Path | None) -> int:
-    """Measure training steps, print the tables; returns the exit code.
+    """Measure training steps and print the tables; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe, its base model or its images are wrong, the child could not start or died before
-            our own steps were measured, or a file cannot be written.
+        LoraRocmError: the recipe, its base model or its images are wrong, the child could not start or died before our
+            own steps were measured, or a file cannot be written.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     if not asked.random_weights:
@@ -84,7 +84,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
 
 
 def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured) -> None:
-    """All rows into ``found``. A child that dies after our own steps were measured leaves a row that says so."""
+    """Measure all rows into ``found``. If the child dies after our own steps, the failed row says so."""
     begun: Row = {}
 
     def on_event(event: Row) -> None:
@@ -98,6 +98,7 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
             case "row":
                 found.rows.append(fields_of(event))
 
+    # run the child process; its death becomes a row if our own steps were measured
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         job = {
             "recipe": recipe.model_dump(mode="json"),
@@ -119,11 +120,11 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
 
 
 def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
-    """Run the child to its end.
+    """Run the child process to its end.
 
     Raises:
         LoraRocmError: the error event that it wrote.
-        WorkerDiedError: it failed without one.
+        WorkerDiedError: it failed without an error event.
     """
     command = [sys.executable, "-m", MODULE, str(job)]
     code, log = follow_tool(command, {**env, "PYTHONPATH": str(ROOT)}, on_event)
@@ -132,7 +133,7 @@ def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
 
 
 def over_rounds(rows: Sequence[Row]) -> list[Row]:
-    """One row for each thing that was measured: times are the mean over rounds, the rest is that of the last one."""
+    """Return one row per variant: times are means over rounds, all other figures those of the last round."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row["name"], []).append(row)
@@ -149,7 +150,7 @@ def over_rounds(rows: Sequence[Row]) -> list[Row]:
 
 
 def price_of(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """What our trainer costs beside each bare loop: our time a sample over its, and our peak less its, in bytes."""
+    """Return our trainer's cost over each bare loop: ratio of times per sample, and difference of peaks in bytes."""
     ours = next(row for row in rows if row["name"] == OURS)
     found = {}
     for row in rows:
@@ -167,7 +168,10 @@ def price_of(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
 
 
 def unlike_of(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """For each bare loop what it does otherwise to need memory, in words: a ratio of times says little then."""
+    """Return the memory-saving differences between our run and each bare loop.
+
+    If any, the time ratio is not comparable.
+    """
     ours = next(row for row in rows if row["name"] == OURS)
     return {row["name"]: list(_unlike(ours, row)) for row in rows if row is not ours and not row["problem"]}
 

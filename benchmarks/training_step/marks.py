@@ -1,4 +1,4 @@
-"""Where the time of a step goes: marks around the parts of a step, on the device's own clock where it is a GPU."""
+"""Times the parts of a step, by marks around them; on a GPU by the device's own clock."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PARTS = {
     (f"{SEND} ends", f"{STEP} begins"): "forward and backward in one graph",
     (f"{STEP} begins", f"{STEP} ends"): "optimizer",
 }
-"""What lies between two marks that follow each other. A replayed graph calls no code of ours, so it has none inside."""
+"""Part between two consecutive marks. A replayed graph does not call our code, so it has no marks inside."""
 
 
 class Marks:
-    """Marks on the stream that the step is queued on (on a CPU: on the host's clock)."""
+    """Marks on the step's stream (on a CPU: on the host's clock)."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
 
     def put(self, name: str) -> None:
-        """A mark, here and now; none in a graph that is being captured."""
+        """Add a mark now; does nothing while a graph is being captured."""
         if not self._on_gpu:
             self._marks.append((name, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
@@ -41,7 +41,7 @@ class Marks:
 
     @contextmanager
     def around(self, owner: object, method: str, name: str) -> Iterator[None]:
-        """Marks before and after each call of a method of this one object."""
+        """Add marks before and after each call of a method of this one object."""
         inner = getattr(owner, method)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Marks:
             yield
 
     def seconds(self) -> dict[str, float]:
-        """Part -> seconds in all, once the device is past them."""
+        """Return part -> total seconds, after waiting for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return sums([(name, self._at(mark)) for name, mark in self._marks])
@@ -65,7 +65,7 @@ class Marks:
 
 
 def sums(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Part -> seconds in all, from marks in order, each with its time in seconds."""
+    """Return part -> total seconds, from marks in order, each with its time in seconds."""
     found: dict[str, float] = defaultdict(float)
     for (before, begin), (after, end) in pairwise(marks):
         if (before, after) in PARTS:
@@ -75,7 +75,7 @@ def sums(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def replaced(owner: object, method: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Another function in the place of a method, of this one object and for a while."""
+    """Replace a method of this one object inside the context."""
     before = owner.__dict__.get(method)
     setattr(owner, method, by)
     try:

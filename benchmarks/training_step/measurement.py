@@ -1,4 +1,4 @@
-"""The figures of a training step: of our own run, and of the bare loop beside it."""
+"""Figures of a training step: of our own run, and of the bare loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.recipe.schema import Recipe
 
 MIN_WARM_UP, MAX_WARM_UP = 5, 60
-EDGES = 2  # the first and the last step of a window are not like those between: not counted
+EDGES = 2  # the first and the last step of a window are atypical and not counted
 PARTS_STEPS, TRACED_STEPS, FLAGGED_STEPS = 5, 3, 2
 MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}
 MATMUL_CALLS = {"cuda": 30, "cpu": 3}
@@ -36,7 +36,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How long to measure, and where traces go (kept only where ``profile``)."""
+    """How long to measure, and the folder of traces (kept only if ``profile``)."""
 
     steps: int
     profile: bool
@@ -44,7 +44,7 @@ class Wanted:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> Figures:
-    """Floating point operations a second of a large square matrix product, warmed up."""
+    """Return the FLOP/s of a large square matrix product, after warm-up."""
     side = MATMUL_SIDE[device.type]
     one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     seconds = stepped(lambda: torch.mm(one, other), MATMUL_CALLS[device.type], device, MATMUL_CALLS[device.type])
@@ -53,7 +53,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> Figures:
 
 
 def stepped(run: Callable[[], object], count: int, device: torch.device, warm_up: int) -> list[float]:
-    """Seconds of each of ``count`` calls that follow each other, after a warm-up; on a GPU by its own clock."""
+    """Return seconds of each of ``count`` consecutive calls, after a warm-up; on a GPU by its own clock."""
     on_gpu = device.type == "cuda"
     for _ in range(warm_up):
         run()
@@ -78,7 +78,7 @@ def stepped(run: Callable[[], object], count: int, device: torch.device, warm_up
 
 
 def free() -> None:
-    """Give back all memory that nothing holds any more, and begin to look for its peak anew."""
+    """Free all unreferenced memory, and reset the peak."""
     gc.collect()
     empty_pools()
     if torch.cuda.is_initialized():
@@ -86,9 +86,9 @@ def free() -> None:
 
 
 def measure_ours(bench: Bench, wanted: Wanted, matmul: Figures) -> Figures:
-    """All figures of a run before its first step.
+    """Return all figures of a run before its first step.
 
-    The peak is that of all steps, from the first: a replayed graph asks the allocator for nothing.
+    The peak covers all steps from the first, because a replayed graph does not allocate.
     """
     device = bench.start.device
     free()
@@ -118,7 +118,7 @@ def measure_ours(bench: Bench, wanted: Wanted, matmul: Figures) -> Figures:
 def measure_bare(
     recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str, wanted: Wanted
 ) -> Figures:
-    """Figures of the bare loop; without accumulation, so that a step is one micro-batch.
+    """Return figures of the bare loop, without accumulation: a step is one micro-batch.
 
     Raises:
         RuntimeError: it cannot be captured or compiled here, or memory ran out.
@@ -141,7 +141,7 @@ def measure_bare(
 
 
 def variants(against: str | None, device: torch.device) -> Sequence[str]:
-    """The bare loops to measure: eager everywhere, captured on a GPU, compiled where asked for."""
+    """Return the bare loops to measure: eager everywhere, captured on a GPU, compiled if asked for."""
     if against is None:
         return ()
     if device.type != "cuda":
@@ -150,7 +150,7 @@ def variants(against: str | None, device: torch.device) -> Sequence[str]:
 
 
 def times(seconds: Sequence[float], samples: int) -> Figures:
-    """Median, 95th percentile and mean of a step, and samples a second by the mean."""
+    """Return median, 95th percentile and mean of a step, and samples per second by the mean."""
     ordered = sorted(seconds)
     mean = statistics.fmean(ordered)
     return {
@@ -164,19 +164,19 @@ def times(seconds: Sequence[float], samples: int) -> Figures:
 
 
 def with_rates(figures: Figures, flops: int, matmul: Mapping[str, Any]) -> Figures:
-    """Also what the step reaches of the rate of a matrix product, and how long the device had nothing to do."""
+    """Add the step's FLOP/s, its share of a matrix product's rate, and the device's idle time."""
     rate = flops / figures["median_s"]
     return {**figures, "flops_per_s": rate, "of_matmul": rate / matmul["per_second"], "idle_s": idle_s(figures)}
 
 
 def idle_s(figures: Mapping[str, Any]) -> float | None:
-    """Time of a step, without the profiler, in which the device did nothing; None where it was not seen."""
+    """Return the device's idle time per step without the profiler; None if the profiler did not see the device."""
     busy_s: float | None = figures["profile"]["busy_s"]
     return None if busy_s is None else max(0.0, figures["median_s"] - busy_s)
 
 
 def flagged_waits(run: Callable[[], object]) -> int:
-    """How often PyTorch itself says that a call waits for the GPU (events that are waited for it does not name)."""
+    """Return the number of synchronizing calls that PyTorch itself reports (it does not report waits for events)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -188,7 +188,7 @@ def flagged_waits(run: Callable[[], object]) -> int:
 
 
 def _kept(bench: Bench) -> Figures:
-    """What the steps did to need less memory: parts of a micro-batch, and blocks recomputed or offloaded."""
+    """Return the memory-saving measures of the steps: parts of a micro-batch, and blocks recomputed or offloaded."""
     relief, memory = bench.trainer.relief, bench.artifacts.memory
     blocks = len(bench.trainer.family.blocks(bench.trainer.model))
     recomputed, offloaded = (0, blocks * memory.offloads)
@@ -204,13 +204,13 @@ def _kept(bench: Bench) -> Figures:
 
 
 def _warm_up(bench: Bench) -> int:
-    """So many that each size of image has come often enough to be captured."""
+    """Return the number of warm-up steps after which each image size is captured."""
     sizes = len(bench.data.prepared.facts.bucket_counts)
     return MIN_WARM_UP if sizes <= 1 else min(MAX_WARM_UP, max(MIN_WARM_UP, 3 * bench.data.plan.steps_per_epoch + 1))
 
 
 def _parts(bench: Bench) -> dict[str, float]:
-    """Part of a step -> seconds. Loader and verdict by the host's clock, all else by the device's."""
+    """Return part of a step -> seconds. Loader and verdict by the host's clock, all else by the device's."""
     marks, trainer = Marks(bench.start.device), bench.trainer
     with ExitStack() as stack:
         for owner, method, name in (

@@ -1,7 +1,7 @@
-"""Counts of a step that are the same on every machine: operators, waits, bytes, floating point operations.
+"""Machine-independent counts of a step: operators, waits, bytes, floating point operations.
 
-On a CPU, where "the device" is main memory too, a tensor counts as the device's if it was there before, came through
-the door, or was computed from such a one.
+On a CPU, "the device" is main memory too. There a tensor counts as the device's if it existed before the step, was sent
+by the transfer, or was computed from such a tensor.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from benchmarks.training_step.setup import Bench
 
 aten = torch.ops.aten
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
-"""Operators whose result the host needs before it can go on (``item()``, ``bool()`` and ``float()`` are the first)."""
+"""Operators whose result the host waits for (the first is ``item()``, ``bool()`` and ``float()``)."""
 NO_KERNEL = ("_unsafe_view", "empty", "empty_like", "empty_strided", "is_pinned", "resize_")
-"""Operators that compute nothing, though they are no views."""
+"""Operators that compute nothing, although they are not views."""
 COPIES_TO_HOST = ("tolist", "numpy")
-"""Methods that read a tensor without an operator, where it is on the CPU."""
+"""Methods that read a tensor on the CPU without an operator."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step.
+    """Counts of one step.
 
-    device_operators: on tensors of the device, views not counted: about the kernels of an eager step.
-    host_operators: on tensors that did not come from the device.
-    waits: reads of a value of the device by the host.
-    door_bytes: of tensors and fingerprints that were sent.
+    device_operators: operators on device tensors, without views: approximately the kernels of an eager step.
+    host_operators: operators on tensors that did not come from the device.
+    waits: reads of a device value by the host.
+    door_bytes: bytes of tensors and fingerprints that were sent.
     flops: floating point operations of products, convolutions and attention.
-    peak_bytes: most that was held on the device at a time, beyond what is there before the step.
-    saved_bytes: kept for the backward pass, weights not counted.
+    peak_bytes: peak of device memory in use, beyond the memory in use before the step.
+    saved_bytes: bytes kept for the backward pass, without weights.
     """
 
     device_operators: int
@@ -58,7 +58,7 @@ class Counts:
 
 
 class OnDevice:
-    """Which storages are the device's, and how many bytes of those that came later live."""
+    """Set of the device's storages; counts the live bytes of those added later."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -69,7 +69,7 @@ class OnDevice:
         return tensor.is_cuda if self._gpu else tensor.untyped_storage()._cdata in self._known
 
     def add(self, tensor: Tensor, resident: bool = False) -> None:
-        """It is the device's from now on; ``resident``: it was there before, and its bytes do not count."""
+        """Add a tensor to the device; ``resident``: it existed before, and its bytes do not count."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, 0 if resident else storage.nbytes()
         if key not in self._known:
@@ -83,7 +83,7 @@ class OnDevice:
 
 
 class Operators(TorchDispatchMode):
-    """Counts what is dispatched."""
+    """Counts dispatched operators."""
 
     def __init__(self, on_device: OnDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class Operators(TorchDispatchMode):
 
 
 def _formula(func: Any) -> Callable[..., int] | None:
-    """How PyTorch counts an operator's floating point operations; its table lacks the CPU's attention."""
+    """Return PyTorch's FLOP formula of an operator; PyTorch's table lacks the CPU's attention."""
     packet = func.overloadpacket
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         return lambda q, k, v, *args, out_val, **kwargs: int(sdpa_flop_count(q.shape, k.shape, v.shape))
@@ -129,7 +129,7 @@ def _formula(func: Any) -> Callable[..., int] | None:
 
 
 class Methods(TorchFunctionMode):
-    """Counts methods that read a tensor of the device without dispatching an operator."""
+    """Counts methods that read a device tensor without dispatching an operator."""
 
     def __init__(self, on_device: OnDevice) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Methods(TorchFunctionMode):
 
 
 class Door:
-    """Counts what is sent."""
+    """Counts sent bytes."""
 
     def __init__(self, on_device: OnDevice) -> None:
         self.on_device, self.bytes = on_device, 0
@@ -165,7 +165,7 @@ class Door:
 
 
 def first_flops(bench: Bench) -> int:
-    """Make the first step, launch by launch, and count its floating point operations as they are carried out."""
+    """Make the first step eagerly, and count its floating point operations as they are executed."""
     operators = Operators(OnDevice(bench.start.device))
     with torch.compiler.set_stance("force_eager"), operators:
         bench.make_steps(1)
@@ -173,7 +173,7 @@ def first_flops(bench: Bench) -> int:
 
 
 def count_step(bench: Bench) -> tuple[Counts, Operators]:
-    """Two further steps: one counted, and one in which is looked at what the backward pass keeps."""
+    """Make two further steps: one is counted, and one records the tensors kept for the backward pass."""
     on_device = OnDevice(bench.start.device)
     for tensor in resident(bench):
         on_device.add(tensor, resident=True)
@@ -195,7 +195,7 @@ def count_step(bench: Bench) -> tuple[Counts, Operators]:
 
 
 def resident(bench: Bench) -> Iterable[Tensor]:
-    """All that a run holds on the device between two steps, as far as it can be named."""
+    """Yield all identifiable tensors that a run holds on the device between two steps."""
     trainer = bench.trainer
     for component in trainer.model.components.values():
         yield from component.parameters()

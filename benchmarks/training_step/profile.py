@@ -1,6 +1,6 @@
-"""What a device did in some steps, read from the trace of PyTorch's profiler: kernels, waits, busy and idle time.
+"""Device activity in some steps, from the trace of PyTorch's profiler: kernels, waits, busy and idle time.
 
-A trace is a list of events in Chrome's format; times in it are microseconds.
+A trace is a list of events in Chrome's format, with times in microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITS = re.compile(r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize$|(cuda|hi
 LAUNCHES = re.compile(r"(cuda|cu|hip|hipExt)(Module)?(Cooperative)?Launch")
 GRAPH_LAUNCHES = re.compile(r"GraphLaunch")
 ALLOCATIONS = re.compile(r"(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|HostFree)(Async|Host)?$")
-"""In steps that repeat each other the pools give all memory: calls of the driver's own wait for the device."""
+"""In repeated steps the pools provide all memory; the driver's own allocation calls wait for the device."""
 TOP, NAME_LENGTH = 25, 110
 KINDS = (
     ("attention", r"flash|fmha|sdpa|attn_|attention|bwd_kernel_d[kqv]|bprop_dot"),
@@ -45,22 +45,22 @@ KINDS = (
         r"aten::(add|sub|mul|div|cat|fill|zero|neg|sin|cos|exp|pow|where|maximum|clamp|ones)",
     ),
 )
-"""Kind of a kernel by its name, of NVIDIA, AMD and Triton; the first that fits."""
+"""Kind of a kernel by its name (NVIDIA, AMD and Triton); the first match decides."""
 OTHER = "other"
 NO_WORK = re.compile(
     r"aten::(_?(unsafe_)?view|as_strided_?|empty.*|resolve_.*|_reshape_alias|resize_(as_)?|reshape|flatten|contiguous|_nnpack_available|dropout|to|t|transpose|permute|expand|"
     r"slice|select|detach|unsqueeze|squeeze|narrow|split.*|chunk|unbind|alias|result_type|lift_fresh|item|is_pinned)$"
 )
-"""Operators of a CPU's trace that compute nothing; what is no ``aten::`` is autograd's book-keeping."""
+"""Operators of a CPU's trace that compute nothing. Events other than ``aten::`` are autograd's book-keeping."""
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel, by its name."""
+    """Return the kind of a kernel, by its name."""
     return next((kind for kind, words in KINDS if re.search(words, kernel, re.IGNORECASE)), OTHER)
 
 
 def traced(run: Callable[[], object], device: torch.device, path: Path) -> list[dict[str, Any]]:
-    """Call ``run`` under the profiler; the trace is also written to ``path`` (``.json`` or ``.json.gz``)."""
+    """Call ``run`` under the profiler; also write the trace to ``path`` (``.json`` or ``.json.gz``)."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -77,7 +77,7 @@ def traced(run: Callable[[], object], device: torch.device, path: Path) -> list[
 
 
 def wake_profiler(device: torch.device) -> None:
-    """Use the profiler once: graphs that were captured before its first use are not seen kernel by kernel."""
+    """Use the profiler once; otherwise kernels of graphs captured before its first use are not visible."""
     if device.type == "cuda":
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
             torch.zeros(1, device=device)
@@ -85,15 +85,16 @@ def wake_profiler(device: torch.device) -> None:
 
 
 def summary(events: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Figures of one step, from the trace of several.
+    """Return figures per step, from the trace of several steps.
 
     Returns:
-        device_seen: whether there was anything of a GPU in the trace.
+        device_seen: whether the trace contains GPU events.
         kernels, copies (of these, copies and fills), launches (of single kernels), graph_launches, waits, allocations:
-        numbers a step.
-        busy_s: time in which the device did something; window_s: all time, under the profiler.
-        waits_by_name: host calls that wait. by_kind: kind -> [seconds, number]. top: [name, seconds, number] of those
-        that take longest. Where no GPU was seen the kernels are the operators that call no others, and copies 0.
+            numbers per step.
+        busy_s: time in which the device was busy; window_s: all time, under the profiler.
+        waits_by_name: host calls that wait. by_kind: kind -> [seconds, number]. top: [name, seconds, number] of the
+            kernels with the longest total time. If no GPU was seen, the kernels are the operators that call no others,
+            and copies are 0.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     window = next(event for event in whole if event["name"] == WINDOW and event.get("cat") == "user_annotation")
@@ -131,7 +132,7 @@ def _number(calls: Counter[str], words: re.Pattern[str]) -> int:
 
 
 def busy(events: Iterable[dict[str, Any]]) -> float:
-    """Length of the union of the events' intervals (streams overlap), in the trace's unit."""
+    """Return the length of the union of the events' intervals (streams overlap), in the trace's unit."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         if end > until:
@@ -141,7 +142,7 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
 
 
 def leaves(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events that have no other of their thread inside."""
+    """Return the events that contain no other event of their thread."""
     found: list[dict[str, Any]] = []
     by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:

@@ -1,6 +1,6 @@
-"""What is measured: the run of a recipe as the worker has it before its first step.
+"""The measured run: a run of a recipe as the worker has it before its first step.
 
-Only the data may be made up (``synthetic``), and the base's numbers (``base_models/random_weights.py``).
+Only the data (``synthetic``) and the base's weights (``base_models/random_weights.py``) may be made up.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ROUNDS_OF_ITEMS = 4  # effective batches until the same made-up image comes agai
 
 
 def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
-    """The recipe without what comes between steps (previews, held-out loss, checkpoints) and without an end.
+    """Return the recipe without work between steps (previews, validation loss, checkpoints) and without an end.
 
     Args:
-        recipe: as the user gave it.
-        random_weights: a base of random numbers, and a cache of its own.
-        folder: for that cache.
+        recipe: the user's recipe.
+        random_weights: use a base with random weights, and a cache of its own.
+        folder: folder for that cache.
     """
     parts: dict[str, Any] = {
         "train": recipe.train.model_copy(
@@ -66,11 +66,11 @@ def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
 
 @dataclass
 class Bench(AbstractContextManager["Bench"]):
-    """A run before its first step. Leaving it closes its files; who drops it frees its memory.
+    """A run before its first step. Leaving the context closes its files; dropping the object frees its memory.
 
     Attributes:
         steps: the ``step`` events so far.
-        incidents: what went wrong, and what was changed or given up because of it, in words.
+        incidents: failures, and what was changed or given up because of them, in words.
     """
 
     start: StartContext
@@ -82,7 +82,7 @@ class Bench(AbstractContextManager["Bench"]):
     closing: ExitStack = field(default_factory=ExitStack)
 
     def make_steps(self, count: int) -> list[dict[str, Any]]:
-        """So many further updates; their events."""
+        """Make ``count`` further updates; return their events."""
         begin = len(self.steps)
         self.trainer.fit(self.trainer.position.updates + count)
         return self.steps[begin:]
@@ -91,21 +91,22 @@ class Bench(AbstractContextManager["Bench"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.closing.close()
-        self.start.session.readers.clear()  # its thread that watches the parent lives on, and what it holds with it
+        # the session's thread that watches the parent lives on, and would keep them alive
+        self.start.session.readers.clear()
 
 
 def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights: bool, watch_parent: bool) -> Bench:
-    """Do what the worker does before its first step.
+    """Do everything that the worker does before its first step.
 
     Args:
         recipe: from ``recipe_for``.
-        settings: what the parent planned for this machine.
-        folder: gets a run directory, and with random weights a cache.
+        settings: the parent's plan for this machine.
+        folder: folder for a run directory, and with random weights a cache.
         random_weights: also make up the data.
-        watch_parent: leave when standard input ends.
+        watch_parent: exit when standard input ends.
 
     Raises:
-        LoraRocmError: what training raises.
+        LoraRocmError: any error of training.
     """
     device = choose_device(recipe.runtime.device, settings)
     if recipe.runtime.threads:
@@ -116,7 +117,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         session = stack.enter_context(closing(Session(run_dir, watch_parent)))
         session.readers.append(TensorBoard(run_dir.tensorboard, session.context))
         steps, incidents = list[dict[str, Any]](), list[str]()
-        session.readers.append(partial(_read, steps, incidents))  # what is given up while loading counts as well
+        session.readers.append(partial(_read, steps, incidents))  # also counts what is given up while loading
         start, family = StartContext(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
             cache = LatentCache(Path(recipe.cache.dir))
@@ -135,7 +136,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
 
 
 def _read(steps: list[dict[str, Any]], incidents: list[str], emitted: Event) -> None:
-    """Keep what the measurement needs of a run's events."""
+    """Keep the events of a run that the measurement needs."""
     event = emitted.to_json()
     if event["type"] == "step":
         steps.append(event)
@@ -146,11 +147,11 @@ def _read(steps: list[dict[str, Any]], incidents: list[str], emitted: Event) -> 
 
 
 def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepared:
-    """Entries of random numbers for square images of the recipe's resolution, written as encoded ones are.
+    """Write random cache entries for square images of the recipe's resolution, in the format of encoded ones.
 
     Raises:
         DataError: the resolution is smaller than one bucket step.
-        StorageError: they cannot be written.
+        StorageError: the entries cannot be written.
     """
     data, train = recipe.data, recipe.train
     square = square_shape(data)

@@ -28,11 +28,11 @@ STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("TFLOP/s", lambda row: _times(row.get("flops_per_s"), 1e-12), ".4g"),
     ("of a large product's rate, %", lambda row: _times(row.get("of_matmul"), 100), ".1f"),
 )
-"""What is told of a training step; lines of which nobody has a value (those of a GPU, on a CPU) are left out."""
+"""Reported figures of a training step. Lines without any value (those of a GPU, on a CPU) are left out."""
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
-    """Figures of training steps, one column for each thing that was measured."""
+    """Return figures of training steps, one column per variant."""
     lines = [["", *(row["name"] for row in rows)]]
     for name, value, form in STEP_LINES:
         values = [value(row) for row in rows]
@@ -42,7 +42,7 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 
 
 def parts_table(row: Row) -> list[str]:
-    """Where a step's time goes. The parts do not add up: the host works ahead of the device."""
+    """Return the time of a step's parts. The parts do not add up: the host works ahead of the device."""
     lines = [
         [f"  {PART_NAMES.get(name, name)}", f"{1e3 * seconds:.2f} ms", f"{seconds / row['median_s']:.1%}"]
         for name, seconds in row["parts_s"].items()
@@ -51,7 +51,7 @@ def parts_table(row: Row) -> list[str]:
 
 
 def price_text(price: Mapping[str, Mapping[str, float | None]]) -> list[str]:
-    """What our trainer costs beside the bare loops, in a sentence each."""
+    """Return our trainer's cost over each bare loop, in a sentence each."""
     lines = []
     for name, found in price.items():
         parts = [f"{what} x {found[key]:.3f}" for key, what in PRICE_NAMES.items() if found[key] is not None]
@@ -65,7 +65,7 @@ PRICE_NAMES = {"wall": "time", "busy": "GPU busy", "kernels": "kernels"}
 
 
 def kinds_table(rows: Sequence[Row]) -> list[str]:
-    """Time and number of kernels by kind, one column for each thing that was measured."""
+    """Return time and number of kernels by kind, one column per variant."""
     kinds = dict.fromkeys(kind for row in rows for kind in row["profile"]["by_kind"])
     lines = [["", *(row["name"] for row in rows)]]
     for kind in kinds:
@@ -75,7 +75,7 @@ def kinds_table(rows: Sequence[Row]) -> list[str]:
 
 
 def top_table(row: Row) -> list[str]:
-    """The kernels that take longest."""
+    """Return the kernels with the longest total time."""
     return aligned([[f"  {name}", f"{1e3 * s:.2f} ms", f"{n:,.0f}"] for name, s, n in row["profile"]["top"]], left=1)
 
 

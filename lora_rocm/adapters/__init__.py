@@ -1,1 +1,1 @@
-"""Adapters: what is trained beside a frozen base, and the files that it is read from."""
+"""Adapters: the weights trained on top of a frozen base model, and the files that hold them."""

@@ -1,6 +1,7 @@
-"""What an adapter is: layers in a frozen model, their trained tensors by stable names, and what these do as values.
+"""Base class of adapters: layers in a frozen model, their trained tensors by stable names, and their values.
 
-One subclass a kind (``kinds.KINDS``). What knows a kind's tensors by name is in its file alone; all else asks here.
+There is one subclass per kind (``kinds.KINDS``). Only a kind's own module knows its tensors by name; all other code
+uses this interface.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ Reader = Literal["diffusers", "peft", "comfyui"]
 class Adapter(ABC):
     """The adapted layers of a model.
 
-    modules: module name ("unet.mid_block...to_q") -> (component, path inside it, PEFT layer), in a fixed order.
+    modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
     leaves: "<module name>.<role>" -> tensor in its layer, in the same order.
-    parameters: the same names -> trained tensors: the leaves, until ``flatten`` sets masters apart.
+    parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
 
-    Of a kind:
-        layer_type: of its layers.
-        files: how it stands in files.
-        readers: form -> programs by which an export is loaded back; a form that is missing cannot be written.
+    Set by each kind:
+        layer_type: class of its layers.
+        files: its file format.
+        readers: form -> programs that load an export back for verification; a missing form cannot be written.
     """
 
     layer_type: ClassVar[type[Any]]
@@ -55,7 +56,7 @@ class Adapter(ABC):
         ]
         self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
         self.family, self.components_in_model = family, model.components
-        self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run reads through its checked door
+        self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run replaces it with a verified copy
         self.leaves: dict[str, nn.Parameter] = {
             f"{name}.{role}": tensor
             for name, (_, _, layer) in self.modules.items()
@@ -64,26 +65,26 @@ class Adapter(ABC):
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self._flat: FlatWeights | None = None
 
-    # Of a kind.
+    # Implemented by each kind.
 
     @classmethod
     @abstractmethod
     def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
-        """PEFT's config for the modules of a component that a regular expression matches."""
+        """Return PEFT's config for the modules of a component that match a regular expression."""
 
     @classmethod
     @abstractmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Adapter:
-        """Put in layers that do what entries of a file say, with the file's own modules and sizes."""
+        """Put in layers with the effect of a file's entries, with the file's own modules and sizes."""
 
     @classmethod
     @abstractmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """How many numbers are trained for a weight of a shape ([out, in] or [out, in, kh, kw])."""
+        """Return how many numbers are trained for a weight of this shape ([out, in] or [out, in, kh, kw])."""
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Settings with fewer trained numbers, the mildest first; each in words ("lora.rank to 8") and as a section."""
+        """Yield (words such as "lora.rank to 8", section) for settings that train fewer numbers, mildest first."""
         for power in range(MAX_RANK.bit_length()):
             rank = MAX_RANK >> power
             if rank < lora.rank:
@@ -91,54 +92,54 @@ class Adapter(ABC):
 
     @classmethod
     def asks_float32(cls, lora: AdapterSection) -> bool:
-        """Whether a recipe's layers will compute in float32 on a base of another format (``needs_float32``)."""
+        """Return whether a recipe's layers will compute in float32 on a base of another dtype (``needs_float32``)."""
         return False
 
     @staticmethod
     @abstractmethod
     def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
-        """Role -> trained tensor of a layer's adapter ``name``."""
+        """Return role -> trained tensor of a layer's adapter ``name``."""
 
     @staticmethod
     @abstractmethod
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-        """What a layer's adapter does at strength 1. ``tensors``: role -> float32 value."""
+        """Return the entry of a layer's adapter at strength 1. ``tensors``: role -> float32 value."""
 
     @abstractmethod
     def start(self, layer: Any, rng: torch.Generator) -> None:
-        """Give a new layer its first values, by which it changes nothing; drawn on the CPU in float32."""
+        """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
 
     @abstractmethod
     def fill(self, layer: Any, entry: Any) -> None:
-        """Write an entry that ``unfit`` found nothing against into a layer, with the same effect."""
+        """Write an entry that passed ``unfit`` into a layer, with the same effect."""
 
     @abstractmethod
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
-        """Why entries of a file cannot start this adapter: (in words, setting that would let it), and so on.
+        """Return why a file's entries cannot start this adapter: (reason, setting that would allow it) pairs.
 
         Raises:
-            AdapterError: no setting would.
+            AdapterError: no setting would allow it.
         """
 
     @abstractmethod
     def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
-        """What the PEFT config of these layers has besides type, rank, alpha and modules."""
+        """Return the fields of these layers' PEFT config besides type, rank, alpha and modules."""
 
     @abstractmethod
     def network(self) -> dict[str, str]:
-        """Kohya's ``ss_network_`` description of what a kohya file holds."""
+        """Return the ``ss_network_`` metadata of a kohya file."""
 
     @abstractmethod
     def cannot_read(self, form: Form) -> tuple[str, ...]:
-        """Programs that cannot read a form, or not exactly, in words."""
+        """Return programs that cannot read a form, or read it inexactly, in words."""
 
     @property
     def needs_float32(self) -> bool:
-        """Whether the layers compute in float32 on a base of another format."""
+        """Whether the layers compute in float32 on a base of another dtype."""
         return False
 
     def narrow(self, lora: AdapterSection) -> int:
-        """How many layers have more trained numbers than a weight of theirs can use."""
+        """Return how many layers have more trained numbers than their weight can use."""
         return 0
 
     @classmethod
@@ -146,12 +147,12 @@ class Adapter(ABC):
         """Put layers into a component."""
         inject_adapter_in_model(config, component, PEFT_NAME)
 
-    # Of all kinds.
+    # Shared by all kinds.
 
     def peft_config(self, component: str) -> dict[str, Any]:
-        """The PEFT config of one component, in the fields that every version of PEFT knows.
+        """Return the PEFT config of one component, with the fields that every version of PEFT knows.
 
-        Modules are named without ``text_model``, which PEFT's suffix matching accepts with every transformers.
+        Module names omit ``text_model``; PEFT's suffix matching accepts that with every version of transformers.
         """
         layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
         field = self.files.config_alpha
@@ -171,7 +172,7 @@ class Adapter(ABC):
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
-        """``put`` layers in float32 into a component; no generator of the process moves."""
+        """``put`` layers in float32 into a component without advancing any global random generator."""
         with torch.random.fork_rng(devices=[]):
             cls.put(component, config)
         for layer in component.modules():
@@ -186,27 +187,27 @@ class Adapter(ABC):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """The start of all layers from a seed, drawn in the order of the names."""
+        """Initialise all layers from a seed, drawing in the order of their names."""
         rng = torch.Generator().manual_seed(seed)
         for _, _, layer in self.modules.values():
             self.start(layer, rng)
 
     def flatten(self, base_dtype: torch.dtype, weight_dtype: torch.dtype) -> FlatWeights:
-        """Lay all trained tensors out for training, where they are now.
+        """Move all trained tensors into flat memory for training, on their present device.
 
-        The layers compute in the base's format, without autocast, unless the kind needs float32.
+        The layers compute in the base's dtype, without autocast, unless the kind needs float32.
         """
         self._flat = FlatWeights(self.leaves, torch.float32 if self.needs_float32 else base_dtype, weight_dtype)
         self.parameters = self._flat.parameters
         return self._flat
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of every trained tensor, on the CPU."""
+        """Return a copy of every trained tensor, on the CPU."""
         return self.read(self.parameters)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over every trained tensor, in place.
+        """Load every trained tensor in place.
 
         Raises:
             AdapterError: names or shapes are not this adapter's.
@@ -227,7 +228,7 @@ class Adapter(ABC):
 
     @contextmanager
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Other weights for a while (the average, for previews and export), then the present ones again."""
+        """Use other weights inside the context (the average, for previews and export); restore them after it."""
         present = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
             self.load(tensors)
@@ -237,7 +238,7 @@ class Adapter(ABC):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model alone, for a while."""
+        """Disable the adapter inside the context: the base model alone."""
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
@@ -249,16 +250,17 @@ class Adapter(ABC):
                 leaf.requires_grad_(True)
 
     def cast_inputs(self, enabled: bool) -> None:
-        """Whether PEFT casts the input of every adapted layer to the format of its trained tensors.
+        """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.
 
-        Off, what computes in the base's format or under autocast is spared copies. A kind that needs float32 keeps it.
+        Without the cast, layers that compute in the base's dtype or under autocast avoid copies. A kind that needs
+        float32 always casts.
         """
         for _, _, layer in self.modules.values():
             layer.cast_input_dtype_enabled = enabled or self.needs_float32
 
     @contextmanager
     def casting_inputs(self) -> Iterator[None]:
-        """For what runs without autocast (the sampler), for a while."""
+        """Cast inputs inside the context, for code that runs without autocast (the sampler)."""
         self.cast_inputs(True)
         try:
             yield
@@ -266,7 +268,7 @@ class Adapter(ABC):
             self.cast_inputs(False)
 
     def groups(self, optim: OptimSection) -> list[dict[str, Any]]:
-        """Optimizer parameter groups, one a component, with its peak learning rate."""
+        """Return the optimizer parameter groups, one per component, with its peak learning rate."""
         groups = []
         for component in self.components:
             names = [name for name in self.parameters if name.startswith(component + ".")]
@@ -275,7 +277,7 @@ class Adapter(ABC):
         return groups
 
     def entries(self) -> dict[str, Any]:
-        """The adapter at strength 1 as values: module name -> entry, on the CPU."""
+        """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""
         state = {name: tensor.float() for name, tensor in self.state().items()}
         return {
             name: self.entry_of(
@@ -286,21 +288,21 @@ class Adapter(ABC):
 
     @torch.no_grad()
     def start_from(self, entries: Mapping[str, Entry]) -> None:
-        """Take over the effect of entries that fit; modules that they do not have keep their (neutral) start."""
+        """Load the effect of entries that fit; modules without an entry keep their neutral start."""
         for name, entry in entries.items():
             self.fill(self.modules[name][2], entry)
 
 
 def plain_number(value: float) -> int | float:
-    """A whole number without its ".0"."""
+    """Return a whole number as int, without its ".0"."""
     return int(value) if float(value).is_integer() else float(value)
 
 
 def loaded_entry(kind: type[Adapter], layer: BaseTunerLayer) -> Entry:
-    """What another program's loader put into a layer of a kind.
+    """Return the entry that another program's loader put into a layer of this kind.
 
     Raises:
-        ValueError: it made the layer and left it empty.
+        ValueError: the loader made the layer and left it empty.
     """
     (active,) = layer.active_adapters
     tensors = kind.trained(layer, active)

@@ -1,4 +1,4 @@
-"""What the trained tensors of one module mean, as values, and how a kind of adapter stands in files."""
+"""Trained tensors of one module as values, and the file format of each adapter kind."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lora_rocm.errors import AdapterError
 
 Say = Callable[[str], None]
 Form = str
-"""Of a file: kohya, diffusers or peft (``output.formats``)."""
+"""Form of a file: kohya, diffusers or peft (``output.formats``)."""
 
 ROUNDING = {
     torch.float32: (2.0**-24, 2.0**-150),
     torch.float16: (2.0**-11, 2.0**-25),
     torch.bfloat16: (2.0**-8, 2.0**-134),
 }
-"""Unit roundoff and half of the smallest number, of the formats that files are written in."""
+"""File dtype -> (unit roundoff, half of the smallest number)."""
 ARITHMETIC = 1e-5
-"""Of a product's size: float32 products of different code, summed in another order."""
+"""Relative to the size of a product: difference of float32 products that sum in another order."""
 CANCELLATION = 1e-6
-"""Of a weight's size: float32 noise of subtracting a base weight from a patched one."""
+"""Relative to the size of a weight: float32 noise of subtracting a base weight from a patched one."""
 
 
 class Entry(ABC):
-    """What one module's trained tensors do: float32 tensors on the CPU.
+    """One module's trained tensors as values: float32 on the CPU.
 
     The base weight is ``W``, [out, in] or [out, in, kh, kw]; its change is called the effect.
     """
@@ -41,7 +41,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def rank(self) -> int | None:
-        """The rank of its low-rank factors; None without any."""
+        """Rank of the low-rank factors; None if there are none."""
 
     @property
     def needs_weight(self) -> bool:
@@ -50,22 +50,22 @@ class Entry(ABC):
 
     @abstractmethod
     def update(self) -> Tensor:
-        """What is added to the base weight, in its shape."""
+        """Return the update that is added to the base weight, in the weight's shape."""
 
     def effect(self, weight: Tensor) -> Tensor:
-        """The change of a base weight (float32) as a whole: the reference that files are compared with."""
+        """Return the total change of a base weight (float32): the reference for comparing files."""
         return self.update()
 
     @abstractmethod
     def norm(self) -> float:
-        """The norm of ``update``."""
+        """Return the norm of ``update``."""
 
     def additive(self) -> Entry:
-        """This entry without what depends on the base weight."""
+        """Return this entry without the parts that depend on the base weight."""
         return self
 
     def difference(self, other: Entry) -> Tensor:
-        """``other.update() - self.update()``; any shape with the same norm.
+        """Return ``other.update() - self.update()``, or a tensor of another shape with the same norm.
 
         Raises:
             ValueError: their shapes differ.
@@ -77,43 +77,48 @@ class Entry(ABC):
 
     @abstractmethod
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """The largest norm of a difference that rounding the tensors to ``dtype`` explains, to first order.
+        """Return the largest norm of a difference that rounding the tensors to ``dtype`` explains, to first order.
 
-        With ``weight`` the difference is one of effects, else of updates.
+        With ``weight`` the difference is between effects, otherwise between updates.
         """
 
     @abstractmethod
     def scaled(self, factor: float) -> Entry:
-        """The same with ``factor`` times the update."""
+        """Return this entry with its update multiplied by ``factor``."""
 
     @abstractmethod
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Ending of a name in a file -> tensor; factors in ``dtype``, what is few and delicate in float32."""
+        """Return name ending in a file -> tensor.
+
+        Factors are in ``dtype``; small, precision-critical tensors are in float32.
+        """
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Entry:
-        """The entry of ``count`` rows of the weight, from ``first`` on.
+        """Return the entry of ``count`` rows of the weight, starting at ``first``.
 
         Raises:
-            AdapterError: the rows have no entry of this kind.
+            AdapterError: no entry of this kind exists for these rows.
         """
 
     @abstractmethod
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
-        """The entry of a weight of so many rows of which each part has those from its first on; the rest do not change.
+        """Return the entry of a weight with ``rows`` rows, assembled from (first row, entry) pairs.
 
-        ``self`` is the first part. One part that is the whole comes back as it is.
+        Other rows do not change. ``self`` is the first part. A single part that covers the whole weight is returned
+        unchanged.
 
         Raises:
-            AdapterError: there is no such entry of this kind.
+            AdapterError: no such entry of this kind exists.
         """
 
 
 @dataclass
 class FileModule:
-    """What a file says of one module.
+    """One module as stored in a file.
 
-    key: its name there. parts: role -> tensor. config_rank: of a PEFT config, if the alpha is of that.
+    key: its name in the file. parts: role -> tensor. config_rank: rank in the PEFT config, if that rank divides the
+    alpha.
     """
 
     key: str
@@ -125,19 +130,20 @@ class FileModule:
 
 @dataclass(frozen=True)
 class FileKind:
-    """How one kind of adapter stands in files.
+    """File format of one kind of adapter.
 
     Attributes:
-        name: as people call it ("LoRA").
-        peft_type: as PEFT's configs call it.
+        name: display name ("LoRA").
+        peft_type: the type in PEFT's configs.
         roles: ending of a tensor's name -> role of the tensor.
-        factors: roles of what is written in the file's number format.
-        lacking: roles that a module has -> what it lacks to be whole, in words.
-        entry: (module name, module, shape of its weight, file) -> entry; ValueError or AdapterError if it is none.
-        check_config: refuses a PEFT config that asks for more; AdapterError.
-        config_alpha: the name of the alpha in a PEFT config.
-        config_decides_rank: PEFT divides the alpha by the config's rank, whatever the tensors' shapes are.
-        text_endings: PEFT's ending of a tensor's name -> the one by which transformers finds it in a text encoder.
+        factors: roles that are written in the file's dtype.
+        lacking: roles of a module -> its missing parts, in words.
+        entry: (module name, module, shape of its weight, file) -> entry; raises ValueError or AdapterError if the
+            module is invalid.
+        check_config: raises AdapterError for a PEFT config that asks for more than this kind.
+        config_alpha: field of the alpha in a PEFT config.
+        config_decides_rank: whether PEFT divides the alpha by the config's rank, whatever the tensors' shapes are.
+        text_endings: PEFT's ending of a tensor's name -> the ending that transformers expects in a text encoder.
     """
 
     name: str
@@ -152,24 +158,24 @@ class FileKind:
     text_endings: Mapping[str, str] = field(default_factory=dict)
 
     def role_of(self, tensor: str) -> tuple[str, str] | None:
-        """(module, role) of a tensor's name; None where it is no part of this kind."""
+        """Return (module, role) of a tensor's name; None if it is not part of this kind."""
         ending = next((ending for ending in self.roles if tensor.endswith("." + ending)), None)
         return None if ending is None else (tensor.removesuffix("." + ending), self.roles[ending])
 
 
 def file_error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:
-    """An error about an adapter's file."""
+    """Return an error about an adapter file."""
     return AdapterError(code, what, where=str(path), fix=fix)
 
 
 def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path: Path) -> AdapterError:
-    """The error for a module of a file whose weight is another one than the model's.
+    """Return the error for a module whose weight in the file does not match the model's.
 
     Args:
-        name: of the module.
-        found: (outputs, inputs) that the file's tensors make.
-        shape: of the model's weight.
-        path: of the file.
+        name: name of the module.
+        found: (outputs, inputs) of the file's weight.
+        shape: shape of the model's weight.
+        path: path of the file.
     """
     inputs = int(torch.Size(shape[1:]).numel())
     return file_error(
@@ -181,20 +187,20 @@ def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path:
 
 
 def norm_of(tensor: Tensor) -> float:
-    """The Frobenius norm."""
+    """Return the Frobenius norm."""
     return float(torch.linalg.vector_norm(tensor))
 
 
 Rounded = tuple[float, float]
-"""(norm, how far rounding may move it), both from above."""
+"""(norm, largest error by rounding), both upper bounds."""
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Rounded:
-    """A tensor that is written in a format."""
+    """Return the norm and rounding error of a tensor stored in ``dtype``."""
     (unit, smallest), size = ROUNDING[dtype], norm_of(tensor)
     return size, unit * size + smallest * math.sqrt(tensor.numel())
 
 
 def product_of(one: Rounded, other: Rounded) -> Rounded:
-    """The product of two tensors, or their Kronecker product."""
+    """Bound the product, or the Kronecker product, of two tensors."""
     return one[0] * other[0], one[0] * other[1] + other[0] * one[1] + one[1] * other[1]

@@ -1,4 +1,4 @@
-"""Adapters put into models: new ones by a recipe, and those of files."""
+"""Puts adapters into models: new ones from a recipe, and existing ones from files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from lora_rocm.recipe.schema import AdapterSection
 def inject(
     family: ModelFamily, model: LoadedModel, lora: AdapterSection, seed: int, say: Say = lambda text: None
 ) -> Adapter:
-    """Put new layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
+    """Put new adapter layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
 
-    They start from ``seed`` alone, in float32 on the CPU whatever the base is, and change nothing at first. A module
-    whose rank in the file is lower than ``lora.rank`` keeps the file's effect: what is more starts as new layers do.
+    The initial weights depend on ``seed`` alone: they are drawn in float32 on the CPU whatever the base's dtype.
+    Without ``lora.init_from`` they leave the model's output unchanged. If a module's rank in the file is lower than
+    ``lora.rank``, the module keeps the file's effect and its extra ranks start as in a new layer.
 
     Args:
         family: knows the targets.
-        model: what is adapted.
-        lora: the recipe's section.
-        seed: of the start.
-        say: gets a sentence on what the file holds besides, and on ranks that are filled up.
+        model: the model to adapt.
+        lora: the recipe's adapter section.
+        seed: seed of the initial weights.
+        say: receives notices about parts of the file that are left out and about ranks that are filled up.
 
     Raises:
-        AdapterError: targets that match nothing, or a file that does not fit.
+        AdapterError: the targets match nothing, or the file does not fit.
     """
     adapter = _with_layers(family, model, lora)
     adapter.initialise(seed)
@@ -48,7 +49,7 @@ def inject(
 
 
 def without_start(lora: AdapterSection) -> AdapterSection:
-    """The section without ``init_from``: for layers whose weights all come from a checkpoint."""
+    """Return the section without ``init_from``, for layers whose weights all come from a checkpoint."""
     return lora.model_copy(update={"init_from": None})
 
 
@@ -61,7 +62,7 @@ def start_entries(
         Module name -> entry.
 
     Raises:
-        AdapterError: no LoRA, one of another model, or one that does not fit the recipe.
+        AdapterError: the file is no LoRA, is for another model, or does not fit the recipe.
     """
     assert lora.init_from is not None, "asked for a start that the recipe does not name"
     path = Path(lora.init_from).expanduser()
@@ -72,10 +73,10 @@ def start_entries(
 
 
 def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
-    """The same layers in a model on the meta device, without numbers: whatever their rank, they take no memory.
+    """Put the same layers into a model on the meta device, without values; they take no memory at any rank.
 
     Raises:
-        AdapterError: targets that match nothing.
+        AdapterError: the targets match nothing.
     """
     with torch.device("meta"):
         return _with_layers(family, model, lora)
@@ -90,16 +91,16 @@ def attach_file(
 
     Args:
         family: knows the names.
-        model: what is adapted.
+        model: the model to adapt.
         path: the file.
-        strength: multiplies the update (1 as trained), while a DoRA's magnitudes stay as trained; 0 is the base alone.
-        say: gets a sentence on what the file holds besides.
+        strength: factor of the update (1: as trained, 0: base model alone). A DoRA's magnitudes stay as trained.
+        say: receives notices about parts of the file that are left out.
 
     Returns:
-        The adapter; None where nothing of it is wanted.
+        The adapter; None if ``strength`` is 0.
 
     Raises:
-        AdapterError: the file is missing, damaged, no adapter, or of another model.
+        AdapterError: the file is missing, damaged, no adapter, or for another model.
     """
     files, entries = read_adapter(family, model.components, path, say)
     if strength == 0.0:

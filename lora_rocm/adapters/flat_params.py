@@ -1,9 +1,9 @@
-"""All trained weights in one piece of memory, and their gradients in another.
+"""Stores all trained weights in one flat tensor and all gradients in another.
 
-What works on all of them (norm, finite check, clipping, AdamW, average, a sum over ranks) is one pass over one tensor
-instead of a launch for each of a thousand. The layers have views: *leaves*, in the format that they compute in, of
-which autograd makes gradients; the truth are the *masters*, which the optimizer moves. Where both have one format, they
-are one.
+An operation on all weights (norm, finite check, clipping, AdamW, average, all-reduce) is one kernel over one tensor
+instead of a thousand launches. The layers hold views. *Leaves* have the compute dtype, and autograd writes their
+gradients. *Masters* are the authoritative weights, which the optimizer updates. If both have the same dtype, they share
+memory.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64
-"""Elements: each weight begins at a multiple, as matrix products want it. What lies between is zero and stays zero."""
+"""In elements: each weight starts at a multiple, for aligned matrix products. The padding is zero and stays zero."""
 
 
 class FlatWeights:
-    """Takes over the memory of leaves: their values stay, their format becomes ``leaf_dtype``.
+    """Moves leaves into flat memory: their values stay, their dtype becomes ``leaf_dtype``.
 
     Args:
         leaves: name -> float32 weight of a layer, all on one device.
-        leaf_dtype: of what the layers compute with.
-        weight_dtype: of the masters.
+        leaf_dtype: compute dtype of the layers.
+        weight_dtype: dtype of the masters.
 
     Attributes:
         masters: [N] ``weight_dtype``.
-        working: [N] ``leaf_dtype``, the memory of the leaves; the masters themselves where both have one format.
-        parameters: name -> view of it.
-        gradients: float32 [N]; made when they are asked for, and gone when they are dropped, unless they are kept.
+        working: [N] ``leaf_dtype``, the memory of the leaves; the masters themselves if both dtypes are equal.
+        parameters: name -> view of ``masters``.
+        gradients: float32 [N]; allocated on first use and freed when dropped, unless they are kept.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FlatWeights:
         same = leaf_dtype is weight_dtype
         self.working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landing = torch.zeros(size, dtype=leaf_dtype, device=device)
-        self._landings = self.views(self._landing)  # a thousand views are not made anew for each pass
+        self._landings = self.views(self._landing)  # cached: making a thousand views for each pass is slow
         self._landing_bytes = self._landing.untyped_storage().nbytes()
         self._landing.untyped_storage().resize_(0)
         with torch.no_grad():
@@ -70,20 +70,23 @@ class FlatWeights:
         return self._gradients
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Whether they stay where they are, also once they are dropped: a graph writes there, or several passes add."""
+        """Set whether the gradient buffer stays allocated when dropped.
+
+        Graph capture and gradient accumulation need this.
+        """
         self._keeps_gradients = keeps
         if keeps:
             self._gradients = self.gradients
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Name -> its part of a tensor of this layout, in its shape."""
+        """Return name -> view of a tensor with this layout, in the weight's shape."""
         return {name: flat_N[at : at + shape.numel()].view(shape) for name, (at, shape) in self._places.items()}
 
     def slice_of(self, names: list[str]) -> slice:
-        """Where neighbours lie.
+        """Return the range of adjacent weights in the flat tensors.
 
         Raises:
-            ValueError: they are not neighbours, in this order.
+            ValueError: the weights are not adjacent in this order.
         """
         order = list(self._places)
         first = order.index(names[0])
@@ -95,9 +98,9 @@ class FlatWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the leaves' gradients to ``gradients``, and drop them. Waits for nothing, so it may be captured.
+        """Add the leaves' gradients to ``gradients``, and drop them. Does not synchronise, so it can be captured.
 
-        Where they land has memory only here, when the activations have gone.
+        The landing buffer has memory only during this call, after the activations are freed.
         """
         found = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         self._landing.untyped_storage().resize_(self._landing_bytes)
@@ -106,7 +109,7 @@ class FlatWeights:
             torch._foreach_copy_([self._landings[name] for name in found], list(found.values()))
             self.drop_leaf_gradients()
             self.gradients.add_(self._landing)
-        finally:  # memory may run out in here
+        finally:  # the block above may run out of memory
             self._landing.untyped_storage().resize_(0)
 
     def drop_leaf_gradients(self) -> None:
@@ -114,7 +117,7 @@ class FlatWeights:
             leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients; kept gradients are zeroed instead."""
         self.drop_leaf_gradients()
         if self._keeps_gradients:
             self.gradients.zero_()
@@ -123,6 +126,6 @@ class FlatWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the masters have changed: the layers see it."""
+        """Copy changed masters to the layers' working weights."""
         if self.working is not self.masters:
             self.working.copy_(self.masters)

@@ -1,4 +1,4 @@
-"""The kinds of adapters: one row each."""
+"""Registry of adapter kinds, one row each."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.recipe.schema import AdapterSection
 
 KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter, "lokr": LokrAdapter}
-"""``lora.type`` -> kind. Of a file that holds several, the first is taken, and then the others are too much."""
+"""``lora.type`` -> kind. For a file with tensors of several kinds the first kind here is used; the other tensors are
+then refused.
+"""
 
 
 def kind_for(lora: AdapterSection) -> type[Adapter]:
-    """The kind that a recipe's section asks for."""
+    """Return the adapter kind of a recipe's section."""
     return KINDS[lora.type]
 
 
 def kind_of_file(files: FileKind) -> type[Adapter]:
-    """The kind whose files these are."""
+    """Return the adapter kind that uses this file kind."""
     return next(kind for kind in KINDS.values() if kind.files is files)
 
 
 def file_kinds() -> tuple[FileKind, ...]:
-    """How each kind stands in files, in the order of the table."""
+    """Return the file kind of every adapter kind, in the order of ``KINDS``."""
     return tuple(kind.files for kind in KINDS.values())

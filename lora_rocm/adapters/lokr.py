@@ -1,8 +1,9 @@
-"""LyCORIS' LoKr: each weight's change is a Kronecker product, ``scale * kron(w1, w2)``, of one or two small matrices.
+"""LyCORIS' LoKr: each weight's change is a Kronecker product, ``scale * kron(w1, w2)``, of two small matrices.
 
-The layers are PEFT's, with the product applied factor by factor: no change of a whole weight is ever made, and no
-random number is drawn. As in LyCORIS (``lycoris/modules/lokr.py``) the scale is alpha / rank, and 1 where neither
-factor is a low-rank product; ``w2`` (or its second part) starts at zero.
+Each factor is one matrix or a product of two. The layers are PEFT's, but apply the product factor by factor: the
+full-size change of a weight is never materialised, and no random number is drawn. As in LyCORIS
+(``lycoris/modules/lokr.py``), the scale is alpha / rank, or 1 if neither factor is a low-rank product; ``w2`` (or its
+second part) starts at zero.
 
 Dimensions: a weight [l * k, m * n, ...] has w1 [l, m] and w2 [k, n, ...]; R is the rank.
 """
@@ -44,9 +45,9 @@ from lora_rocm.recipe.schema import AdapterSection, LokrSection
 
 FACTORS = ("lokr_w1", "lokr_w2")
 PARTS = tuple(f"{factor}{part}" for factor in FACTORS for part in ("", "_a", "_b"))
-"""Names of the tensors, in PEFT's layers and in files alike: a factor, or the two of which it is the product."""
+"""Tensor names in PEFT's layers and in files: a whole factor, or the two matrices of its product."""
 FACTORS_TRIED = 1024
-"""Factors of which a file may have been made: LyCORIS' own presets go up to 64."""
+"""Upper bound of the decomposition factors tried for a file; LyCORIS' own presets go up to 64."""
 Factor = tuple[Tensor, ...]
 
 
@@ -55,10 +56,10 @@ def _product(factor: Factor) -> Tensor:
 
 
 def _factors_of(tensors: Mapping[str, Tensor]) -> tuple[Factor, Factor]:
-    """(w1, w2) of tensors by ``PARTS``.
+    """Return (w1, w2) from tensors by ``PARTS``.
 
     Raises:
-        ValueError: a factor is given whole and as a product.
+        ValueError: a factor is missing, or given both whole and as a product.
     """
     found = []
     for factor in FACTORS:
@@ -70,7 +71,7 @@ def _factors_of(tensors: Mapping[str, Tensor]) -> tuple[Factor, Factor]:
 
 
 def _named(w1: Factor, w2: Factor) -> dict[str, Tensor]:
-    """The tensors by ``PARTS``."""
+    """Return the tensors by ``PARTS``."""
     return {
         f"{name}{part}": tensor
         for name, factor in zip(FACTORS, (w1, w2), strict=True)
@@ -84,8 +85,8 @@ class LokrEntry(Entry):
 
     w1: ([l, m],) or ([l, R], [R, m]).
     w2: ([k, n, ...],) or ([k, R], [R, n * ...]), where ... is the kernel of a convolution.
-    scale: what multiplies the product.
-    shape: of the weight.
+    scale: factor of the product.
+    shape: shape of the weight.
     """
 
     w1: Factor
@@ -95,7 +96,7 @@ class LokrEntry(Entry):
 
     @property
     def rank(self) -> int | None:
-        """The one that the alpha of a file is divided by: that of w2, if it has one."""
+        """Rank of w2, which divides a file's alpha; the rank of w1 if only w1 is a product, None if neither is."""
         return next((len(factor[1]) for factor in (self.w2, self.w1) if len(factor) == 2), None)
 
     @property
@@ -119,7 +120,10 @@ class LokrEntry(Entry):
         return replace(self, scale=self.scale * factor)
 
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A file's alpha counts only where a factor is a product: else the scale, if it is not 1, goes into w1."""
+        """Return the file's tensors.
+
+        A file's alpha counts only if a factor is a product; otherwise a scale other than 1 is folded into w1.
+        """
         folded = self.rank is None and self.scale != 1.0
         w1 = (self.w1[0] * self.scale,) if folded else self.w1
         found = {name: tensor.to(dtype) for name, tensor in _named(w1, self.w2).items()}
@@ -128,7 +132,7 @@ class LokrEntry(Entry):
         return found
 
     def rows(self, first: int, count: int) -> LokrEntry:
-        """Whole blocks of rows: such are rows of w1."""
+        """Cut whole blocks of rows, which are rows of w1."""
         if (first, count) == (0, self.shape[0]):
             return self
         height = self.shape[0] // len(self.w1[0])
@@ -163,11 +167,11 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LokrEntry:
-    """One module's entry. PEFT's scale is alpha / rank of its config; in other files alpha means nothing of whole ones.
+    """Return one module's entry. PEFT's scale is alpha / rank of its config; in other files whole factors ignore alpha.
 
     Raises:
-        ValueError: it cannot be a Kronecker product.
-        AdapterError: it is none of this layer.
+        ValueError: the tensors cannot be a Kronecker product.
+        AdapterError: the tensors do not fit this layer.
     """
     w1, w2 = _factors_of({role: tensor.float() for role, tensor in module.parts.items() if role != "alpha"})
     for factor in (w1, w2):
@@ -204,7 +208,7 @@ LOKR = FileKind(
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
-    """(w1, w2) of a layer, products made."""
+    """Return (w1, w2) of a layer, with products multiplied out."""
     w1, w2 = _factors_of(LokrAdapter.trained(layer, PEFT_NAME))
     return _product(w1), _product(w2)
 
@@ -215,7 +219,10 @@ class _Config(LoKrConfig):
 
 
 class LokrLinear(Linear):
-    """PEFT's layer, whose forward makes the whole change of the weight; here each factor is applied by itself."""
+    """PEFT's linear layer, with a forward that applies each factor separately.
+
+    PEFT's own forward builds the full weight change.
+    """
 
     input_dropout = 0.0
 
@@ -233,7 +240,7 @@ class LokrLinear(Linear):
 
 
 class LokrConv2d(Conv2d):
-    """The same for a convolution: w1 mixes groups of channels, and one small convolution by w2 serves them all."""
+    """The same for a convolution: w1 mixes groups of channels, then one small convolution by w2 serves all groups."""
 
     input_dropout = 0.0
 
@@ -255,13 +262,13 @@ class LokrConv2d(Conv2d):
 
 
 class _Model(LoKrModel):
-    """Puts these layers into a model, as PEFT's class puts its own."""
+    """PEFT's ``LoKrModel``, with the layer classes above."""
 
     layers_mapping = {nn.Linear: LokrLinear, nn.Conv2d: LokrConv2d}
 
 
 class LokrAdapter(Adapter):
-    """The LoKr layers of a model. Roles: lokr_w1 or lokr_w1_a and lokr_w1_b, and so for lokr_w2."""
+    """The LoKr layers of a model. Roles: lokr_w1 or lokr_w1_a and lokr_w1_b, and likewise for lokr_w2."""
 
     layer_type = LoKrLayer
     files = LOKR
@@ -272,7 +279,7 @@ class LokrAdapter(Adapter):
         assert isinstance(lora, LokrSection), "a section of this kind"
         return _Config(
             r=lora.rank,
-            alpha=lora.effective_alpha,  # PEFT divides by the rank; any number will do
+            alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
             decompose_both=lora.decompose_both,
             decompose_factor=lora.factor,
             input_dropout=lora.dropout,
@@ -308,7 +315,7 @@ class LokrAdapter(Adapter):
 
     @classmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """By PEFT's rule, which is LyCORIS': a factor is a product where that has clearly fewer numbers."""
+        """Count trained numbers by PEFT's rule, which is LyCORIS': a factor is a product if that is clearly smaller."""
         assert isinstance(lora, LokrSection), "a section of this kind"
         (outer, height), (inner, width) = (factorization(side, lora.factor) for side in shape[:2])
         kernel, rank = math.prod(shape[2:]), lora.rank
@@ -327,7 +334,7 @@ class LokrAdapter(Adapter):
         return LokrEntry(*_factors_of(tensors), float(layer.scaling[name]), shape)
 
     def start(self, layer: Any, rng: torch.Generator) -> None:
-        """All uniform (Kaiming) but the last tensor of w2, which is zero."""
+        """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""
         *others, last = self.trained(layer, PEFT_NAME).values()
         for tensor in others:
             drawn = torch.empty(tensor.shape)
@@ -336,7 +343,7 @@ class LokrAdapter(Adapter):
         last.zero_()
 
     def fill(self, layer: Any, entry: LokrEntry) -> None:
-        """The layer's scale may be another, and its rank higher."""
+        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
         ours = _factors_of(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             if len(mine) == 1:
@@ -383,7 +390,7 @@ class LokrAdapter(Adapter):
         }
 
     def network(self) -> dict[str, str]:
-        """As LyCORIS describes its own, for kohya's tools."""
+        """Return LyCORIS' own description, for kohya's tools."""
         layers = [layer for _, _, layer in self.modules.values()]
         alpha = next((layer.alpha[PEFT_NAME] for layer in layers if _has_products(layer)), layers[0].r[PEFT_NAME])
         return {
@@ -399,7 +406,7 @@ class LokrAdapter(Adapter):
         return ("diffusers (reads no LoKr of this model)", "kohya's networks.lora (knows no LoKr; LyCORIS does)")
 
     def _factor(self) -> int:
-        """A factor that cuts all layers as they are cut."""
+        """Return a factor that reproduces the cuts of all layers."""
         entries = (
             self.entry_of(layer, PEFT_NAME, self.trained(layer, PEFT_NAME)) for _, _, layer in self.modules.values()
         )
@@ -413,12 +420,15 @@ def _has_products(layer: Any) -> bool:
 
 
 def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:
-    """(l, k, m, n) of a weight that is cut by a factor."""
+    """Return (l, k, m, n) of a weight that is cut by a factor."""
     return (*factorization(shape[0], factor), *factorization(shape[1], factor))
 
 
 def _factor_of(sides: Iterable[tuple[int, int, int, int]]) -> int | None:
-    """A factor that gives all of these (l, k, m, n), most likely the largest part that it made; None: there is none."""
+    """Return a factor that gives all of these (l, k, m, n); None if there is none.
+
+    Tries the largest cut first, which is the most likely.
+    """
     found = set(sides)
     largest: int = max(max(outer, inner) for outer, _, inner, _ in found)
     candidates: list[int] = [largest, -1, *range(1, FACTORS_TRIED)]

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers, plain or weight-decomposed (DoRA), with the linear ones computed by ``kernels.lora_layer``."""
+"""PEFT's LoRA layers, plain or weight-decomposed (DoRA); ``kernels.lora_layer`` computes the linear ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LoraAdapter(Adapter):
         assert isinstance(lora, LoraSection), "a section of this kind"
         return LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.effective_alpha,  # PEFT divides by the rank; any number will do
+            lora_alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
             lora_dropout=lora.dropout,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
@@ -117,7 +117,7 @@ class LoraAdapter(Adapter):
         return LoraEntry(tensors["lora_A"], tensors["lora_B"], trained_scale(layer, name), magnitude)
 
     def start(self, layer: Any, rng: torch.Generator) -> None:
-        """PEFT's default: A uniform (Kaiming), B zero; DoRA's magnitudes at the base's norms."""
+        """Initialise as PEFT does by default: A Kaiming uniform, B zero, DoRA's magnitudes the base's norms."""
         down = torch.empty(layer.lora_A[PEFT_NAME].weight.shape)
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
         layer.lora_A[PEFT_NAME].weight.copy_(down)
@@ -126,12 +126,12 @@ class LoraAdapter(Adapter):
             _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
-        """The layer's scale and rank may be others (no lower rank)."""
+        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
         layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
         layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
         if PEFT_NAME in layer.lora_magnitude_vector:
             magnitude = entry.magnitude
-            if magnitude is None:  # a plain LoRA in a DoRA layer: magnitudes at which the normalisation does nothing
+            if magnitude is None:  # a plain LoRA in a DoRA layer: magnitudes that make the normalisation neutral
                 magnitude = _row_norms(dense_weight(layer.get_base_layer()).cpu() + entry.update())
             _set_magnitude(layer, magnitude)
 
@@ -160,7 +160,7 @@ class LoraAdapter(Adapter):
         }
 
     def network(self) -> dict[str, str]:
-        """The alpha is that of the file: ``scale * rank``."""
+        """Return the metadata of a kohya file, whose alpha is ``scale * rank``."""
         layers = [layer for _, _, layer in self.modules.values()]
         ranks = {layer.r[PEFT_NAME] for layer in layers}
         alphas = {plain_number(round(trained_scale(layer) * layer.r[PEFT_NAME], 6)) for layer in layers}
@@ -177,17 +177,17 @@ class LoraAdapter(Adapter):
 
     @property
     def needs_float32(self) -> bool:
-        """DoRA does: its norms are of the base's weight in the format of the input."""
+        """Whether this is a DoRA; its norms use the base's weight in the input's dtype."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
     def narrow(self, lora: AdapterSection) -> int:
-        """Layers whose inputs or outputs are fewer than the rank."""
+        """Return the number of layers with fewer inputs or outputs than the rank."""
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)
 
 
 def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
-    """What multiplies B @ A at strength 1."""
+    """Return the factor of B @ A at strength 1."""
     rank = layer.r[name]
     return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
 
@@ -204,9 +204,9 @@ def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
 
 
 def _scale_inputs(layer: Any, entry: LoraEntry) -> None:
-    """Apply a DoRA's magnitudes per input, which PEFT's layers have not: W diag(c) x = W (c x).
+    """Apply a DoRA's magnitudes per input, which PEFT's layers do not support: W diag(c) x = W (c x).
 
-    The factors are a buffer, which goes where the layer's weights go.
+    The factors are a buffer, so they move with the layer's weights.
     """
     base = layer.get_base_layer()
     factors = entry.input_scale(dense_weight(base).cpu())
@@ -226,6 +226,6 @@ def _set_magnitude(layer: Any, magnitude_O: Tensor) -> None:
 
 
 def _row_norms(weight: Tensor) -> Tensor:
-    """Norm of each output row, in float32 (PEFT takes it in the base's format, which in bf16 is off by up to 0.4 %)."""
+    """Norm of each output row, in float32 (PEFT computes it in the base's dtype; bf16 is off by up to 0.4 %)."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms

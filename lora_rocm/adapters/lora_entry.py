@@ -1,4 +1,4 @@
-"""The LoRA of one module as values (with DoRA's magnitudes), and how it stands in files."""
+"""The LoRA of one module as values (with DoRA's magnitudes), and its file format."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ ROLES = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-"""Ending -> role. ``dora_scale`` has an axis (see ``_magnitudes``), PEFT's magnitudes are always per output."""
+"""Ending -> role. ``dora_scale`` has an axis (see ``_magnitudes``); PEFT's magnitudes are always per output."""
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""PEFT's ``init_lora_weights`` that take a part out of the base weights (peft/tuners/lora/config.py)."""
+"""Values of PEFT's ``init_lora_weights`` that subtract a part from the base weights (peft/tuners/lora/config.py)."""
 OTHER_METHODS = (
     "use_qalora",
     "use_bdlora",
@@ -54,7 +54,7 @@ OTHER_METHODS = (
     "modules_to_save",
     "lora_bias",
 )
-"""Fields of a PEFT config that make something else than a plain LoRA where they are set (peft 0.21, LoraConfig)."""
+"""Fields of a PEFT config that, if set, make the adapter more than a plain LoRA (peft 0.21, LoraConfig)."""
 PLAIN = "Use a plain LoRA or LoCon."
 
 
@@ -64,10 +64,10 @@ class LoraEntry(Entry):
 
     down: [r, in] or [r, in, kh, kw].
     up: [out, r] or [out, r, 1, 1].
-    scale: what multiplies the product (alpha / rank, or alpha / sqrt(rank) for rsLoRA).
+    scale: factor of the product (alpha / rank, or alpha / sqrt(rank) for rsLoRA).
     magnitude: [out] of a DoRA, or None.
     input_magnitude: [in] of a DoRA that normalises each input's column instead (OneTrainer's default, LyCORIS with
-        wd_on_output=False), or None.
+    wd_on_output=False), or None.
     """
 
     down: Tensor
@@ -85,16 +85,16 @@ class LoraEntry(Entry):
         return self.magnitude is not None or self.input_magnitude is not None
 
     def update(self) -> Tensor:
-        """What is added to the weight before DoRA's normalisation, in the weight's shape."""
+        """Return the update that is added to the weight before DoRA's normalisation, in the weight's shape."""
         product = (self.scale * self.up.flatten(1)) @ self.down.flatten(1)
         return product.reshape(self.up.shape[0], *self.down.shape[1:])
 
     def effect(self, weight: Tensor) -> Tensor:
-        """The change of the weight as a whole: ``update``, or with DoRA ``m * (W + update) / ||W + update|| - W``.
+        """Return the total change of the weight: ``update``, or with DoRA ``m * (W + update) / ||W + update|| - W``.
 
         Args:
-            weight: the base weight, float32; the norm is taken per output row, or per input where the magnitudes are
-                per input (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which).
+            weight: the base weight, float32. The norm is per output row, or per input column if the magnitudes are per
+                input (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which).
         """
         if self.input_magnitude is not None:
             shape = (1, -1, *[1] * (weight.ndim - 2))
@@ -107,14 +107,14 @@ class LoraEntry(Entry):
         return change
 
     def input_scale(self, weight: Tensor) -> Tensor:
-        """[in]: ``input_magnitude / norm``, by which such a DoRA multiplies the inputs of the adapted weight."""
+        """Return [in]: ``input_magnitude / norm``, the factors of the adapted weight's inputs in a DoRA per input."""
         assert self.input_magnitude is not None, "a DoRA with magnitudes per input"
         norm = (weight + self.update()).transpose(0, 1).flatten(1).norm(dim=1)
-        scale: Tensor = self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # as LyCORIS and ComfyUI add it
+        scale: Tensor = self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # ComfyUI and LyCORIS add it, too
         return scale
 
     def norm(self) -> float:
-        """By the small Gram matrices."""
+        """Return the norm of ``update``, computed from the small Gram matrices."""
         up, down = self.scale * self.up.flatten(1), self.down.flatten(1)
         return math.sqrt(max(0.0, float(((up.T @ up) * (down @ down.T)).sum())))
 
@@ -122,7 +122,7 @@ class LoraEntry(Entry):
         return replace(self, magnitude=None, input_magnitude=None)
 
     def difference(self, other: Entry) -> Tensor:
-        """By the factors, U2 V2 - U1 V1 = (U2 - U1) V2 + U1 (V2 - V1), so that nothing cancels."""
+        """Compute U2 V2 - U1 V1 as (U2 - U1) V2 + U1 (V2 - V1), which avoids cancellation."""
         if not isinstance(other, LoraEntry) or (other.up.shape, other.down.shape) != (self.up.shape, self.down.shape):
             return super().difference(other)
         ours, theirs = self.scale * self.up.flatten(1), other.scale * other.up.flatten(1)
@@ -130,9 +130,9 @@ class LoraEntry(Entry):
         return torch.cat([theirs - ours, ours], dim=1) @ torch.cat([moved, moved - down])
 
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """A first-order bound of the product's error.
+        """Return a first-order bound of the product's error.
 
-        DoRA multiplies it by magnitude over norm, once for the product and once for the norm.
+        With DoRA the bound is multiplied by magnitude over norm, once for the product and once for the norm.
         """
         size, off = product_of(rounded(self.down, dtype), rounded(self.up, dtype))
         bound = abs(self.scale) * (off + ARITHMETIC * size)
@@ -143,13 +143,14 @@ class LoraEntry(Entry):
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
     def scaled(self, factor: float) -> LoraEntry:
-        """With ``factor`` times the update, while a DoRA's magnitudes stay as trained."""
+        """Return the entry with ``factor`` times the update; a DoRA's magnitudes stay as trained."""
         return replace(self, scale=self.scale * factor)
 
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A kohya file's alpha is ``scale * rank``, so alpha / rank is the trained scale (also of rsLoRA).
+        """Return the file's tensors.
 
-        PEFT's magnitudes have the shape of its layers: [1, out, 1, 1] of a convolution.
+        In a kohya file alpha is ``scale * rank``, so alpha / rank is the trained scale, also for rsLoRA. PEFT's
+        magnitudes have the shape of its layers: [1, out, 1, 1] for a convolution.
         """
         if form == "kohya":
             found = {"lora_down.weight": self.down.to(dtype), "lora_up.weight": self.up.to(dtype)}
@@ -164,7 +165,7 @@ class LoraEntry(Entry):
         return found
 
     def rows(self, first: int, count: int) -> LoraEntry:
-        """The same ``down``, and so much of ``up``."""
+        """Return an entry with the same ``down`` and these rows of ``up``."""
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
@@ -173,7 +174,7 @@ class LoraEntry(Entry):
         return replace(self, up=self.up[part], magnitude=None if self.magnitude is None else self.magnitude[part])
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
-        """One shared ``down`` if all have the same, else the ranks add up: ``up`` is block-diagonal."""
+        """Share ``down`` if all parts have the same one; otherwise add the ranks, with a block-diagonal ``up``."""
         found = [(first, entry) for first, entry in parts if isinstance(entry, LoraEntry)]
         if len(found) == 1 and len(self.up) == rows:
             return self
@@ -185,6 +186,7 @@ class LoraEntry(Entry):
         shared = all(torch.equal(entry.down, self.down) for _, entry in found)
         scale = self.scale if all(entry.scale == self.scale for _, entry in found) else 1.0
         down = self.down if shared else torch.cat([entry.down for _, entry in found])
+        # place each part's rows, in its own rank columns unless down is shared
         up, column = self.up.new_zeros(rows, len(down), *self.up.shape[2:]), 0
         for first, entry in found:
             up[first : first + len(entry.up), column : column + entry.rank] = entry.up * (entry.scale / scale)
@@ -214,11 +216,11 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LoraEntry:
-    """One module's entry; without an alpha the scale is 1, as every reader assumes.
+    """Return one module's entry; without an alpha the scale is 1, as every reader assumes.
 
     Raises:
-        ValueError: it cannot be a low-rank update.
-        AdapterError: it is none of this layer.
+        ValueError: the tensors cannot be a low-rank update.
+        AdapterError: the tensors do not fit this layer.
     """
     down, up = module.parts["down"].float(), module.parts["up"].float()
     if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
@@ -236,9 +238,9 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
 
 
 def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple[Tensor | None, Tensor | None]:
-    """(per output, per input) of a DoRA: of ``dora_scale`` the shape tells which, by ComfyUI's rule.
+    """Return a DoRA's magnitudes as (per output, per input). For ``dora_scale`` the shape decides, by ComfyUI's rule.
 
-    [out, 1, ...] is per output, [1, in, 1, ...] per input: so those of a square layer are told apart, too.
+    [out, 1, ...] is per output, [1, in, 1, ...] per input; this also distinguishes the two for a square layer.
 
     Raises:
         AdapterError: lora-magnitudes.

@@ -1,7 +1,7 @@
-"""The parts of a LoRA file, by the endings of its tensors' names: which are taken, which are refused.
+"""Sorts a LoRA file's tensors by the endings of their names: accepted, noticed or refused.
 
-Every tensor of a file is accounted for: it is taken, it is named in a notice because it changes no weight of the model,
-or the file is refused. A part that is skipped would give another image than the file's author saw.
+Every tensor is accounted for: it is accepted, it is named in a notice because it changes no weight of the model, or the
+file is refused. Skipping a part silently would produce images that differ from those of the file's author.
 
 Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (``weight_list`` of each kind), ComfyUI
 ``comfy/lora.py`` and ``comfy/weight_adapter``, diffusers ``utils/state_dict_utils.py``, PEFT
@@ -24,9 +24,9 @@ from lora_rocm.errors import AdapterError
 
 @dataclass(frozen=True)
 class Other:
-    """Tensors that are no part of a plain LoRA.
+    """Tensors that are not part of a plain LoRA.
 
-    pattern: found in their names. what: of such tensors, in words. instead: what the author of the file can do.
+    pattern: found in their names. what: description of such tensors. instead: what the author of the file can do.
     """
 
     pattern: str
@@ -51,7 +51,7 @@ REFUSED: tuple[Other, ...] = (
     Other(r"\bbias$", "trained biases", "Make it again without biases (PEFT: bias: none, lora_bias: false)."),
     Other(r"scale_weight$|weight_scale$|scaled_fp8$", "factors in a scaled number format", "Save it as fp16 or bf16."),
 )
-"""In this order: the first that is found names a tensor."""
+"""Checked in order: the first match describes a tensor."""
 
 NOTICED: tuple[Other, ...] = (
     Other(
@@ -59,11 +59,11 @@ NOTICED: tuple[Other, ...] = (
         "embeddings that OneTrainer bundled with the LoRA: the words that stand for them mean nothing without them",
     ),
 )
-"""They change no weight of the model."""
+"""Tensors that change no weight of the model."""
 
 
 def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say) -> dict[str, dict[str, Tensor]]:
-    """Module (as the file names it) -> role -> tensor, of every tensor of a file; ``say`` gets a notice.
+    """Group all tensors of a file as module (the file's own name) -> role -> tensor; ``say`` receives notices.
 
     Raises:
         AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.
@@ -110,7 +110,7 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Fil
 
 
 def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind: FileKind, say: Say) -> None:
-    """Modules without all factors: an alpha alone does nothing in any program, all else is damage."""
+    """Refuse modules that lack a factor. An alpha alone has no effect in any program, so it only gets a notice."""
     broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
     if broken:
         module, parts = next(iter(sorted(broken.items())))
@@ -126,7 +126,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind:
 
 
 def check_config(config: Mapping[str, Any], path: Path, kind: FileKind) -> None:
-    """Refuse a PEFT config that asks for something else than a plain adapter of a kind.
+    """Refuse a PEFT config that asks for anything but a plain adapter of this kind.
 
     Raises:
         AdapterError: lora-kind.
@@ -138,7 +138,7 @@ def check_config(config: Mapping[str, Any], path: Path, kind: FileKind) -> None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """How many there are, and one of them."""
+    """Return the number of names and one example."""
     found = sorted(names)
     return found[0] if len(found) == 1 else f"{len(found)} tensors such as {found[0]}"
 

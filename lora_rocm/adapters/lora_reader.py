@@ -1,8 +1,8 @@
-"""Files of adapters of any origin, read into one form: kohya and diffusers files, PEFT directories.
+"""Reads adapter files of any origin into one form: kohya and diffusers files, PEFT directories.
 
-Every module's part of a file is an ``Entry``; modules are named ``component.path`` ("unet.mid_block...", and for
-text encoders without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` says
-which tensors of a file are taken; a file with others is refused.
+Each module becomes an ``Entry``. Modules are named ``component.path`` ("unet.mid_block...", and for text encoders
+without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` decides which tensors
+of a file are accepted; a file with others is refused.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
 def components_of(family: ModelFamily, path: Path) -> set[str]:
-    """The components of a family's models that an adapter's file names ("unet", "text_encoder"); it reads names alone.
+    """Return the model components that an adapter file names ("unet", "text_encoder"). Reads names only.
 
     Raises:
-        AdapterError: missing, pickle, damaged; a LoRA of another family, or of no model that is known here.
+        AdapterError: the file is missing, a pickle, damaged, for another family, or for no known model.
     """
     folders = _peft_folders(path)
     if folders:
@@ -61,7 +61,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 
 def _component_of(name: str, family: ModelFamily) -> str:
-    """The component that the name of a tensor names; of none that is known, its first part."""
+    """Return the component of a tensor name; if no component is known, the first part of the name."""
     prefixes = {f"lora_{component}_": component for component in family.kohya_prefixes}
     prefixes |= {f"{prefix}_": component for component, prefix in family.kohya_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
@@ -76,11 +76,11 @@ def read_lora(
     Args:
         family: knows the kohya names.
         components: the model's components; modules and shapes of the file are checked against them.
-        path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder a component).
-        say: gets a sentence for what is left out because it changes no weight.
+        path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder per component).
+        say: receives notices about parts that are left out because they change no weight.
 
     Raises:
-        AdapterError: missing, pickle, damaged, no adapter, more than one kind of it, or an adapter of another model.
+        AdapterError: the file is missing, a pickle, damaged, no adapter, of several kinds, or for another model.
     """
     return read_adapter(family, components, path, say)[1]
 
@@ -88,7 +88,7 @@ def read_lora(
 def read_adapter(
     family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """``read_lora`` with the kind that the file is of."""
+    """Like ``read_lora``, and also return the file's kind."""
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
     shapes = {canonical(name, module): tuple(weight_of(base).shape) for name, module, base in paths}
     try:
@@ -111,14 +111,14 @@ def read_adapter(
         LookupError,
         ArithmeticError,
         RecursionError,
-    ) as error:  # a config with values of the wrong kind
+    ) as error:  # a config with values of the wrong type
         raise file_error(
             "lora-unreadable", f"This LoRA cannot be understood: {error}.", path, "Use another file."
         ) from error
 
 
 def _kind_of(names: Iterable[str]) -> FileKind:
-    """The first kind of which a file has factors; the first of all where it has none, which then says so."""
+    """Return the first kind whose factors the file has; if there is none, the first kind, whose checks report it."""
     names, kinds = list(names), file_kinds()
     for kind in kinds:
         roles = (known[1] for name in names if (known := kind.role_of(name)) is not None)
@@ -135,7 +135,7 @@ def _from_kohya(
     kind: FileKind,
     path: Path,
 ) -> dict[str, Entry]:
-    """Modules by the family's own names, and by names made of diffusers' paths, as LyCORIS makes them."""
+    """Read modules by the family's own names, and by names made from diffusers' paths as LyCORIS makes them."""
     table = KeyTable(family, components)
     keys = {key: table.whole(key) or key for key in table.parts}
     plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
@@ -148,10 +148,10 @@ def _from_kohya(
 def _modules(
     groups: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], name_of: Callable[[str], str], kind: FileKind
 ) -> dict[str, FileModule]:
-    """Module name -> what the file says of it. Alphas stand in the file, else in a PEFT config (empty: there is none).
+    """Return module name -> its data in the file. Alphas come from the file, else from a PEFT config (empty: none).
 
     Raises:
-        ValueError: a module stands in the file twice, under two names.
+        ValueError: the file names a module twice, under two names.
     """
     modules: dict[str, FileModule] = {}
     for key, parts in groups.items():
@@ -169,7 +169,7 @@ def _modules(
 
 
 def _number(config: Mapping[str, Any], patterns: str, default: str, module: str) -> float | None:
-    """A module's number in a PEFT config: by the first pattern that means it, else the one of all."""
+    """Return a module's number from a PEFT config: by the first pattern that matches it, else the default."""
     own = config.get(patterns) or {}
     value = next((own[key] for key in own if _means(key, module)), config.get(default))
     return None if value is None else float(value)
@@ -178,7 +178,7 @@ def _number(config: Mapping[str, Any], patterns: str, default: str, module: str)
 def _from_diffusers(
     tensors: Mapping[str, Tensor], header: Header, text_components: set[str], kind: FileKind, say: Say
 ) -> dict[str, FileModule]:
-    """The diffusers form, new (``lora_A``) and old (``lora.down``, ``to_q_lora``), by diffusers' own name maps."""
+    """Read the diffusers form, new (``lora_A``) or old (``lora.down``, ``to_q_lora``), with diffusers' name maps."""
     configs = json.loads(header.metadata.get(DIFFUSERS_METADATA, "{}"))
     renamed: dict[str, Tensor] = {}
     for component in {name.split(".")[0] for name in tensors}:
@@ -191,7 +191,7 @@ def _from_diffusers(
             elif any(OLD_DIFFUSERS.search(name) for name in part):
                 part = convert_state_dict_to_peft(convert_state_dict_to_diffusers(part))
         renamed |= {f"{component}.{name}": tensor for name, tensor in part.items()}
-    whole = {name: tensor for name, tensor in tensors.items() if "." not in name}  # of no component
+    whole = {name: tensor for name, tensor in tensors.items() if "." not in name}  # names without a component
     if len(renamed) + len(whole) != len(tensors):
         raise ValueError("two names in it mean the same tensor")
     modules: dict[str, FileModule] = {}
@@ -207,7 +207,7 @@ def _from_diffusers(
 def _from_peft(
     folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], main: str, say: Say
 ) -> tuple[FileKind, dict[str, FileModule]]:
-    """PEFT directories; the component of a single one is that which has its modules."""
+    """Read PEFT directories; a single adapter belongs to the component that has its modules."""
     modules: dict[str, FileModule] = {}
     owners = sorted({name.split(".")[0] for name in shapes})
     read = {}
@@ -225,10 +225,12 @@ def _from_peft(
 
 
 def _means(pattern: str, module: str) -> bool:
-    """Whether a key of ``alpha_pattern`` means a module: PEFT's ``get_pattern_key``, for what its writers write.
+    """Return whether a key of ``alpha_pattern`` matches a module, like PEFT's ``get_pattern_key``.
+
+    Only the patterns that PEFT's writers produce are accepted.
 
     Raises:
-        ValueError: another regular expression; a file from anywhere could name one that never ends.
+        ValueError: another regular expression; one from an untrusted file could backtrack without end.
     """
     if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
         raise ValueError(f"the alpha_pattern {pattern[:80]!r} is no name of a module")
@@ -242,10 +244,10 @@ def _fitted(
     family: ModelFamily,
     path: Path,
 ) -> dict[str, Entry]:
-    """Entries in the shapes that the model's layers need.
+    """Return entries in the shapes that the model's layers need.
 
     Raises:
-        ValueError: a module's tensors cannot be of the kind.
+        ValueError: a module's tensors cannot be of this kind.
         AdapterError: lora-empty, lora-of-another-model, lora-magnitudes, lora-not-finite.
     """
     if not modules:
@@ -267,7 +269,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind
 
 
 def _of_another_model(family: ModelFamily, unknown: list[str], path: Path, count: int = 0) -> AdapterError:
-    """The error for modules that this model has not; it says whose they are where that is known."""
+    """Return the error for modules that this model lacks; it names the model they belong to, if known."""
     origin, base = foreign(unknown, family.name), title_of(family.name)
     if origin is not None:
         what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
@@ -280,7 +282,7 @@ def _of_another_model(family: ModelFamily, unknown: list[str], path: Path, count
 
 
 def _peft_folders(path: Path) -> dict[str, Path]:
-    """Component ("" when only one is there) -> PEFT folder; empty when ``path`` is none."""
+    """Return component ("" if there is only one adapter) -> PEFT folder; empty if ``path`` is no PEFT directory."""
     if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
         path = path.parent
     if (path / PEFT_CONFIG).is_file():

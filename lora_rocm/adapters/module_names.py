@@ -1,8 +1,8 @@
-"""Names of adapted modules: ours, which no version of a library changes, and those in files of other programs.
+"""Names of adapted modules: our own, stable across library versions, and those in files of other programs.
 
-A module is named ``component.path`` ("unet.mid_block...to_q"). A file may name it otherwise, and its weight may be a
-part of a larger one there (query, key and value as one ``qkv``), or several of a file's weights may be one module here.
-Both are the same statement about rows: ``KeyTable`` holds it.
+A module is named ``component.path`` ("unet.mid_block...to_q"). A file may name it differently. One weight of the file
+may cover several modules (query, key and value as one ``qkv``), or several weights of the file may be one module.
+``KeyTable`` describes both cases as ranges of rows.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
 
 TEXT_LEVEL = "text_model."
-"""A level of a text encoder's paths, which transformers 5 dropped from one of SDXL's two."""
+"""A level of a text encoder's paths that transformers 5 dropped from one of SDXL's two text encoders."""
 
 
 def canonical(component: str, module: str) -> str:
-    """The name of a module, the same for every version of transformers."""
+    """Return the name of a module, which is the same for every version of transformers."""
     return f"{component}.{module.removeprefix(TEXT_LEVEL)}"
 
 
 def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, base layer) of every Linear and Conv2d that can carry an adapter, also where one is injected already."""
+    """Yield (path, base layer) of every Linear and Conv2d that can carry an adapter or already carries one."""
     injected: tuple[str, ...] = ()
     for path, module in component.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -37,20 +37,20 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def weight_of(base: nn.Module) -> Tensor:
-    """The weight of a base layer."""
+    """Return the weight of a base layer."""
     weight = base.weight
     assert isinstance(weight, Tensor), "an adaptable layer has a weight"
     return weight
 
 
 def main_component(family: ModelFamily) -> str:
-    """The component of a family that is adapted in the first place: its UNet, or transformer."""
+    """Return the family's main adapted component: its UNet or transformer."""
     return next(name for name in family.kohya_prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
 class Part:
-    """``count`` rows of a module's weight, from ``first`` on, which are the rows from ``at`` on of a key's weight."""
+    """Rows from ``first`` on of a module's weight, and the position ``at`` of the same rows in a key's weight."""
 
     module: str
     first: int
@@ -59,12 +59,12 @@ class Part:
 
 
 class KeyTable:
-    """Which rows of which modules each kohya key of a family stands for.
+    """Maps each kohya key of a family to rows of modules.
 
     Attributes:
         parts: kohya key -> parts, in the order of the key's rows.
         rows: module name -> number of rows (outputs) of its weight.
-        shapes: kohya key -> shape of the weight that it names.
+        shapes: kohya key -> shape of the weight that the key names.
 
     Raises:
         ValueError: two modules claim the same rows of a key, or rows of a module are missing.
@@ -94,16 +94,16 @@ class KeyTable:
             self.shapes[key] = (end, *inputs[key])
 
     def whole(self, key: str) -> str | None:
-        """The module that a key names and that has no other key; None where rows are shared out."""
+        """Return the module that corresponds one to one to a key; None if the key or the module is split."""
         (part, *others) = self.parts[key]
         alone = not others and part.count == self.rows[part.module]
         return part.module if alone else None
 
     def of_modules(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Entries by keys whose rows are shared out, as entries of modules; those by modules stay.
+        """Convert entries by key to entries by module; entries that are already by module are kept.
 
         Raises:
-            ValueError: an entry cannot be cut, or those of a module cannot be joined.
+            ValueError: an entry cannot be cut, or the entries of a module cannot be joined.
         """
         found: dict[str, Entry] = {name: entry for name, entry in entries.items() if name not in self.parts}
         pieces: dict[str, list[tuple[int, Entry]]] = {}
@@ -119,10 +119,10 @@ class KeyTable:
         return found
 
     def of_keys(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Entries of modules as entries of the keys that have rows of them.
+        """Convert entries by module to entries by key.
 
         Raises:
-            ValueError: an entry cannot be cut, or those of a key cannot be joined.
+            ValueError: an entry cannot be cut, or the entries of a key cannot be joined.
         """
         found = {}
         for key, parts in self.parts.items():

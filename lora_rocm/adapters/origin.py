@@ -1,7 +1,7 @@
-"""Which models a LoRA file was made for, told by the names in it: so that a file for another family is named as such.
+"""Detects the model family of a LoRA file from its tensor names, so that an error can name it.
 
-Names as kohya-ss/sd-scripts and musubi-tuner, diffusers, ai-toolkit and ComfyUI write them (``comfy/lora.py``,
-``comfy/lora_convert.py``); dots and underscores are taken as the same.
+Recognises the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit and ComfyUI write (``comfy/lora.py``,
+``comfy/lora_convert.py``); dots and underscores are treated as equal.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import islice
 from lora_rocm.families.registry import PRODUCT
 
 SAMPLED = 4000
-"""Names of a file that are looked at: more than any LoRA has that does not repeat itself."""
+"""Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Models whose modules have names of their own.
+    """One or more families with distinctive module names.
 
-    families: as ``model.family`` has them. title: for people. pattern: found in names, with dots as ``_``. without: not
-    found in any.
+    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names, with
+    dots as ``_``. without: regular expression that must not be found in any name.
     """
 
     families: tuple[str, ...]
@@ -53,11 +53,11 @@ ORIGINS: tuple[Origin, ...] = (
         without=r"encoder_layers_|text_model",
     ),
 )
-"""In this order: the first that fits names a file. Names that several families have name none."""
+"""Checked in order; the first match wins. Names shared by several families match none."""
 
 
 def origin_of(names: Iterable[str]) -> Origin | None:
-    """The models that have modules of these names; None where the names do not tell."""
+    """Return the origin that matches these tensor names; None if the names are ambiguous."""
     text = "\n".join(name.replace(".", "_") for name in islice(names, SAMPLED))
     for origin in ORIGINS:
         if re.search(origin.pattern, text, re.MULTILINE) and not (origin.without and re.search(origin.without, text)):
@@ -66,11 +66,11 @@ def origin_of(names: Iterable[str]) -> Origin | None:
 
 
 def foreign(names: Iterable[str], family: str) -> Origin | None:
-    """The models that the names are of, if those are of no such family; None if they are, or do not tell."""
+    """Return the origin of the names if it excludes ``family``; None if it includes it or is unknown."""
     origin = origin_of(names)
     return None if origin is None or family in origin.families else origin
 
 
 def title_of(family: str) -> str:
-    """A family's name for people."""
+    """Return the display name of a family."""
     return PRODUCT[family].title if family in PRODUCT else family

@@ -1,4 +1,4 @@
-"""Whether a LoRA file can start a recipe's adapter; where it cannot, every setting that would let it."""
+"""Checks whether a LoRA file can start a recipe's adapter; if not, names every setting that would allow it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def check_start(
     entries: Mapping[str, Entry],
     path: Path,
 ) -> None:
-    """Refuse a file that does not fit; its error names all settings at once, and with them the file is taken.
+    """Refuse a file that does not fit. The error names all settings to change; with them the file is accepted.
 
     Args:
-        family: knows the presets of targets.
-        lora: the recipe's section.
-        adapter: what the recipe makes.
+        family: knows the target presets.
+        lora: the recipe's adapter section.
+        adapter: the adapter that the recipe makes.
         files: the kind of the file.
-        entries: what the file holds.
+        entries: the file's entries by module name.
         path: the file.
 
     Raises:
@@ -59,7 +59,7 @@ def check_start(
 
 
 def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: Path) -> None:
-    """No setting reaches modules of the text encoders that no preset has."""
+    """Refuse text encoder modules that are in no preset; no setting can target them."""
     presets = list(family.lora_targets.values())
     beyond = [name for name in text if not any(_covers(preset, [name]) for preset in presets)]
     if beyond:
@@ -72,7 +72,7 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
 
 
 def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
-    """A value of ``lora.targets`` for what is adapted and for more: a preset's name, else expressions as YAML."""
+    """Return a value of ``lora.targets`` that covers ``adapted`` and ``more``: a preset's name, else a YAML list."""
     others = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)
     presets = family.lora_targets
@@ -91,12 +91,12 @@ def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[st
 
 
 def _expressions(family: ModelFamily, preset: Mapping[str, str]) -> list[str]:
-    """Of a preset without the text encoders', which lora.targets does not choose."""
+    """Return a preset's expressions except those of the text encoders, which ``lora.targets`` does not select."""
     return [pattern for component, pattern in preset.items() if component not in family.text_components]
 
 
 def _covers(preset: Mapping[str, str], names: Iterable[str]) -> bool:
-    """Whether a preset (component -> expression) adapts all of these modules."""
+    """Return whether a preset (component -> expression) adapts all of these modules."""
     parts = [name.partition(".") for name in names]
     return all(re.fullmatch(preset.get(component, ""), module) is not None for component, _, module in parts)
 

@@ -1,4 +1,4 @@
-"""Which modules of a model a recipe adapts: a preset of the family, or regular expressions of the user's."""
+"""Selects the modules that a recipe adapts, by a preset of the family or by the user's regular expressions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lora_rocm.recipe.schema import AdapterSection
 
 EXAMPLES = 4
 MATCHING_S = 5.0
-"""For one module's name, of the processor's time; what people write takes microseconds."""
+"""CPU seconds allowed to match one module name; sane expressions take microseconds."""
 
 
 def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, str]:
-    """Component -> regular expression of exactly the modules to adapt.
+    """Return component -> regular expression that matches exactly the modules to adapt.
 
     Raises:
         AdapterError: targets-invalid, targets-endless, targets-match-nothing.
     """
     presets = family.lora_targets
+    # a preset's expressions, or the user's (with the default preset's for text encoders)
     if isinstance(lora.targets, str) and lora.targets in presets:
         wanted = dict(presets[lora.targets])
     else:
@@ -31,6 +32,7 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
         default = next(iter(presets.values()))
         wanted = {c: p if c in family.text_components else "|".join(own) for c, p in default.items()}
     chosen = {}
+    # match them against each component's modules
     for component, pattern in wanted.items():
         if component not in model.components:
             continue
@@ -65,11 +67,11 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
 
 
 def either(paths: Iterable[str]) -> str:
-    """A regular expression of exactly these paths."""
+    """Return a regular expression that matches exactly these paths."""
     return "|".join(re.escape(path) for path in sorted(paths))
 
 
 def _spread(paths: list[str]) -> list[str]:
-    """A few of many names, from all over."""
+    """Return a few of many names, evenly spread."""
     step = max(1, len(paths) // EXAMPLES)
     return paths[step // 2 :: step][:EXAMPLES]

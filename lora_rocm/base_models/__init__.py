@@ -1,1 +1,1 @@
-"""Base models as files: formats, tensor names, the hub, loading."""
+"""Base models: file formats, tensor names, the hub, loading."""

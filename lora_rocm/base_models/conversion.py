@@ -25,13 +25,13 @@ from lora_rocm.foundation.terminal_text import printable
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
-"""(tensors by their names in a one-file checkpoint, component without weights) -> tensors by the component's names. It
-raises KeyError if a required name is missing.
+"""(tensors by their names in a one-file checkpoint, component without weights) -> tensors by the component's names.
+Raises KeyError if a required name is missing.
 """
 
 TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
-"""Names in a VAE saved by diffusers 0.18 or older -> names of today."""
+"""Names in a VAE saved by diffusers 0.18 or older -> present names."""
 OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers has mid_block
 
 # Endings and parts of tensor names that files contain although no computation reads them.
@@ -57,7 +57,7 @@ KNOWN_BESIDE = (
 
 
 class UnfitError(ValueError):
-    """The tensors of a file do not fit the component that its config describes. The message is half a sentence."""
+    """The tensors of a file do not fit the component that its config describes. The message is part of a sentence."""
 
 
 def unet_of_ldm(state: State, module: nn.Module) -> State:
@@ -78,12 +78,12 @@ def clip_of_ldm(state: State, module: nn.Module) -> State:
 
 
 def open_clip_of_ldm(prefix: str) -> Converter:
-    """A converter of the second text encoder from the original layout, which fuses three matrices per attention."""
+    """Return a converter of the second text encoder from the original layout, which fuses q, k and v."""
     return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
 
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
-    """Rename tensors of a folder from the names of older libraries to those of today."""
+    """Rename tensors of a folder from the names of older libraries to present names."""
     expected = set(module.state_dict())
     renamed = {}
     for name, tensor in state.items():
@@ -104,7 +104,7 @@ def _config(module: nn.Module) -> dict[str, Any]:
 
 
 def fitted(state: State, module: nn.Module) -> State:
-    """The tensors that a component needs.
+    """Return the tensors that a component needs.
 
     Raises:
         UnfitError: some are missing, or have another shape.
@@ -126,7 +126,7 @@ def _count(names: Sequence[str], what: str) -> str:
 
 
 def converted(state: State, module: nn.Module, converter: Converter) -> State:
-    """The tensors converted by ``converter``.
+    """Return the tensors converted by ``converter``.
 
     Raises:
         UnfitError: a required tensor is missing.
@@ -139,9 +139,9 @@ def converted(state: State, module: nn.Module, converter: Converter) -> State:
 
 @dataclass(frozen=True)
 class Found:
-    """How the tensors of a component's files become the component.
+    """Mapping from the tensors of a component's files to the component.
 
-    unread: names in the files that nothing in the component is computed from.
+    unread: names in the files that the component does not use.
     made_of: name in the component -> names in the files.
     """
 
@@ -150,10 +150,10 @@ class Found:
 
 
 def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> Found:
-    """The result of loading these tensors, predicted from their header alone.
+    """Predict the result of loading these tensors from their headers alone.
 
     Raises:
-        UnfitError: as ``converted`` and ``fitted``.
+        UnfitError: as in ``converted`` and ``fitted``.
     """
     traced: State = {}
     for name, entry in entries.items():
@@ -185,11 +185,11 @@ class _Traced(Tensor):
 
 
 def harmless(name: str) -> bool:
-    """Whether a tensor that no component reads is known to be irrelevant."""
+    """Return whether a tensor that no component reads is known to be irrelevant."""
     inside = any(part in name for part in HARMLESS_PARTS)
     return inside or name.endswith(HARMLESS_ENDS) or name.startswith(HARMLESS_STARTS)
 
 
 def beside(header: Header, prefixes: Sequence[str]) -> list[str]:
-    """Names of unknown tensors outside all components."""
+    """Return names of unknown tensors outside all components."""
     return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

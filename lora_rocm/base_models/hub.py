@@ -1,4 +1,4 @@
-"""Models from the hub: the local cache first, then the network. Being offline gives a message, not a traceback."""
+"""Models from the hub: the local cache first, then the network. Being offline is an error message, not a traceback."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ FILE_SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".yaml", ".json
 
 
 def looks_like_id(name: str) -> bool:
-    """Whether a name that is no path can be a hub id (``owner/model``)."""
+    """Return whether a name that is no path can be a hub id (``owner/model``)."""
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 
 
 def download_model(repo: str, revision: str | None, parts: Sequence[str], tokenizers: Sequence[str]) -> Path:
-    """The snapshot folder of a diffusers model: configs, tokenizers and safetensors weights, preferably half precision.
+    """Return the snapshot folder of a diffusers model: configs, tokenizers and safetensors weights.
+
+    Half-precision weights are preferred.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated, hub-incomplete.
@@ -51,9 +53,9 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
 
 
 def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path | None:
-    """The snapshot folder with the files of ``patterns``: from the cache if it is ``complete``, else from the network.
+    """Return the snapshot folder with the files of ``patterns``: from the cache if ``complete``, else from the network.
 
-    None if it is incomplete even then, because the repository lacks files or the network failed.
+    Returns None if the snapshot is still incomplete, because the repository lacks files or the network failed.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated.

@@ -1,12 +1,12 @@
 """Finds and reads base weights: a folder, a one-file checkpoint, the hub, or the package.
 
-Only safetensors weights are read. Configs and headers come first, so a model of another family, or one that lacks
+Only safetensors weights are read. Configs and headers are read first, so a model of another family, or one that lacks
 tensors, is refused before its gigabytes are read. Files are read normally, never mapped: a mapped file cannot be
 replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
 
 A component's identity covers every byte of its weights. For a component that is loaded, it is computed while loading.
-For an encoder whose cached entries may be all that is needed, its files are read for the identity alone; the digest is
-cached by the versions of the files.
+If all cache entries of an encoder may exist already, its files are read for the identity alone; the digest is cached by
+the versions of the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
 MAX_CONFIG_BYTES = 1 << 24
-MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a model here is a vocabulary of 262,208
+MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
 MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
 WEIGHTS_MEMORY = "weights.jsonl"
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
@@ -132,7 +132,7 @@ class Source:
         return None if self.single_file is None else read_header(self.single_file)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The config of a component ("scheduler" too).
+        """Return the config of a component ("scheduler" too).
 
         Raises:
             ModelError: config-missing, config-unreadable.
@@ -140,14 +140,14 @@ class Source:
         return read_config(self.config_path(name))
 
     def config_path(self, name: str) -> Path:
-        """The config file of a component."""
+        """Return the path of a component's config file."""
         folder = self.folder / name
         if name == "vae" and self.vae is not None and self.vae.is_dir():
             folder = self.vae
         return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
     def weights(self, name: str) -> tuple[list[Header], str]:
-        """(headers of a component's files, prefix of its tensors in them).
+        """Return (headers of a component's files, prefix of its tensors in them).
 
         Raises:
             ModelError: weights-missing, weights-damaged, pickle-refused and others.
@@ -166,18 +166,18 @@ class Source:
         return _headers(self.folder / name), ""
 
     def _converter(self, name: str) -> Converter:
-        """The converter from the names in a component's files to its own."""
+        """Return the converter from the tensor names in a component's files to its own."""
         own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
         in_one_file = own_file is not None and own_file.is_file()
         return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
 
     def settings(self, name: str) -> str:
-        """A component's config as text, without keys that do not affect computation."""
+        """Return a component's config as text, without keys that do not affect computation."""
         found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
-        """Identity of a component: its settings and every byte of its weights."""
+        """Return the identity of a component: a hash of its settings and every byte of its weights."""
         return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
 
     def _digest(self, name: str) -> str:
@@ -192,22 +192,22 @@ class Source:
         return self._digests[name]
 
     def _recalled(self, version: WeightsVersion) -> str | None:
-        with contextlib.suppress(StorageError):  # then the file is read
+        with contextlib.suppress(StorageError):  # the file is read instead
             return self.memory.recall(version) if self.memory is not None else None
         return None
 
     def _remember(self, version: WeightsVersion, sha256: str) -> None:
         if self.memory is not None:
-            with contextlib.suppress(StorageError):  # then the file is read again next time
+            with contextlib.suppress(StorageError):  # the file is read again next time
                 self.memory.remember(version, sha256)
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """Load one component into its own memory, frozen and in eval mode.
 
         Args:
-            name: of the component.
-            dtype: of the tensors that stay dense.
-            device: the component's device.
+            name: name of the component.
+            dtype: dtype of the tensors that stay dense.
+            device: device of the component.
             weights: storage format of the layers.
 
         Raises:
@@ -230,10 +230,10 @@ class Source:
         return module.to(device).eval()
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
-        """Record the digest of the loaded weights; it has to equal an earlier digest of the files.
+        """Record the digest of the loaded weights; it must equal an earlier digest of the files.
 
         Raises:
-            StorageError: weights-changed. The new digest is cached, so that another start uses it.
+            StorageError: weights-changed. The new digest is cached, so that the next start uses it.
         """
         before = self._digests.setdefault(name, sha256)
         if before != sha256:
@@ -247,7 +247,7 @@ class Source:
             )
 
     def look(self, name: str) -> Found:
-        """The result of loading a component, predicted from its config and the headers of its files.
+        """Predict the result of loading a component from its config and the headers of its files.
 
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
@@ -258,7 +258,7 @@ class Source:
             return conversion.look(entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
-        """All files of the base that are on this machine."""
+        """Return all files of the base that are on this machine."""
         found = [
             self.folder / "model_index.json",
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
@@ -270,7 +270,7 @@ class Source:
         return sorted({path for path in found if path.is_file()})
 
     def _hollow(self, name: str) -> nn.Module:
-        """A component built from its config, with weights on the meta device.
+        """Build a component from its config, with weights on the meta device.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -305,9 +305,9 @@ class Source:
             raise _unfit(self.name, name, error) from error
 
     def skeleton(self, name: str) -> nn.Module:
-        """A component built from its config, with zero weights of the right shapes that take no memory.
+        """Build a component from its config, with zero weights of the right shapes that take no memory.
 
-        The weights are one expanded zero, not on the meta device, because PEFT creates new layers on the base's device.
+        The weights are one expanded zero instead of meta tensors, because PEFT creates new layers on the base's device.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -320,7 +320,7 @@ class Source:
         return module
 
     def tokenizer_path(self, name: str) -> Path:
-        """The folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
+        """Return the folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
 
         Raises:
             ModelError: tokenizer-missing.
@@ -365,7 +365,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
 
     Args:
         choice: the recipe's ``model`` section.
-        layout: the family's.
+        layout: the layout of the family.
         memory: cache of weight digests.
 
     Raises:
@@ -404,7 +404,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
 
 
 def builtin_folder(name: str) -> Path:
-    """The folder of a packaged model: ``builtin:tiny-sdxl`` is in ``builtin/tiny_sdxl``.
+    """Return the folder of a packaged model: ``builtin:tiny-sdxl`` is in ``builtin/tiny_sdxl``.
 
     Raises:
         ModelError: model-missing.
@@ -446,7 +446,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def require_bounded(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config with absurd sizes before building it takes minutes and memory.
+    """Refuse a config with absurd sizes, which would take minutes and memory to build.
 
     Raises:
         ModelError: config-absurd.
@@ -463,7 +463,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """All numbers in a config value, at any depth."""
+    """Yield all numbers in a config value, at any depth."""
     parts = [value]
     while parts:
         part = parts.pop()
@@ -525,7 +525,7 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _headers(folder: Path) -> list[Header]:
-    """Headers of a component's weight files in a diffusers folder, float32 files preferred."""
+    """Return headers of a component's weight files in a diffusers folder, float32 files preferred."""
     for stem in WEIGHT_STEMS:
         for variant in VARIANTS:
             tail = "" if variant is None else f".{variant}"

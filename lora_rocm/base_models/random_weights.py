@@ -14,15 +14,15 @@ from lora_rocm.base_models.loading import BUILTIN_PREFIX, Layout, Source, builti
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 PREFIX = "random:"
-POOL = (1 << 24) + 43  # random numbers reused for all weights: drawing each would take minutes on a CPU
+POOL = (1 << 24) + 43  # random numbers reused for all weights; drawing each one would take minutes on a CPU
 TINY = f"{BUILTIN_PREFIX}tiny-sdxl"
 
 
 class RandomSource(Source):
-    """A base with normally distributed weights of a fresh layer's scale, equal at each load; norm weights are one."""
+    """A base with normally distributed weights of a fresh layer's scale, equal at each load. Norm weights are one."""
 
     def fingerprint(self, name: str) -> str:
-        """Identity of a component: its settings."""
+        """Return the identity of a component, which is its settings."""
         return f"random-{json.dumps(self.config(name), sort_keys=True)}"
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
@@ -38,20 +38,20 @@ class RandomSource(Source):
         return module.to(device).eval()
 
     def files(self) -> list[Path]:
-        """The configs."""
+        """Return the config files."""
         return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]
 
     def tokenizer_path(self, name: str) -> Path:
-        """The tokenizer of the packaged tiny model, which is good enough for random weights."""
+        """Return the tokenizer of the packaged tiny model, which is good enough for random weights."""
         return builtin_folder(TINY) / name
 
 
 def random_source(name: str, layout: Layout) -> RandomSource:
-    """A random base with the structure of a packaged model or a local folder, else of the family's published configs.
+    """Return a random base with the structure of a packaged model or local folder, else of the published configs.
 
     Args:
         name: PREFIX followed by a name as in ``model.name_or_path``.
-        layout: the family's.
+        layout: the layout of the family, with its published configs.
     """
     model = name.removeprefix(PREFIX)
     path, folder = Path(os.path.expanduser(model)), layout.configs
@@ -63,7 +63,7 @@ def random_source(name: str, layout: Layout) -> RandomSource:
 
 
 def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
-    """A new tensor filled from the pool, starting at ``at``, with the spread of a fresh layer."""
+    """Return a new tensor filled from the pool, starting at ``at``, with the spread of a fresh layer."""
     if len(shape) < 2:
         return torch.full(shape, float(key == "weight"), dtype=pool_N.dtype)
     spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=pool_N.dtype)

@@ -1,7 +1,7 @@
-"""Safetensors files: plain reads (never a mapped file), and the digest of their content.
+"""Safetensors files: plain reads (never mapped files), and the digest of their content.
 
-A digest covers every byte. Tensors are read and hashed by a few threads at once, so that it costs a load next to
-nothing: hashlib and reads let other threads run meanwhile.
+A digest covers every byte. A few threads read and hash tensors at once, so the digest adds almost nothing to the time
+of a load: hashlib and reads release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Looked = TypeVar("Looked")
-READERS = 4  # threads: enough for a fast disk, and few enough that a slow one does not seek all the time
+READERS = 4  # threads: enough for a fast disk, and few enough to limit seeks on a slow one
 RUN_BYTES = 64 << 20  # read by one thread in one go
-PIECE_BYTES = 4 << 20  # read, then hashed while it is in the processor's cache
+PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of one safetensors file. version: of the file when the header was read."""
+    """The header of one safetensors file. version: version of the file when the header was read."""
 
     path: Path
     tensors: dict[str, TensorEntry]
@@ -60,7 +60,7 @@ class Header:
 
 
 def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> UserError:
-    """The error of a safetensors file that is not whole."""
+    """Return the error for a damaged safetensors file."""
     return error(
         "weights-damaged",
         f"This safetensors file is damaged: {reason}.",
@@ -73,7 +73,7 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
     """Read and check a header: the sizes must add up to the size of the file.
 
     Raises:
-        ModelError: weights-damaged, or weights-unreadable (``error`` names another branch of the tree).
+        ModelError: weights-damaged, weights-unreadable, weights-format (``error`` sets another class).
     """
     try:
         size = check_plain(path, sys.maxsize)
@@ -95,10 +95,10 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
 
 
 def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
-    """The names of the files in an index of weights: all beside it, for nothing else belongs to the model.
+    """Return the file names in an index of weights; all must be in its folder, because no other file is of the model.
 
     Raises:
-        ModelError: it names something else.
+        ModelError: the index names anything else.
     """
     named = index.get("weight_map")
     names = list(named.values()) if isinstance(named, dict) else []
@@ -115,7 +115,7 @@ def read_tensors(
     """Read tensors with plain reads into memory of their own, in the order of the file.
 
     Raises:
-        ModelError: weights-damaged, when the file ends early.
+        ModelError: weights-damaged, if the file ends early.
     """
     tensors = {}
     entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
@@ -136,7 +136,9 @@ def read_tensors(
 def read_hashed(
     headers: Sequence[Header], wanted: Callable[[str], bool], convert: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Tensors in memory of their own, each converted as soon as it is read, and the digest of what was read.
+    """Read tensors into memory of their own, converting each as soon as it is read.
+
+    Also return the digest of the read data.
 
     Raises:
         ModelError: weights-damaged.
@@ -161,9 +163,9 @@ def read_hashed(
 
 
 def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:
-    """A sha256 (hex) over every byte of the tensors, their names, number formats and shapes.
+    """Return a sha256 (hex) over every byte of the tensors, their names, dtypes and shapes.
 
-    How the tensors are spread over files makes no difference.
+    The distribution of the tensors over files makes no difference.
 
     Raises:
         ModelError: weights-damaged.
@@ -203,7 +205,7 @@ def _by_threads(
     wanted: Callable[[str], bool],
     look: Callable[[BinaryIO, Header, str, TensorEntry], Looked],
 ) -> dict[str, Looked]:
-    """What ``look`` makes of every tensor, by name; the files are the same before and after."""
+    """Return ``look`` applied to every tensor, by name; the files must not change meanwhile."""
 
     def through(header: Header, names: Sequence[str]) -> list[Looked]:
         try:
@@ -214,6 +216,7 @@ def _by_threads(
             what = f"Cannot read the file: {problem.strerror}."
             raise ModelError("weights-unreadable", what, where=str(header.path)) from problem
 
+    # runs of neighbouring tensors, one per task
     found: dict[str, Looked] = {}
     pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1))
     try:
@@ -228,7 +231,8 @@ def _by_threads(
         pool.shutdown(cancel_futures=True)
     for header in headers:
         try:
-            with header.path.open("rb") as file:  # asked by name, Windows may call the same file by another number
+            # fstat, because by name Windows may report another number for the same file
+            with header.path.open("rb") as file:
                 _require_version(header, os.fstat(file.fileno()))
         except OSError as problem:
             raise _changed(header) from problem
@@ -236,7 +240,7 @@ def _by_threads(
 
 
 def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
-    """Names of tensors that lie side by side, as many as one thread reads in one go."""
+    """Yield names of neighbouring tensors, as many as one thread reads in one go."""
     entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
     names: list[str] = []
     num_bytes = 0
@@ -251,7 +255,7 @@ def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
 
 
 def _require_version(header: Header, found: os.stat_result) -> None:
-    """Refuse a file that was changed since its header was read. Its rights and links may have changed."""
+    """Refuse a file that was changed since its header was read. Its permissions and links may have changed."""
     now = FileVersion.of(header.path, found)
     before = header.version
     if (now.num_bytes, now.changed_ns, now.inode) != (before.num_bytes, before.changed_ns, before.inode):
@@ -268,7 +272,7 @@ def _changed(header: Header) -> StorageError:
 
 
 def legacy_model_hash(path: Path) -> str:
-    """The short hash that A1111 and kohya show for a checkpoint: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
+    """Return A1111's and kohya's short hash of a checkpoint: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
     with path.open("rb") as file:
         file.seek(KOHYA_HASH_OFFSET)
         return hashlib.sha256(file.read(KOHYA_HASH_BYTES)).hexdigest()[:8]

@@ -1,7 +1,7 @@
 """Storage formats of a base's weights: unsupported ones are refused by name, and rounded ones give a notice.
 
-A quantised or scaled weight has a meaning only together with its scale. Read alone it is noise of the right shape, and
-training on it would run to the end.
+A quantised or scaled weight is meaningless without its scale. Read alone it is noise of the right shape, and training
+on it would run to the end.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: 
 
 
 def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
-    """A notice if weights have fewer bits than any training precision, else an empty string."""
+    """Return a notice if weights have fewer bits than any training precision, else an empty string."""
     found = sorted({entry.dtype for entry in entries} & ROUNDED.keys())
     if not found:
         return ""

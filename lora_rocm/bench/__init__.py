@@ -1,1 +1,1 @@
-"""The heavy children of ``lora-rocm bench``."""
+"""Child processes of ``lora-rocm bench``, which import torch."""

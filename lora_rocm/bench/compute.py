@@ -1,7 +1,7 @@
-"""Matrix products, attention by each backend, and convolutions with and without MIOpen, at a table of sizes.
+"""Benchmarks matrix products, attention by each backend, and convolutions with and without MIOpen.
 
-The sizes are those of image models at 1024 px with a LoRA of rank 16. M rows (tokens), K width in, N width out;
-H heads, S tokens, D width of a head; C channels.
+The sizes are those of image models at 1024 px with a LoRA of rank 16. M: rows (tokens), K: input width, N: output
+width; H: heads, S: tokens, D: width of a head; C: channels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lora_rocm.checks.timing import Call, Work, measure, seconds_of
 
 DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
-    "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 a number at a time
+    "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 one number at a time
 }
 BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(BACKENDS)}
 CPU_SHRINK = 8
-"""Without a GPU widths stay, and images have fewer pixels a side by so much, so that a look takes seconds."""
+"""Divides the sides of images on a CPU, so that the benchmark takes seconds; widths stay."""
 RANK = 16
 LINEARS = (  # name, M, K, N
     ("attention 640", 4096, 640, 640),
@@ -34,7 +34,7 @@ LINEARS = (  # name, M, K, N
 )
 ATTENTIONS = (("self 640", 10, 4096), ("self 1280", 20, 1024))  # name, H, S
 HEAD_WIDTH = 64
-CONVOLUTIONS = (  # name, C, pixels a side; a VAE computes in float32
+CONVOLUTIONS = (  # name, C, pixels per side; a VAE computes in float32
     ("UNet 3x3", 320, 128),
     ("UNet 3x3", 640, 64),
     ("UNet 3x3", 1280, 32),
@@ -44,18 +44,18 @@ CONVOLUTIONS = (  # name, C, pixels a side; a VAE computes in float32
 
 
 def run(device: torch.device, start: int) -> None:
-    """Measure, as events."""
+    """Measure all rows from ``start`` on and emit them as events."""
     measure(all_works(device), start, partial(seconds_of, device=device))
 
 
 def all_works(device: torch.device) -> list[Work]:
-    """Every row for a device."""
+    """Return all rows for a device."""
     shrink = 1 if device.type == "cuda" else CPU_SHRINK
     return [*_gemms(device, shrink), *_attentions(device, shrink), *_convolutions(device, shrink)]
 
 
 def _gemms(device: torch.device, shrink: int) -> Iterator[Work]:
-    """A linear layer's y = x W^T, dx = dy W and, of what is trained, dW = dy^T x; the base is frozen."""
+    """Yield a linear layer's y = x W^T and dx = dy W, and dW = dy^T x for trained layers (the base is frozen)."""
     for name, tokens, ins, outs in LINEARS:
         rows = max(16, tokens // shrink**2)
         for part, k, n, products in (
@@ -70,7 +70,7 @@ def _gemms(device: torch.device, shrink: int) -> Iterator[Work]:
 
 
 def gemm(device: torch.device, dtype: torch.dtype, product: str, rows: int, width_in: int, width_out: int) -> Call:
-    """A call of one of the three products of a linear layer."""
+    """Return a call of one of the three products of a linear layer."""
     x_MK, w_NK = _random(device, dtype, rows, width_in), _random(device, dtype, width_out, width_in)
     dy_MN = _random(device, dtype, rows, width_out)
     if product == "y":
@@ -97,9 +97,10 @@ def _attentions(device: torch.device, shrink: int) -> Iterator[Work]:
 def attention(
     device: torch.device, dtype: torch.dtype, backend: SDPBackend, shape_BHSD: tuple[int, ...], both: bool
 ) -> Call:
-    """A call of attention by one backend, also its gradient where ``both``.
+    """Return a call of attention by one backend, with its gradient if ``both``.
 
-    It counts as four and eight multiplications a pair, whatever the backend computes anew.
+    The FLOP count is four multiplications per pair forward and eight backward, regardless of recomputation in the
+    backend.
     """
     queries, keys, values = (_random(device, dtype, *shape_BHSD).requires_grad_(both) for _ in range(3))
     gradient = _random(device, dtype, *shape_BHSD)
@@ -114,7 +115,7 @@ def attention(
 
 
 def _convolutions(device: torch.device, shrink: int) -> Iterator[Work]:
-    """On and off: through MIOpen or cuDNN, and by torch's own kernels; a CPU knows only its own."""
+    """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only its own."""
     library = "MIOpen" if torch.version.hip else "cuDNN"
     ways = ((f"{library} on", True), (f"{library} off", False)) if device.type == "cuda" else (("CPU", True),)
     for name, channels, side in CONVOLUTIONS:
@@ -127,7 +128,7 @@ def _convolutions(device: torch.device, shrink: int) -> Iterator[Work]:
 
 
 def convolution(device: torch.device, dtype: torch.dtype, shape_BCHW: tuple[int, ...], enabled: bool) -> Call:
-    """A call of a 3x3 convolution, with the library on or off."""
+    """Return a call of a 3x3 convolution, with the library on or off."""
     channels = shape_BCHW[1]
     pixels_BCHW, kernel = _random(device, dtype, *shape_BCHW), _random(device, dtype, channels, channels, 3, 3)
 

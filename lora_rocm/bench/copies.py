@@ -1,4 +1,4 @@
-"""Copies between host and GPU: both directions, at once, on one GPU, and between GPUs."""
+"""Benchmarks copies between host and GPU (each direction and both at once), on one GPU, and between GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def run(device: torch.device, start: int) -> None:
-    """Measure, as events; without a GPU copies in main memory."""
+    """Measure and emit events; without a GPU measure copies in main memory."""
     if device.type == "cuda":
         gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         emit(LinkEvent(links=_links(gpus)))
@@ -29,14 +29,14 @@ def run(device: torch.device, start: int) -> None:
 
 
 def gpu_works(gpus: list[torch.device]) -> list[Work]:
-    """All rows of a machine with GPUs; to and from the host only the first."""
+    """Return all rows of a machine with GPUs; host copies are measured with the first GPU only."""
     first = gpus[0]
     works = []
     for memory in ("pageable", "pinned"):
         pinned = memory == "pinned"
         for copy, prepare in (("host to device", to_device), ("device to host", to_host)):
             works += [_work(copy, memory, size, partial(prepare, first, pinned), size) for size in SIZES]
-    # A copy from pageable memory keeps the host until it is done, so only pinned ones can be under way at once.
+    # A copy from pageable memory blocks the host until it is done, so only pinned copies can run at once.
     works += [_work("both at once", "pinned", size, partial(both_ways, first), 2 * size) for size in SIZES]
     works += [_work("device to device", "one GPU", size, partial(between, first, first), size) for size in SIZES]
     for other in gpus[1:]:
@@ -46,24 +46,24 @@ def gpu_works(gpus: list[torch.device]) -> list[Work]:
 
 
 def host_works() -> list[Work]:
-    """What can be measured without a GPU."""
+    """Return the rows that can be measured without a GPU."""
     return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
 
 
 def to_device(device: torch.device, pinned: bool, size: int) -> Call:
-    """A call that copies ``size`` bytes from the host."""
+    """Return a call that copies ``size`` bytes from the host."""
     source, target = _host(size, pinned), torch.empty(size, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=pinned)
 
 
 def to_host(device: torch.device, pinned: bool, size: int) -> Call:
-    """A call that copies ``size`` bytes to the host."""
+    """Return a call that copies ``size`` bytes to the host."""
     source, target = torch.ones(size, dtype=torch.uint8, device=device), _host(size, pinned)
     return lambda: target.copy_(source, non_blocking=pinned)
 
 
 def both_ways(device: torch.device, size: int) -> Call:
-    """A call that starts a copy of ``size`` bytes each way, on two streams."""
+    """Return a call that starts a copy of ``size`` bytes in each direction, on two streams."""
     down, up = to_device(device, True, size), to_host(device, True, size)
     first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -77,14 +77,14 @@ def both_ways(device: torch.device, size: int) -> Call:
 
 
 def between(source_device: torch.device, target_device: torch.device, size: int) -> Call:
-    """A call that copies ``size`` bytes within a memory, or from one GPU to another."""
+    """Return a call that copies ``size`` bytes within one memory, or from one GPU to another."""
     source = torch.ones(size, dtype=torch.uint8, device=source_device)
     target = torch.empty(size, dtype=torch.uint8, device=target_device)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def _host(size: int, pinned: bool) -> Tensor:
-    """Touched memory: pages that were never written would be copied from nowhere."""
+    """Return touched memory; pages that were never written have no physical memory to copy from."""
     tensor = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     return tensor.fill_(1)
 
@@ -94,7 +94,7 @@ def _work(copy: str, memory: str, size: int, prepare: partial[Call], num_bytes: 
 
 
 def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
-    """The bus of each GPU, read while copies keep it awake."""
+    """Return the PCIe link of each GPU, read while copies keep it out of power saving."""
     found: list[dict[str, object] | None] = []
     for gpu in gpus:
         copy = to_device(gpu, True, SIZES[-1])

@@ -1,8 +1,8 @@
-"""The heavy child of ``lora-rocm bench``: ``python -m lora_rocm.bench.device_child transfer|compute JOB.json``.
+"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.bench.device_child transfer|compute JOB.json``.
 
-Says what it measures as events, one JSON object a line of standard output: ``machine`` once, then for each row
-``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which it was, and
-goes on after it.
+Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
+``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
+continues after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lora_rocm.rundir.events import emit
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured, for the head of table and file. ``gpus``: name and PCI address of each."""
+    """Return a description of the measured machine, for table and file. ``gpus``: name and PCI address of each."""
     on_gpu = device.type == "cuda"
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
     return {
@@ -46,7 +46,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def told(measure: Callable[[], None]) -> int:
-    """Measure, and leave when the device is idle; the exit code. Errors that a user can read are told as an event."""
+    """Run ``measure``, exit when the device is idle, and return the exit code.
+
+    User-readable errors are emitted as events.
+    """
     problem: LoraRocmError | None = None
     try:
         measure()
@@ -63,14 +66,14 @@ def told(measure: Callable[[], None]) -> int:
 
 
 def main() -> int:
-    """Do one job; an error that is not foreseen ends in a traceback on standard error, which the parent reads."""
+    """Run one job. An unexpected error ends in a traceback on standard error, which the parent reads."""
     tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     return told(lambda: _measure(tool, job["start"]))
 
 
 def _measure(tool: str, start: int) -> None:
     device = choose_device("auto")
-    apply(settings_from(os.environ), device)  # what is measured is what trains
+    apply(settings_from(os.environ), device)  # same settings as in training
     emit(MachineEvent(**machine(device)))
     (copies if tool == "transfer" else compute).run(device, start)
 

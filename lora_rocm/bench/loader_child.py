@@ -1,7 +1,7 @@
-"""The heavy child of ``lora-rocm bench loader``: ``python -m lora_rocm.bench.loader_child loader JOB.json``.
+"""Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.bench.loader_child loader JOB.json``.
 
-Measures how fast batches of a recipe's images come, from the cache and decoded from the images, by number of
-workers. Events as in ``lora_rocm.bench.device_child``.
+Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
+events as in ``lora_rocm.bench.device_child``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from lora_rocm.rundir.event_types import MachineEvent
 from lora_rocm.rundir.events import emit
 
 BATCHES, BATCHES_S = 400, 4.0
-"""A row ends after so many batches or seconds, whatever comes first."""
-WARM_UP = 16  # batches that the workers have read ahead while they started are not counted
+"""A row ends after this many batches or seconds, whichever comes first."""
+WARM_UP = 16  # excludes batches that the workers prefetched during start-up
 
 
 Timed = Callable[[], float]
@@ -49,9 +49,9 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True)
 class Decoder:
-    """Reads the images themselves: decodes, scales and cuts them, as when the cache is filled.
+    """Reads the images themselves: decodes, scales and crops them, as when the cache is filled.
 
-    entry: one that is made from images alone. images: by the keys of its entries.
+    entry: name of a cache entry that is made from the image alone. images: cache key -> item and sample.
     """
 
     entry: str
@@ -68,19 +68,19 @@ class Decoder:
 
 
 def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
-    """What decodes the images of a run."""
+    """Return a decoder for the images of a run."""
     entry = next(encoder.entry.name for encoder in family.encoders() if encoder.entry.inputs == (IMAGE,))
     pairs = zip(prepared.items, prepared.samples, strict=True)
     return Decoder(entry, {key: (item, sample) for item, sample in pairs for (key,) in item.keys[entry]})
 
 
 def worker_counts() -> list[int]:
-    """0 to 4 workers, and as many as there are processor cores."""
+    """Return 0 to 4 workers, and as many as there are CPU cores."""
     return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
 
 
 def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: BatchPlan) -> Timed:
-    """A call that reads batches and returns the seconds that one took; the time to the first goes into the findings."""
+    """Return a call that reads batches and returns the seconds per batch; the time to the first goes into ``found``."""
 
     def call() -> float:
         started = time.perf_counter()
@@ -105,7 +105,7 @@ def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: Batc
 def works_of(
     recipe: Recipe, prepared: Prepared, cache: LatentCache, plan: BatchPlan, family: ModelFamily
 ) -> list[Work]:
-    """All rows: both sources, each with all numbers of workers."""
+    """Return all rows: both sources, each with all numbers of workers."""
     works = []
     for source in ("cache", "images"):
         for count in worker_counts():
@@ -127,7 +127,7 @@ def _called(call: Call) -> float:
 
 
 def main() -> int:
-    """Fill the cache as training would, and measure; an error that is not foreseen ends in a traceback."""
+    """Fill the cache as training would, and measure. An unexpected error ends in a traceback."""
     return told(partial(_measure, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
 
 

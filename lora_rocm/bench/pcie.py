@@ -1,4 +1,4 @@
-"""What the bus to a GPU allows, as Linux tells it; of other systems nothing is known here."""
+"""Reads the PCIe link of a GPU from Linux' sysfs; other systems are not supported."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Link:
 
 
 def address_of(properties: Any) -> str | None:
-    """PCI address of a GPU, as sysfs writes it, from torch's properties; None where this torch does not tell it."""
+    """Return a GPU's PCI address in sysfs form, from torch's properties; None if this torch lacks them."""
     parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None
 
 
 def link_to(address: str, devices: Path = SYSFS) -> Link | None:
-    """The link to the device at a PCI address ("0000:03:00.0"); None where it cannot be read.
+    """Return the link to the device at a PCI address ("0000:03:00.0"); None if it cannot be read.
 
-    A Radeon sits behind a switch of its own, whose inner link is always wide: so every bridge on the way counts, and
-    the narrowest is the bus. To be read while the device works: an idle link runs slower.
+    A Radeon has a switch of its own, whose inner link is always wide. So every bridge on the way counts, and the
+    narrowest is the bus. Read it while the device works: an idle link runs slower.
     """
     try:
         device = (devices / address).resolve(strict=True)

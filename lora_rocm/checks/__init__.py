@@ -1,1 +1,1 @@
-"""Checks of hardware and kernels against known answers: self-test, canary, frozen weights, graphs."""
+"""Checks of hardware and kernels against known answers: self-test, canary, frozen weights, graph capture."""

@@ -1,9 +1,9 @@
-"""The canary: calculations whose answers are known, made again and again while a run goes on.
+"""The canary: calculations with known answers, repeated while a run goes on.
 
-Kernels that give wrong answers without a word are known on consumer AMD cards (ROCm#6461, ROCm#6595,
-rocm-libraries#9962), and what was right at the start can go wrong later (a driver that has recovered from a fault,
-memory that has worn). The checks are those of the self-test, in the shapes, the number format and by the attention of
-the run; the frozen weights on the device are compared with what was sent.
+Consumer AMD cards are known for kernels that silently give wrong answers (ROCm#6461, ROCm#6595, rocm-libraries#9962).
+Correct kernels can also fail later, after a driver recovers from a fault or when memory wears out. The canary repeats
+the checks of the self-test in the run's shapes, dtype and attention backend, and compares the frozen weights on the
+device with the weights that were sent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, RestartCode
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
-"""The problems are scaled by the next one at each look (no precision is lost): the answer of the look before is wrong
-now, also where it goes with the square."""
-SUM_LIMIT = 64  # so that no sum of these whole numbers, in whatever order, leaves what float32 holds exactly
+"""Factors of the problems, one per look in turn (exact in every format). The previous look's answer is then wrong, even
+if it scales with the square.
+"""
+SUM_LIMIT = 64  # sums of these whole numbers then stay exact in float32, in any order
 GRAPH = "captured graph"
 NAMED = 3  # how many changed weights an error names
 STEPS_ARE_LOST = (
@@ -39,15 +40,15 @@ ENTRIES_ARE_LOST = "Nothing that was encoded since this was last found right was
 
 @dataclass
 class Canary:
-    """Looks whether kernels and frozen weights are still what they were.
+    """Checks that kernels and frozen weights are still correct.
 
     Attributes:
-        dtype: the number format of the run.
-        rank: of the recipe's LoRA.
-        transfer: the door that the frozen weights came through.
-        weights: what those are.
-        consequence: what it means for the run if one of them is not right.
-        capture: what captures a graph, where the run replays such; else None.
+        dtype: the run's dtype.
+        rank: rank of the recipe's LoRA.
+        transfer: the transfer that sent the frozen weights.
+        weights: display name of the frozen weights.
+        consequence: what a failure means for the run, in words.
+        capture: captures a graph, if the run replays graphs; else None.
     """
 
     device: torch.device
@@ -61,7 +62,10 @@ class Canary:
     _fingerprints: CapturedFingerprints | None = field(default=None, init=False)
 
     def failure(self) -> CanaryError | None:
-        """What is wrong, or None; waits for the device. Neither generators nor switches are left changed."""
+        """Return the first failure, or None.
+
+        Waits for the device; leaves random generators and global switches unchanged.
+        """
         scale = SCALES[self._looks % len(SCALES)]
         self._looks += 1
         with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
@@ -80,13 +84,16 @@ class Canary:
         return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
 
     def graph_failure(self, detail: object) -> CanaryError:
-        """The error for a graph of this run that does not compute right."""
+        """Return the error for a graph of this run that computes wrong results."""
         return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, detail)
 
     def _changed(self, scale: float) -> list[str]:
-        """Names of the frozen weights that have changed. Where the run uses graphs one is tried, and then used here."""
+        """Return names of changed frozen weights.
+
+        If the run uses graphs, a graph is tested first and then used here.
+        """
         if self.capture is None:
-            self._fingerprints = None  # with the memory of its graph
+            self._fingerprints = None  # frees its graph's memory
             return self.transfer.changed()
         captured_sums(self.device, self.dtype, scale, self.capture)
         self._fingerprints = self._fingerprints or CapturedFingerprints(self.capture)
@@ -94,7 +101,7 @@ class Canary:
 
     @property
     def checks(self) -> list[str]:
-        """The names of what is looked at."""
+        """The names of all checks."""
         graph = [GRAPH] if self.capture else []
         return [*(check.name for check in self._kernels(1.0)), *graph, self.weights]
 
@@ -111,7 +118,7 @@ class Canary:
         device, rank = self.device, self.rank
         dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
         rows, width, channels, queries = (512, 320, 32, 257) if device.type == "cuda" else (48, 40, 4, 33)
-        lora = {  # x @ down.T @ up.T, and its gradients: [M, K, N]
+        lora = {  # x @ down.T @ up.T and its gradients: [M, K, N]
             "NT": ("forward", ((rows, width, rank), (rows, rank, width))),
             "NN": ("gradient of the input", ((rows, rank, width), (rows, width, rank))),
             "TN": ("gradient of a weight", ((rank, rows, width), (width, rows, rank))),
@@ -127,13 +134,13 @@ class Canary:
 
 @cache
 def _problem(rows: int, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A float32 matrix, and its sums over rows, over columns and over all."""
+    """Return a float32 matrix and its sums over rows, over columns and over all elements."""
     x_MN = whole_numbers((rows, width), SUM_LIMIT, seed=11)
     return x_MN.float(), (x_MN.sum(0), x_MN.sum(1), x_MN.sum())
 
 
 def _sums(device: torch.device, rows: int, width: int, scale: float) -> None:
-    """Reductions: in float32, as the loss, the norms and the moments are."""
+    """Check reductions in float32, the dtype of the loss, norms and moments."""
     x_MN, wanted = _problem(rows, width)
     x = (x_MN * scale).to(device)
     poison(device, *(answer.numel() * x.element_size() for answer in wanted))

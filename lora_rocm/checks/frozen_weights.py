@@ -1,7 +1,7 @@
-"""Whether frozen weights still hold the bytes that were sent: the fingerprints of all of them, again and again.
+"""Checks that frozen weights still hold the bytes that were sent, by repeated fingerprints of all of them.
 
-SDXL has 1,680 of them, and each takes some ten launches: on a fast GPU that is the host's time, and the time of several
-captured steps. So where steps are captured these launches are too.
+SDXL has 1,680 frozen weights with some ten kernel launches each. On a fast GPU the host's launches take as long as
+several captured steps. So if steps are captured, these launches are captured too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lora_rocm.device.transfer import position_table, whole_fingerprints
 
 
 class CapturedFingerprints:
-    """``whole_fingerprints``, by one launch from the second time on.
+    """``whole_fingerprints`` as a captured graph: one launch per call after the first.
 
-    The graph reads where the tensors lay when it was captured; tensors that have moved since are captured again. The
-    salt is in the graph, so that a replay that did not happen gives no answer that could be taken for a good one.
+    The graph reads the addresses that the tensors had at capture; if tensors have moved, it is captured again. The
+    graph uses a new salt in each call, so a replay that did not run cannot return a valid-looking answer.
 
     Raises:
-        WrongAnswerError: a new graph gave something else than launches one by one.
+        WrongAnswerError: a new graph's result differs from the eager one.
     """
 
     def __init__(self, capture: Capture = capture_on_gpu) -> None:
@@ -33,7 +33,7 @@ class CapturedFingerprints:
         self._kept: tuple[Tensor, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor], salt: int) -> Tensor:
-        """int64 [K] on the device."""
+        """Return int64 [K] on the device."""
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         if places == self._places:
             salt_, found_K, _ = self._kept
@@ -41,9 +41,10 @@ class CapturedFingerprints:
             self._replay()
             return found_K
         wanted_K = whole_fingerprints(tensors, salt)
-        self._places, self._replay, self._kept = [], lambda: None, ()  # its memory goes before another's is taken
+        self._places, self._replay, self._kept = [], lambda: None, ()  # free its memory before the new graph allocates
         salt_, found_K = torch.zeros_like(wanted_K[0]), torch.zeros_like(wanted_K)
 
+        # capture, then check the graph against the eager result
         def compare() -> None:
             found_K.copy_(whole_fingerprints(tensors, salt_))
 

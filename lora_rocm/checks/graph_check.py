@@ -1,7 +1,7 @@
-"""Whether what was captured as a graph computes when it is replayed: with new inputs, and memory set to zero each time.
+"""Checks that a captured graph computes correctly on replay, with new inputs and a memset in the graph.
 
-Memset nodes that do nothing, or write elsewhere, and replays that keep old kernel arguments are known of graphs on some
-ROCm versions; each leaves the answer of another replay, or a sum of two.
+Graphs on some ROCm versions have memset nodes that do nothing or write elsewhere, or replays that keep old kernel
+arguments. Each leaves the result of another replay, or a sum of two.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from lora_rocm.checks.selftest_base import judge, whole_numbers
 
 SIZES = (64, 16, 48)
-"""Rows, inner, columns: sums of products of numbers up to 2 are whole and small, so that 16 bits hold them exactly."""
+"""Rows, inner, columns. Products of numbers up to 2 have small whole sums, which 16-bit formats hold exactly."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_on_gpu(work: Callable[[], None]) -> Callable[[], None]:
-    """Captures without computing; what it gives replays."""
+    """Capture work without running it; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
@@ -30,11 +30,11 @@ def capture_on_gpu(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def captured_sums(device: torch.device, dtype: torch.dtype, scale: float, capture: Capture = capture_on_gpu) -> None:
-    """Column sums of a product, from a graph that was captured with other inputs.
+    """Check column sums of a product in a graph that was captured with other inputs.
 
     Raises:
-        WrongAnswerError: a replay gave something else.
-        RuntimeError: it cannot be captured.
+        WrongAnswerError: a replay gave a wrong result.
+        RuntimeError: the work cannot be captured.
     """
     a_MK, b_KN, wanted_N = _problem()
     x_MK, w_KN = torch.ones_like(a_MK).to(device, dtype), b_KN.to(device, dtype)
@@ -44,7 +44,7 @@ def captured_sums(device: torch.device, dtype: torch.dtype, scale: float, captur
         sums_N.zero_()
         sums_N.add_((x_MK @ w_KN).float().sum(0))
 
-    work()  # handles and kernels are made outside
+    work()  # create handles and kernels outside the capture
     replay = capture(work)
     for turn in (scale, -0.5 * scale):
         x_MK.copy_((a_MK * turn).to(dtype))

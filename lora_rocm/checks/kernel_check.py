@@ -1,8 +1,8 @@
-"""Our Triton kernels against their plain forms, on the device and in the format that a run will use.
+"""Compares our Triton kernels with their eager forms, on the run's device and in its dtype.
 
-They run on cards and compilers that nobody has tried. So before a model is fused they are compiled and compared here,
-forward and backward, and those over whole numbers to the bit; where one fails, the run takes the plain forms, and says
-so.
+The kernels run on untested cards and compilers. So before a model is fused, they are compiled and compared here,
+forward and backward; kernels over whole numbers must match to the bit. If one fails, the run uses the eager forms and
+says so.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far a single number may be from the plain form in float32, as a share of its own size and the root of the mean
-square of all. Rounding makes half of it at most; a number that was not written, or not masked, is off by 0.5."""
+"""Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
+square of all numbers. Rounding makes at most half of it; a number that was not written or not masked is off by 0.5.
+"""
 SEED = 20
 CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
 )  # fmt: skip
-"""What a compiler raises, besides Triton's own errors, where it or a part of it (a C compiler, headers, a linker, a
-driver library, a folder to write to) is missing or does not know the card."""
+"""Raised by a compiler, besides Triton's own errors, if it does not know the card or if one of its parts is missing (a
+C compiler, headers, a linker, a driver library, a folder to write to).
+"""
 REFUSED = "PassManager::run failed"
-"""All that Triton's error says of a target that it does not know; the reason goes to standard error, in 70 lines."""
+"""The whole message of Triton's error for an unknown target; the reason goes to standard error, in 70 lines."""
 
 Run = Callable[..., Tensor | tuple[Tensor, ...]]
 Made = TypeVar("Made")
@@ -47,8 +49,8 @@ Made = TypeVar("Made")
 class Case:
     """One way to call a kernel.
 
-    run: (form, norm, *inputs) -> outputs. norm: made once for each format, or None. means: of the inputs' numbers.
-    images are laid out in channels_last.
+    run: (form, norm, *inputs) -> outputs. norm: makes the norm layer for each dtype, or None. mean: mean of the inputs'
+    numbers. Images are laid out in channels_last.
     """
 
     name: str
@@ -63,7 +65,10 @@ class Case:
 
 @dataclass(frozen=True)
 class ExactCase:
-    """Kernels over whole numbers, which both forms make the same. run: (form, device) -> name -> outputs."""
+    """Kernels over whole numbers, whose results must be equal in both forms.
+
+    run: (form, device) -> name -> outputs.
+    """
 
     name: str
     run: Callable[[Form, torch.device], dict[str, Tensor]]
@@ -73,7 +78,7 @@ class ExactCase:
 
 
 def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
-    return geglu(ag.clone(), form)  # which the backward pass writes over
+    return geglu(ag.clone(), form)  # a copy, because the backward pass overwrites its input
 
 
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -101,17 +106,19 @@ def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
-    """Sums, a comparison that has to see one of them, and the sums that are kept after an update that was not made."""
+    """Return sums, the verdicts of a comparison with one mismatch, and the sums kept by an update that skips one."""
     rng = torch.Generator().manual_seed(SEED)
     words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
     found_K = torch.zeros(len(WORDS), dtype=torch.int64, device=device)
     changed_K, stays_K = torch.zeros(len(WORDS), device=device), torch.ones(len(WORDS), device=device)
     changed, held = torch.zeros((), device=device), torch.ones((), device=device)
+    # one mismatch, in the second sum, has to be found
     add_fingerprints(words, found_K, form)
     sums_K, known_K = found_K.clone(), found_K.clone()
     known_K[1] += 1
     stays_K[2] = 0
     compare(found_K, known_K, changed_K, changed, form)
+    # renew all sums but the third
     add_fingerprints(words, found_K, form)
     known_K[2] += 1
     renew(found_K, known_K, held, stays_K, form)
@@ -141,19 +148,19 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
     replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
 )
-"""Widths of an SDXL UNet, for which Triton compiles other code; the largest image is cut into the larger chunks."""
+"""Widths of an SDXL UNet, which Triton compiles differently; the largest image uses the larger chunks."""
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
 
 
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
-    """Whether the Triton kernels may be used there; ``say`` gets a sentence where a GPU has to do without.
+    """Return whether the Triton kernels may be used on this device; ``say`` is told if a GPU cannot use them.
 
-    To be called before the device is full: it takes some 400 MB for a moment.
+    Call this before the device is full: it briefly takes some 400 MB.
 
     Raises:
-        RuntimeError: the device reported a fault, after which this process can do nothing more on it, or is full.
+        RuntimeError: the device is full, or reported a fault, after which this process cannot use it any more.
     """
     reason = refusal(device)
     if reason is not None:
@@ -168,10 +175,10 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
 
 
 def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] = CASES) -> str | None:
-    """The first kernel that cannot be compiled or run, or computes something else than its plain form; else None.
+    """Return the first kernel that cannot be compiled or run, or that differs from its eager form; else None.
 
     Raises:
-        RuntimeError: as ``trusted``.
+        RuntimeError: as in ``trusted``.
     """
     given = f" in {str(dtype).removeprefix('torch.')}"
     checks = (
@@ -193,7 +200,7 @@ def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         size = other.abs() + other.square().mean().sqrt()
         off = float(((one - other).abs() / size).max())
-        if not off <= TOLERANCE[dtype]:  # also where it is not a number
+        if not off <= TOLERANCE[dtype]:  # NaN fails, too
             told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
             raise WrongAnswerError(f"has wrong numbers ({told})")
 
@@ -206,11 +213,11 @@ def _exact(case: ExactCase, device: torch.device) -> None:
 
 
 def _computed(compute: Callable[[], Made]) -> Made:
-    """What a kernel computes.
+    """Return the result of a kernel.
 
     Raises:
-        WrongAnswerError: it cannot; says why.
-        RuntimeError: as ``trusted``.
+        WrongAnswerError: the kernel cannot be compiled or run; says why.
+        RuntimeError: as in ``trusted``.
     """
     from triton.errors import TritonError
 
@@ -226,7 +233,7 @@ def _computed(compute: Callable[[], Made]) -> Made:
 
 
 class _Given:
-    """Inputs, and the weights of outputs in the loss: the same numbers for both forms, made on the device."""
+    """Inputs, and the gradients of the outputs, made on the device; the same numbers for both forms."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self._case, self._device, self._dtype = case, device, dtype
@@ -239,7 +246,7 @@ class _Given:
         self._inputs = [self._normal(shape, dtype, case.mean) for shape in case.shapes]
 
     def outcome(self, form: Form, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-        """(name, outputs and gradients of the inputs), in float32."""
+        """Return (name, tensor) of all outputs and of the gradients of the inputs, in float32."""
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in self._inputs]
         norm = None if self._norm is None else self._norm.to(dtype)
         outputs = self._case.run(form, norm, *leaves)

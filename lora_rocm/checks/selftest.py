@@ -1,8 +1,8 @@
 """The self-test of a GPU: ``python -m lora_rocm.checks.selftest [--device cpu] [--skip NAME ...] [--only GROUP ...]``.
 
-Writes one JSON event a line of standard output: ``checks`` (the names), then ``check`` before and ``result`` after each
-check, so that a fault, a hang or a crash has a name. ``run.selftest`` drives it. On the CPU the same checks run at
-smaller sizes.
+Writes one JSON event per line to standard output: ``checks`` (the names), then ``check`` before and ``result`` after
+each check, so that a fault, hang or crash can be attributed to a check. ``supervisor.selftest_runner`` drives it. On
+the CPU the same checks run at smaller sizes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, ErrorEvent, Re
 from lora_rocm.rundir.events import emit
 
 DEVICE_LOST = 70
-"""Exit code: a check left the device in a state in which nothing works any more. The next child gets a fresh one."""
+"""Exit code: a check left the device unusable. The next child process gets a fresh one."""
 MESSAGE_LETTERS = 300
 Table = Callable[[torch.device], Iterable[Check]]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """The table, what everything else rests on first."""
+    """Yield all checks, the most basic ones first."""
     for group in (copy_checks, memory_checks, gemm_checks, conv_checks, attention_checks, training_checks):
         yield from group(device)
 
 
 def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
-    """One check, and whether the device still works after it."""
+    """Run one check; return its result and whether the device still works."""
     started = time.perf_counter()
 
     def result(status: Status, detail: str = "") -> Result:
@@ -78,7 +78,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _leave_with_parent() -> None:
-    """Standard input is a pipe from the parent; when it ends, nobody waits for an answer."""
+    """Exit when standard input, a pipe from the parent, closes: then nobody waits for an answer."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -89,7 +89,7 @@ def _leave_with_parent() -> None:
 
 
 def main(arguments: list[str] | None = None, table: Table = checks) -> int:
-    """Run the checks that are asked for; the exit code says nothing about what they found."""
+    """Run the selected checks. Failed checks do not change the exit code; a lost device does (``DEVICE_LOST``)."""
     parser = argparse.ArgumentParser(prog="lora_rocm.checks.selftest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")

@@ -21,16 +21,17 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 NO_BACKEND = ("No available kernel", "No viable backend")
-"""How torch says that a backend is not made for this device or these shapes (aten sdp_utils)."""
+"""Torch's messages if a backend does not support this device or these shapes (aten sdp_utils)."""
 TOLERANCES = {"fp32": 256.0, "fp16": 16.0, "bf16": 16.0}
-"""In units of eps, of the largest number: scores and probabilities are rounded to 16 bits on the way (by the math
-backend above all), each an error of eps / 2 that the exponential and the sums over keys carry on. In float32 some
-kernels put their products together from parts in TF32."""
-GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits, one of them the sign
+"""In units of eps, relative to the largest number. Intermediate scores and probabilities are rounded to 16 bits (above
+all by the math backend); each is an error of eps / 2 that the exponential and the sums over keys propagate. In float32
+some kernels compose their products from TF32 parts.
+"""
+GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Odd lengths: captions of 77 tokens, one token more than a whole image, and an image that reads a caption."""
+    """Yield checks at odd lengths: 77-token captions, an image plus one token, and an image attending to a caption."""
     long, heads = (4097, 2) if device.type == "cuda" else (129, 2)
     shapes = ((2, heads, 77, 77, True), (1, heads, long, 77, False), (1, 1, long, long, False))
     for backend in BACKENDS:
@@ -41,7 +42,10 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
 
 @cache
 def _problem(batch: int, heads: int, queries: int, keys: int, causal: bool, head_dim: int) -> tuple[Tensor, ...]:
-    """q, k, v, gradient of the result, all [B, H, L, D]; then result and the three gradients, by the formula."""
+    """Return q, k, v, gradient of the result, all [B, H, L, D].
+
+    Then the result and the three gradients, by the formula.
+    """
     generator = torch.Generator().manual_seed(head_dim)
 
     def numbers(length: int) -> Tensor:
@@ -66,7 +70,7 @@ def attention(
     *,
     scale: float,
 ) -> None:
-    """Forward and backward at each shape; ``backend`` None: by whichever torch takes with the switches as they are."""
+    """Check forward and backward at each shape. If ``backend`` is None, torch chooses by its present switches."""
     tolerance = TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
     for batch, heads, queries, keys, causal in shapes:
         *inputs, wanted, wanted_dq, wanted_dk, wanted_dv = _problem(batch, heads, queries, keys, causal, head_dim)

@@ -1,10 +1,10 @@
-"""What all checks share: the form of a check, known answers, and the judgement of what a GPU gave.
+"""Shared by all checks: the form of a check, known answers, and the comparison with a GPU's result.
 
-Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 hold exactly, so that the CPU's answer in
-float64 is that of the same problem. Before a kernel runs, memory of its answer's size is filled with NaN and given
-back: an answer that was never written, in whole or at its tail, is then read as NaN, not as a good one of before. And
-each variant of a problem is scaled by another power of two (which costs no precision), so that the answer of the
-variant before is wrong for this one.
+Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 hold exactly, so the CPU's float64 answer is
+that of the same problem. Before a kernel runs, memory of its result's size is filled with NaN and freed; a result that
+was not written, in whole or at its tail, is then read as NaN instead of an earlier correct result. Each variant of a
+problem is scaled by another power of two (which is exact), so that the answer of the previous variant is wrong for this
+one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-NAN_BYTE = 0xFF  # four or two of them are a NaN in every float format
+NAN_BYTE = 0xFF  # two or four such bytes are a NaN in every float format
 
 
 class WrongAnswerError(Exception):
-    """The device's answer is not that of the CPU; says where and by how much."""
+    """The device's answer differs from the CPU's; says at which position and by how much."""
 
 
 class NotHereError(Exception):
-    """This check has nothing to try on this device; says why."""
+    """This check does not apply to this device; says why."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Check:
     """"group.detail"."""
     run: Callable[[], None]
     timeout_s: float = 60.0
-    """Kernels that the first check of a group compiles get more: see ``run.selftest``."""
+    """The first check of a group, which may compile kernels, gets more (see ``supervisor.selftest_runner``)."""
 
 
 def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:
-    """Name and error of the first check with a wrong answer; None if all are right."""
+    """Return name and error of the first check with a wrong answer; None if all are right."""
     for check in checks:
         try:
             check.run()
@@ -52,10 +52,10 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     """Compare an answer with the known one, element by element, on the CPU.
 
     Args:
-        found: on any device.
-        wanted: on the CPU, float32 or float64.
-        what: which answer it is, for the message.
-        tolerance: allowed error as a part of the largest wanted number.
+        found: the answer, on any device.
+        wanted: the known answer on the CPU, float32 or float64.
+        what: name of the answer, for the message.
+        tolerance: allowed error, relative to the largest wanted number.
 
     Raises:
         WrongAnswerError: a number is off by more, or is not finite.
@@ -64,7 +64,7 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     if got.shape != wanted.shape:
         raise WrongAnswerError(f"{what}: shape {tuple(got.shape)} where {tuple(wanted.shape)} was expected")
     allowed = tolerance * float(wanted.abs().max())
-    wrong = ~((got - wanted).abs() <= allowed)  # so written that NaN is wrong too
+    wrong = ~((got - wanted).abs() <= allowed)  # this form makes NaN wrong, too
     count = int(wrong.sum())
     if not count:
         return
@@ -77,25 +77,25 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
 
 
 def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
-    """``judge`` an answer that is computed where its memory holds NaN before; it has device and format of ``like``."""
+    """``judge`` an answer computed in memory that held NaN before; ``like`` has its device and dtype."""
     poison(like.device, wanted.numel() * like.element_size())
     judge(run(), wanted, what, tolerance)
 
 
 def poison(device: torch.device, *sizes_bytes: int) -> None:
-    """Leave NaN in memory that the allocator will hand out next for tensors of these sizes."""
+    """Leave NaN in memory that the allocator will reuse for tensors of these sizes."""
     spoilt = [torch.full((size,), NAN_BYTE, dtype=torch.uint8, device=device) for size in sizes_bytes]
     del spoilt
 
 
 def whole_numbers(shape: tuple[int, ...], limit: int, seed: int) -> Tensor:
-    """Float64 whole numbers from -limit to limit, none of them zero."""
+    """Return random whole numbers from -limit to limit, without zero, in float64."""
     generator = torch.Generator().manual_seed(seed)
     magnitude = torch.randint(1, limit + 1, shape, generator=generator)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, magnitude, -magnitude).double()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a fault falls into the check that caused it."""
+    """Wait for the device, so that a fault is raised in the check that caused it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""Self-test: copies between host and device, bit for bit, and memory that has to keep what was written into it.
+"""Self-test: bit-exact copies between host and device, and memory that must keep its contents.
 
-What is sent is random bytes of which each case takes another window, so that the bytes of the case before are wrong for
-this one. The device computes the fingerprint of what arrived (which says whether the way there was at fault), and the
-bytes are read back and compared one by one.
+The payload is random bytes. Each case uses another window of them, so that the previous case's bytes are wrong for this
+one. The device computes the fingerprint of the received bytes (which tells whether the way to the device was at fault);
+then the bytes are read back and compared one by one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
 METHODS = ("pageable", "pinned", "pinned-async", "mapped")
 WINDOW_BYTES = 4096
 LIVE, ROUNDS = 48, 400
-"""Tensors that live at the same time, and how often one is freed and another made."""
+"""How many tensors are live at the same time, and how many are made in total."""
 
 Send = Callable[[Tensor, torch.device, str], Tensor]
 Read = Callable[[Tensor, str], Tensor]
 
 
 def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
-    """Copy to the device. ``mapped``: ``tensor`` lies in a mapped file, and is otherwise sent like any other."""
+    """Copy to the device. With ``mapped``, ``tensor`` is a mapped file and is sent like pageable memory."""
     pinned = method.startswith("pinned")
     if pinned and not torch.cuda.is_available():
         raise NotHereError("pinned memory needs a GPU")
@@ -50,7 +50,7 @@ def read(tensor: Tensor, method: str) -> Tensor:
 
 
 def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> Iterator[Check]:
-    """Every way to copy, at every size."""
+    """Yield one check per copy method and size."""
     large = {"64MiB": 64 * MIB, "256MiB": 256 * MIB} if device.type == "cuda" else {}
     sizes = {"4KiB": 4 * KIB, "1MiB": MIB, **large}
     for method in METHODS:
@@ -59,7 +59,7 @@ def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> I
 
 
 def memory_checks(device: torch.device) -> Iterator[Check]:
-    """Tensors that stay while others come and go: ROCm#6603."""
+    """Yield a check that tensors survive while others are allocated and freed: ROCm#6603."""
     largest = 16 * MIB if device.type == "cuda" else 64 * KIB
     yield Check("memory.reuse", partial(_reuse, device, largest))
 
@@ -82,12 +82,12 @@ def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read
             path.write_bytes(window.numpy().tobytes())
             mapped = torch.from_file(str(path), size=size_bytes // dtype.itemsize, dtype=dtype)
             _there_and_back(mapped, fingerprint, device, method, what, send, read)
-            del mapped  # Windows removes no file that is mapped
+            del mapped  # Windows cannot remove a mapped file
 
 
 @cache
 def _window(size_bytes: int, dtype: str) -> tuple[Tensor, int]:
-    """Bytes and their fingerprint; those of two formats overlap, and differ at every position."""
+    """Return bytes and their fingerprint; the windows of two dtypes overlap, and differ at every position."""
     start = list(DTYPES).index(dtype) * WINDOW_BYTES
     window = _random_bytes(size_bytes + len(DTYPES) * WINDOW_BYTES)[start : start + size_bytes]
     return window, int(whole_fingerprint(window.view(DTYPES[dtype])))
@@ -106,7 +106,7 @@ def _there_and_back(
 
 
 def _difference(found: Tensor, wanted: Tensor) -> str:
-    """How many bytes differ, and how many of these are zero."""
+    """Return how many bytes differ, and how many of these are zero."""
     found_N, wanted_N = found.contiguous().view(torch.uint8), wanted.view(torch.uint8)
     if found_N.shape != wanted_N.shape:
         return f"{found_N.numel()} bytes arrived"

@@ -1,7 +1,7 @@
 """Self-test: matrix products and convolutions, against the CPU in float64.
 
-Sums of products of small whole numbers are exact in float32, in whatever order they are made. So a float32 product has
-to be right to the bit, and a 16-bit one may differ by roundings of its result alone.
+Sums of products of small whole numbers are exact in float32, in any order. So a float32 product must be right to the
+bit, and a 16-bit product may differ only by rounding of its result.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from lora_rocm.checks.selftest_base import DTYPES, Check, expect, judge, poison,
 Sizes = tuple[int, int, int]
 LAYOUTS = ("NN", "NT", "TN", "TT")
 LIMITS = {"fp32": 300, "fp16": 4, "bf16": 4}
-"""Largest input. 4096 products of numbers up to 300 add up to less than 2**24 by six standard deviations."""
+"""Largest input. 4096 products of numbers up to 300 sum to less than 2**24 by six standard deviations."""
 ROUNDINGS = 4.0
-"""16 bits: the result is rounded once, and so are the partial sums where a kernel splits K; in units of eps."""
+"""Tolerance of 16-bit formats in units of eps: the result is rounded once, and so are partial sums if a kernel splits
+K.
+"""
 CONV_TOLERANCES = {"fp32": 256.0, "fp16": 8.0, "bf16": 8.0}
-"""In units of eps: Winograd kernels transform the inputs by fractions and lose some bits by it."""
+"""In units of eps: Winograd kernels transform the inputs by fractions, which loses some bits."""
 CONV_TIMEOUT_S = 120.0  # MIOpen compiles kernels
 
 
 def gemm_checks(device: torch.device) -> Iterator[Check]:
-    """Square, LoRA-shaped, tall, batched and chained products."""
+    """Yield checks of square, LoRA-shaped, tall, batched and chained products."""
     large = device.type == "cuda"
     rows, width, square = (4096, 4096, 256) if large else (96, 160, 64)
     lora: list[Sizes] = []
@@ -44,7 +46,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
         yield Check(
             f"gemm.tall-fp32-{columns}", partial(products, device, "fp32", "NN", ((tall, inner, columns),), scale=1.0)
         )
-    for dtype in ("fp16", "bf16"):  # ROCm#6461: the second one of a process fails
+    for dtype in ("fp16", "bf16"):  # ROCm#6461: the second product of a process fails
         yield Check(f"gemm.twice-{dtype}", partial(_twice, device, dtype, square))
     for dtype in DTYPES:
         yield Check(f"gemm.batched-{dtype}", partial(_batched, device, dtype))  # TheRock#7403
@@ -52,7 +54,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
 
 
 def conv_checks(device: torch.device) -> Iterator[Check]:
-    """Forward and both gradients, through MIOpen (cuDNN) and through torch's own kernels."""
+    """Yield checks of forward and both gradients, through MIOpen (cuDNN) and through torch's own kernels."""
     channels, height, width = (128, 64, 72) if device.type == "cuda" else (8, 16, 24)
     for number, (library, dtype) in enumerate(product(("miopen", "native"), DTYPES)):
         for side in (3, 1):
@@ -63,7 +65,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 @cache
 def _problem(sizes: Sizes, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands [M, K] and [K, N] in float64, and their product in float32 (which holds it exactly)."""
+    """Return operands [M, K] and [K, N] in float64, and their product in float32 (which holds it exactly)."""
     rows, inner, columns = sizes
     a_MK, b_KN = whole_numbers((rows, inner), limit, seed=1), whole_numbers((inner, columns), limit, seed=2)
     return a_MK, b_KN, (a_MK @ b_KN).float()
@@ -74,12 +76,12 @@ def _tolerance(dtype: str) -> float:
 
 
 def _laid_out(matrix: Tensor, letter: str) -> Tensor:
-    """The same matrix; for "T" its columns lie one after the other in memory, so that BLAS is asked to transpose."""
+    """Return the same matrix; for "T" it is stored column by column, so that BLAS has to transpose."""
     return matrix.t().contiguous().t() if letter == "T" else matrix
 
 
 def products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes, ...], *, scale: float) -> None:
-    """A product of each [M, K, N], its operands laid out as ``layout`` says."""
+    """Check a product for each [M, K, N], with operands laid out by ``layout``."""
     for sizes in shapes:
         a_MK, b_KN, wanted_MN = _problem(sizes, LIMITS[dtype])
         a = _laid_out((a_MK * scale).to(DTYPES[dtype]).to(device), layout[0])
@@ -117,7 +119,7 @@ def _bias(device: torch.device, dtype: str, rows: int, width: int) -> None:
 
 @cache
 def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tensor, ...]:
-    """Image, weight, gradient of the result; then result and both gradients."""
+    """Return image, weight, gradient of the result; then the result and both gradients."""
     x_BCHW = whole_numbers((1, channels, height, width), 4, seed=7).requires_grad_()
     weight = whole_numbers((channels, channels, side, side), 4, seed=8).requires_grad_()
     grad_BCHW = whole_numbers((1, channels, height, width), 4, seed=9)
@@ -129,7 +131,7 @@ def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tenso
 def convolution(
     device: torch.device, dtype: str, through_library: bool, sizes: tuple[int, int, int, int], *, scale: float
 ) -> None:
-    """A convolution (channels, height, width, side of the kernel) and both gradients."""
+    """Check a convolution (channels, height, width, side of the kernel) and both gradients."""
     x_BCHW, weight, grad_BCHW, wanted_y, wanted_dx, wanted_dw = _convolved(*sizes)
     tolerance = CONV_TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
     x = (x_BCHW * scale).to(DTYPES[dtype]).to(device).requires_grad_()

@@ -13,12 +13,13 @@ from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, sync
 
 STEPS, RANK, LEARNING_RATE = 10, 16, 1e-3
 TOLERANCES = {"bf16": 0.02, "fp16": 0.005}
-"""Of a loss, as a part of the CPU's: two or three eps (0.0078, 0.00098), for a few roundings in a row. Averages over a
-batch shrink them, and updates that follow slightly different gradients add them up again (sound: 0.005, 0.0002)."""
+"""Relative to the CPU's loss: two or three eps (0.0078, 0.00098), for a few roundings in a row. Averages over a batch
+reduce them, and updates by slightly different gradients accumulate them (healthy hardware: 0.005, 0.0002).
+"""
 
 
 class Lora(nn.Module):
-    """A frozen linear layer in the base's precision with a float32 adapter beside it."""
+    """A frozen linear layer in the base's dtype with a float32 adapter."""
 
     def __init__(self, ins: int, outs: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -31,19 +32,19 @@ class Lora(nn.Module):
 
 
 def training_checks(device: torch.device) -> Iterator[Check]:
-    """One check for each 16-bit format."""
+    """Yield one check per 16-bit format."""
     tokens, width = (1024, 320) if device.type == "cuda" else (64, 32)
     for dtype in TOLERANCES:
         yield Check(f"training.lora-{dtype}", partial(_training, device, dtype, tokens, width))
 
 
 def _network(tokens: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """The network, inputs and targets; the targets are reached by changes that a LoRA can make."""
+    """Return the network, inputs and targets; a LoRA can reach the targets."""
     generator = torch.Generator().manual_seed(11)
     network = nn.Sequential(Lora(width, 4 * width, generator), nn.GELU(), Lora(4 * width, width, generator))
     x_TC = torch.randn(tokens, width, generator=generator)
     left, right = torch.randn(width, 2, generator=generator), torch.randn(2, width, generator=generator)
-    with torch.no_grad():  # in float64, as every reference
+    with torch.no_grad():  # in float64, as all references
         change = left.double() @ right.double() / width
         wanted_TC = network.double()(x_TC.double()) + x_TC.double() @ change
     return network.float(), x_TC, wanted_TC.float()
@@ -52,7 +53,7 @@ def _network(tokens: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor]:
 def _losses(network: nn.Module, x_TC: Tensor, wanted_TC: Tensor, autocast: torch.dtype | None) -> list[float]:
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    scale = 1024.0 if autocast is torch.float16 else 1.0  # small gradients would be zero in float16
+    scale = 1024.0 if autocast is torch.float16 else 1.0  # avoids float16 underflow of small gradients
     losses = []
     for _ in range(STEPS):
         with torch.autocast(x_TC.device.type, autocast, enabled=autocast is not None):
@@ -84,7 +85,7 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
     found = _losses(network, x_TC.to(device), wanted_TC.to(device), DTYPES[dtype])
     synchronize(device)
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
-        if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # so written that NaN is wrong too
+        if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # this form makes NaN wrong, too
             raise WrongAnswerError(f"loss of step {step} in {dtype} is {loss:.6g}; the CPU has {wanted:.6g}")
     for name, parameter in network.named_parameters():
         after = parameter.detach().cpu()

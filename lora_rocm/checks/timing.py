@@ -1,4 +1,4 @@
-"""Timing rows of a benchmark, one after the other, so that one that fails, hangs or crashes spoils no other."""
+"""Times the rows of a benchmark one by one, so that a failure, hang or crash affects only its own row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lora_rocm.rundir.events import emit
 
 REPEATS = {"cuda": 5, "cpu": 3}
 MEASURE_S = {"cuda": 0.01, "cpu": 0.004}
-"""Each repetition takes at least so long, so that clocks are exact enough."""
+"""Minimum duration of a repetition, for sufficient timer precision."""
 MAX_CALLS = 1000
 LIMIT_S = 120.0
-"""A row that takes longer hangs. The slowest that is known to end is a first convolution while its kernel is built."""
+"""A row that takes longer counts as hung. The slowest known row is a first convolution while its kernel is built."""
 
 Call = Callable[[], object]
 
@@ -29,8 +29,8 @@ Call = Callable[[], object]
 class Work:
     """One row to measure.
 
-    fields: what the row is about, for table and file. amount: floating point operations, bytes or samples of one call.
-    prepare: allocates, and returns the call to be timed. found: what else it found, told with the row.
+    fields: description of the row, for table and file. amount: floating point operations, bytes or samples of one call.
+    prepare: allocates, and returns the call to time. found: additional results, reported with the row.
     """
 
     fields: dict[str, Any]
@@ -40,13 +40,13 @@ class Work:
 
 
 def seconds_of(call: Call, device: torch.device) -> float:
-    """Median time of one call, after warming up; on a GPU by device events, so launching costs nothing it hides."""
+    """Return the median time of one call after warm-up; on a GPU by device events, which exclude hidden launch time."""
     call()
     return _median(lambda calls: _seconds(call, calls, device), device.type)
 
 
 def _median(timed: Callable[[int], float], kind: str) -> float:
-    """Median time of one call; ``timed`` takes how many calls to make."""
+    """Return the median time of one call; ``timed`` takes the number of calls to make."""
     calls = min(MAX_CALLS, max(1, round(MEASURE_S[kind] / max(timed(1), 1e-7))))
     return statistics.median(timed(calls) / calls for _ in range(REPEATS[kind]))
 
@@ -69,10 +69,10 @@ def _seconds(call: Call, calls: int, device: torch.device) -> float:
 
 
 def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
-    """Median time of one call as the host sees it: until every device is done. For copies, which the host may wait for.
+    """Return the median wall time of one call until every device is done. For copies, which the host may wait for.
 
     Args:
-        call: what is measured.
+        call: the call to measure.
         devices: GPUs that take part.
     """
 
@@ -89,14 +89,14 @@ def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
 
 
 def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float], limit_s: float = LIMIT_S) -> None:
-    """Measure the rows from ``start`` on, as events.
+    """Measure the rows from ``start`` on and emit them as events.
 
-    What fails is a row that says why. A hang ends the process, and so does a GPU that a row left unusable: the parent
-    goes on after that row in a new one.
+    A failing row reports its reason. A hang, or a row that leaves the GPU unusable, ends the process; the parent
+    continues after that row in a new process.
     """
     for number, work in enumerate(works[start:], start):
         emit(BeginEvent(number=number, limit_s=limit_s, fields=work.fields))
-        faulthandler.dump_traceback_later(limit_s, exit=True)  # a thread of C: it ends us even in a call that hangs
+        faulthandler.dump_traceback_later(limit_s, exit=True)  # a C thread: ends the process even if a call hangs
         emit(RowEvent(number=number, **work.fields, **_measured(work, seconds), **work.found))
         _clean_up()
         faulthandler.cancel_dump_traceback_later()
@@ -106,13 +106,13 @@ def _measured(work: Work, seconds: Callable[[Call], float]) -> dict[str, Any]:
     try:
         taken = seconds(work.prepare())
         return {"amount": work.amount, "seconds": taken, "per_second": work.amount / taken, "problem": None}
-    except RuntimeError as error:  # also torch.OutOfMemoryError; a backend that does not do this says so
+    except RuntimeError as error:  # also torch.OutOfMemoryError; an unsupported backend raises it, too
         problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return {"amount": work.amount, "seconds": None, "per_second": None, "problem": problem[:300]}
 
 
 def _clean_up() -> None:
-    """Give back the row's memory; leave where the GPU no longer answers, because every row after it would fail too."""
+    """Free the row's memory; exit if the GPU no longer answers, because every later row would fail too."""
     if not torch.cuda.is_initialized():
         return
     try:

@@ -1,1 +1,1 @@
-"""One file a command of ``lora-rocm``; only these print."""
+"""One module per command of ``lora-rocm``. Only these modules print."""

@@ -1,4 +1,4 @@
-"""``lora-rocm bench``: starts the child that measures, survives it, and shows what came of it."""
+"""``lora-rocm bench``: starts the measuring child process, survives its crashes, and shows the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lora_rocm.supervisor.subprocesses import run_tool
 MODULE = "lora_rocm.bench.device_child"
 LOADER_MODULE = "lora_rocm.bench.loader_child"
 WARM_UP = 20
-"""Steps before those that count: kernels are compiled, and steps of the usual sizes captured as graphs."""
+"""Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (
     "train.epochs=null",
     "train.validation_every_n_steps=0",
@@ -45,11 +45,11 @@ MADE_UP = (
     "data.upscale=true",
 )
 MAX_DEATHS = 5
-"""After so many rows that ended the child the rest is not tried: nothing here works."""
+"""After this many rows that ended the child process the benchmark is given up."""
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
 WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
 VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}
-"""AMD: the variables in which the profiles fast and safe differ, here set whatever the user set."""
+"""AMD: the variables in which the profiles fast and safe differ, set here regardless of the user's values."""
 NO_VARIANTS: dict[str, dict[str, str]] = {"": {}}
 GROUPS = {"gemm": "Matrix products", "attention": "Attention", "convolution": "Convolutions"}
 
@@ -58,7 +58,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Measured:
-    """What the children of one benchmark said."""
+    """Results reported by the child processes of one benchmark."""
 
     machine: Event = field(default_factory=dict)
     links: list[Any] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Measured:
 
 
 def transfer(json_path: Path | None) -> int:
-    """Measure copies, print the table; returns the exit code.
+    """Measure copies and print the table; returns the exit code.
 
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
@@ -85,7 +85,7 @@ def transfer(json_path: Path | None) -> int:
 
 
 def compute(json_path: Path | None) -> int:
-    """Measure matrix products, attention and convolutions, print the tables; returns the exit code.
+    """Measure matrix products, attention and convolutions, and print the tables; returns the exit code.
 
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
@@ -107,17 +107,17 @@ def compute(json_path: Path | None) -> int:
 
 
 def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights: bool, json_path: Path | None) -> int:
-    """Train for some steps in a folder that is deleted, print what one took; returns the exit code.
+    """Train for some steps in a temporary folder and print the time per step; returns the exit code.
 
     Args:
         recipe_path: a file, or the name of a recipe that ships.
         overrides: ``section.key=value``.
-        steps: how many are counted, after a warm-up.
-        random_weights: random numbers for the base model, and the images of the demo.
-        json_path: gets the figures.
+        steps: number of counted steps after a warm-up.
+        random_weights: use a base model with random weights, and the images of the demo.
+        json_path: file to write the figures to.
 
     Raises:
-        LoraRocmError: what training raises; the file cannot be written.
+        LoraRocmError: any error of training, or the file cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         loaded = _short_run(recipe_path, overrides, steps, Path(folder) / "cache" if random_weights else None)
@@ -139,7 +139,10 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
 
 
 def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_cache: Path | None) -> LoadedRecipe:
-    """The recipe without previews, held-out loss and checkpoints; with a cache of its own the data is made up, too."""
+    """Load the recipe without previews, validation loss and checkpoints.
+
+    With ``made_up_cache``, base model and data are made up, too.
+    """
     changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
     if made_up_cache is not None:
         base = load_recipe(recipe_path, overrides).recipe.model.name_or_path
@@ -150,7 +153,7 @@ def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_c
 
 
 def step_figures(steps: Sequence[Event], samples: int) -> Event:
-    """Median and 95th percentile of ``step`` events, rate, peak memory and the trainer's own parts."""
+    """Return median and 95th percentile of ``step`` events, rate, peak memory and the trainer's own parts."""
     seconds = sorted(step["step_s"] for step in steps)
     median_s = statistics.median(seconds)
     return {
@@ -166,7 +169,7 @@ def step_figures(steps: Sequence[Event], samples: int) -> Event:
 
 
 def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -> int:
-    """Measure how fast batches come by number of loader workers, print the table; returns the exit code.
+    """Measure the loading rate of batches by number of workers and print the table; returns the exit code.
 
     Raises:
         LoraRocmError: the recipe or its images are wrong, the child could not start, or the file cannot be written.
@@ -190,7 +193,8 @@ def _measure(
     module: str = MODULE,
     variant: str = "",
 ) -> None:
-    """All rows into ``found``. After a row that ends the child, a new one goes on behind it."""
+    """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
+    # collect the events of the child process
     begun: Event = {}
     rows = 0
 
@@ -207,6 +211,7 @@ def _measure(
                 rows = event["number"] + 1
                 found.rows.append({**fields_of(event), "variant": variant})
 
+    # restart the child process after each row that ended it
     deaths = 0
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "job.json"
@@ -225,7 +230,7 @@ def _measure(
 
 
 def _died(begun: Event, error: WorkerDiedError, variant: str) -> Event:
-    """The row that ended the child."""
+    """Return the row that ended the child process."""
     hung = time.monotonic() - begun["at"] >= begun["limit_s"]
     how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
     empty = {"amount": None, "seconds": None, "per_second": None}
@@ -233,17 +238,17 @@ def _died(begun: Event, error: WorkerDiedError, variant: str) -> Event:
 
 
 def how_it_died(error: WorkerDiedError) -> str:
-    """The reason from the first line of the error: "killed by signal SIGSEGV"."""
+    """Return the reason from the first line of the error: "killed by signal SIGSEGV"."""
     return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
 
 
 def fields_of(event: Event) -> Event:
-    """What an event says, without what every one has."""
+    """Return an event's own fields, without those that all events have."""
     return {key: value for key, value in event.items() if key not in ("type", "number")}
 
 
 def machine_text(machine: Event) -> str:
-    """What was measured, in a line."""
+    """Return a description of the measured machine, in one line."""
     runtime = f", HIP {machine['hip']}" if machine["hip"] else f", CUDA {machine['cuda']}" if machine["cuda"] else ""
     others = f", {len(machine['gpus'])} GPUs" if len(machine["gpus"]) > 1 else ""
     threads = "" if machine["gpu"] else f", threads: {machine['threads']}"
@@ -252,7 +257,7 @@ def machine_text(machine: Event) -> str:
 
 
 def _bus(found: Measured) -> tuple[Event | None, str]:
-    """The bus to compare with, where it is known, and what to say of it."""
+    """Return the PCIe link to compare with, if known, and a sentence about it."""
     link: Event | None = found.links[0] if found.links else None
     if found.machine["integrated"]:
         return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
@@ -276,6 +281,6 @@ def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> 
 
 
 def say(*lines: str) -> None:
-    """Show lines at once."""
+    """Print lines immediately."""
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -14,7 +14,7 @@ ONE_WAY = ("host to device", "device to host")
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Columns of equal width; the first ``left`` are flush left."""
+    """Align columns to equal width; the first ``left`` columns are left-aligned, the rest right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -26,7 +26,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
-    """GB/s (10^9 bytes a second) by copy and size; at the end the share of what the bus allows."""
+    """Return GB/s (10^9 bytes a second) by copy and size; the last column is the share of the PCIe bandwidth."""
     sizes = sorted({row["size_bytes"] for row in rows})
     of_the_bus = ["of the bus"] if link else []
     lines = [["GB/s", "", *(size_text(size).replace(".0 ", " ") for size in sizes), *of_the_bus]]
@@ -46,12 +46,12 @@ def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
 
 
 def best_over_bus(rows: Sequence[Row]) -> float:
-    """The fastest copy one way between host and device, in bytes a second."""
+    """Return the fastest one-way copy between host and device, in bytes a second."""
     return max((row["per_second"] or 0.0 for row in rows if row["copy"] in ONE_WAY), default=0.0)
 
 
 def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> list[str]:
-    """TFLOP/s of one group by shape and number format; one column a variant where there are several."""
+    """Return TFLOP/s of one group by shape and dtype, with one column per variant if there are several."""
     of_group = [row for row in rows if row["group"] == group]
     dtypes = [name for name in DTYPE_NAMES if any(row["dtype"] == name for row in of_group)]
     columns = [(dtype, variant) for dtype in dtypes for variant in variants]
@@ -69,7 +69,7 @@ def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> l
 
 
 def loader_table(rows: Sequence[Row]) -> list[str]:
-    """How fast batches come, from the cache and from the images, by number of workers."""
+    """Return the loading rate of batches, from the cache and from the images, by number of workers."""
     lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
     for row in rows:
         batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}
@@ -79,7 +79,7 @@ def loader_table(rows: Sequence[Row]) -> list[str]:
 
 
 def best_workers_text(rows: Sequence[Row]) -> str:
-    """What to write into the recipe: the fastest of the stable ones, from the cache, because training reads that."""
+    """Recommend ``runtime.workers``: the fastest stable number for the cache, because training reads the cache."""
     stable = [row for row in rows if row["source"] == "cache" and row["per_second"]]
     if not stable:
         return "Nothing could be read from the cache."
@@ -88,7 +88,7 @@ def best_workers_text(rows: Sequence[Row]) -> str:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """Each reason why a figure is missing, with the rows that it concerns."""
+    """Return each reason for missing figures, with the rows that it concerns."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["problem"]:
@@ -97,7 +97,7 @@ def problems(rows: Sequence[Row]) -> list[str]:
 
 
 def title(row: Row) -> str:
-    """A row in words."""
+    """Return a row's title in words."""
     if "copy" in row:
         return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
     if "source" in row:
@@ -127,7 +127,10 @@ PART_NAMES = {
 
 
 def step_table(row: Row) -> list[str]:
-    """Rate, peak and parts of a training step. The parts do not add up: the host works ahead of the device."""
+    """Return rate, peak memory and parts of a training step.
+
+    The parts do not add up, because the host works ahead of the device.
+    """
     parts = [
         [f"of it {PART_NAMES[name]}, ms", f"{1e3 * seconds:.2f}", f"{seconds / row['median_s']:.1%}"]
         for name, seconds in row["parts_s"].items()

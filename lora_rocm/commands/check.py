@@ -1,4 +1,4 @@
-"""``lora-rocm check``: what a recipe would do, from headers and arithmetic; nothing is loaded or encoded."""
+"""``lora-rocm check``: predicts a run from headers and arithmetic; nothing is loaded or encoded."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 WEIGH_MODULE = "lora_rocm.train.check_child"
 MAX_NAMED = 20
-NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # of FamilySpec.samples
+NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
 KEPT_WEIGHTS = 50
 
 
 def check(
     recipe_path: str, overrides: Sequence[str] = (), *, schema_only: bool = False, registry: Registry = PRODUCT
 ) -> None:
-    """Validate a recipe and its dataset and print what training would do.
+    """Validate a recipe and its dataset and print the training plan.
 
     Raises:
-        LoraRocmError: what is wrong; a ``RecipeError`` or ``DataError`` says it with file and line.
+        LoraRocmError: the first error; if there are several, one ``RecipeError`` with all. A ``RecipeError`` or
+            ``DataError`` names file and line.
     """
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
@@ -48,6 +49,7 @@ def check(
         _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
+    # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []
     samples: list[Any] = []
@@ -60,10 +62,12 @@ def check(
         base = weighing.result()
     except LoraRocmError as error:
         errors.append(error)
+    # raise all errors at once
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+    # memory and notices
     _say("memory of weights")
     for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
         _say(f"  {component}: {size_text(size)}")
@@ -76,7 +80,7 @@ def check(
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the samples come to. buckets: samples an epoch by shape."""
+    """Size of the training data. buckets: samples per epoch by shape."""
 
     buckets: dict[Shape, int]
     steps_per_epoch: int
@@ -87,7 +91,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What a child found out about the base: see ``families.weigh.Weighed``."""
+    """Facts about the base, found by a child process: see ``families.weigh.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]
@@ -104,12 +108,13 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
-    """Yield the lines about the data; append the usable samples (``data.samples.Sample``) to ``usable``."""
+    """Yield the lines about the data; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
     from lora_rocm.dataset.scan import geometries, nothing_left
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import find_samples
 
     recipe = loaded.recipe
+    # find the usable samples
     found, texts = find_samples(recipe), recipe.spec.trains_on_texts
     fitted, too_small, cropped = ({}, [], []) if texts else geometries(found.samples, recipe.data)
     aside = [*found.set_aside, *too_small]
@@ -117,6 +122,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     if not samples:
         raise nothing_left(aside)
     usable += samples
+    # describe them
     yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     noun = NOUNS[recipe.spec.samples[0]]
@@ -132,16 +138,17 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
     for notice in (*found.notices, *cropped):
         yield f"  note: {notice}"
+    # derive steps and buckets
     shapes = {key: geometry.shape for key, geometry in fitted.items()}
-    if texts:  # only the run can count tokens: at worst each text has a length of its own
+    if texts:  # only the run can count tokens; in the worst case each text has a length of its own
         shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}
     yield from _plan_lines(recipe, plan_data(recipe, samples, shapes), noun)
 
 
 def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape]) -> DataPlan:
-    """Steps, buckets and cache entries of samples (``data.samples.Sample``) that have these ``shapes`` by key.
+    """Return steps, buckets and cache entries of samples (``dataset.sample_table.Sample``); ``shapes`` is by key.
 
-    A bucket's tail is filled up, so each bucket has a whole number of effective batches in an epoch.
+    A bucket's tail is filled up, so each bucket has a whole number of effective batches per epoch.
     """
     from lora_rocm.dataset.captions import variants
 
@@ -171,7 +178,7 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
             yield f"  {shape}: {count}"
     limit = "at most " if texts or data.validation_split else ""
-    if data.validation_split:  # which ones is decided by their content, which is not read here
+    if data.validation_split:  # the samples are chosen by their content, which is not read here
         yield f"held out for the validation loss: about {data.validation_split:.0%} of the {noun}"
     effective = train.batch_size * train.gradient_accumulation_steps
     epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
@@ -186,7 +193,7 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
 
 
 class _Weighing:
-    """The facts about the base: remembered from an earlier check, or found by a child beside the scan."""
+    """Facts about the base: recalled from an earlier check, or found by a child process during the scan."""
 
     def __init__(self, recipe: Recipe) -> None:
         from lora_rocm.rules.this_machine import plan_here
@@ -219,7 +226,7 @@ class _Weighing:
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
 
     def result(self) -> BaseFacts:
-        """Wait for the child and return the facts."""
+        """Wait for the child process and return the facts."""
         from lora_rocm.dataset.caption_length import keep_limits
         from lora_rocm.foundation.files import write_json
 
@@ -227,7 +234,7 @@ class _Weighing:
             assert self._found is not None
             return self._found
         while self._thread.is_alive():
-            self._thread.join(timeout=0.1)  # with a timeout Ctrl-C is heard on every system
+            self._thread.join(timeout=0.1)  # a join with a timeout can be interrupted by Ctrl-C on every system
         if self._error is not None:
             raise self._error
         found = self._found
@@ -243,9 +250,9 @@ class _Weighing:
 
 
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
-    """Changes with what is asked of the base, and with the names of files that are given for it."""
+    """Return a key of everything that determines the facts, including the names of the base's files."""
     model = recipe.model
-    # Names of files too: a new one may be read in place of another.
+    # Names of files too: a new file may be read instead of another.
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
@@ -254,13 +261,13 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    if not os.path.isdir(path):  # pathlib raises where a name is too long for the file system
+    if not os.path.isdir(path):  # pathlib raises if a name is too long for the file system
         return [path] if os.path.isfile(path) else []
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
 def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
-    """The facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
+    """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
     from lora_rocm.dataset.caption_length import recall_limits
 
     try:

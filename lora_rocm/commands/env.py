@@ -1,4 +1,4 @@
-"""What ``lora-rocm env`` prints: the plan as a table, as commands for a shell, or with its facts as JSON."""
+"""Output of ``lora-rocm env``: the plan as a table, as shell commands, or with its facts as JSON."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the sa
 def plan_text(
     recipe: str | None, overrides: Sequence[str], facts_path: Path | None, shell: str | None, *, explain: bool
 ) -> str:
-    """The environment plan for a recipe, or for none: a table, or commands for ``shell`` (bash, cmd, powershell).
+    """Return the environment plan for a recipe, or for none, as a table or as commands for a shell.
+
+    ``shell``: bash, cmd or powershell; None for the table.
 
     Raises:
-        UserError: recipe or facts cannot be read, or something is overridden where there is no recipe.
+        UserError: recipe or facts cannot be read, or there are overrides without a recipe.
     """
     situation = _situation(recipe, overrides, facts_path)
     return described(situation, plan(situation), shell, explain=explain)
 
 
 def json_text(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> str:
-    """The same plan as JSON, with the facts that it follows from, which ``--facts`` reads.
+    """Return the same plan as JSON, together with its facts, which ``--facts`` reads.
 
     Raises:
         UserError: see ``plan_text``.
@@ -55,7 +57,7 @@ def json_text(recipe: str | None, overrides: Sequence[str], facts_path: Path | N
         "warnings": [asdict(warning) for warning in made.warnings],
         "facts": situation.facts.to_json(),
     }
-    return json.dumps(data, indent=1)  # ASCII alone: Windows PowerShell garbles other letters in a pipe
+    return json.dumps(data, indent=1)  # ASCII only: Windows PowerShell garbles other characters in a pipe
 
 
 def _situation(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> Situation:
@@ -66,13 +68,13 @@ def _situation(recipe: str | None, overrides: Sequence[str], facts_path: Path | 
 
 
 def _loaded(recipe: str, overrides: Sequence[str]) -> Recipe:
-    from lora_rocm.recipe.load import load_recipe  # takes longer than the rest of env, and is wanted seldom
+    from lora_rocm.recipe.load import load_recipe  # a slow import that env rarely needs
 
     return load_recipe(recipe, overrides).recipe
 
 
 def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, explain: bool) -> str:
-    """A plan in words or commands, without a line end."""
+    """Return a plan in words or commands, without a final line end."""
     lines = _table(situation, env_plan, explain) if shell is None else _commands(situation, env_plan, shell, explain)
     return "\n".join(lines)
 
@@ -123,7 +125,7 @@ def _name(row: EnvRow) -> str:
 
 
 def _value(row: EnvRow) -> str:
-    """Of a setting without the quotes of JSON."""
+    """Return the row's value; JSON quotes of a setting are removed."""
     return row.value.strip('"') if row.variable.startswith(SETTING) else printable(row.value)
 
 
@@ -160,7 +162,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
 
 
 def _for_comment(line: str, shell: str) -> str:
-    """One line that the shell reads as nothing but a comment; cmd looks for variables even there."""
+    """Return one line that the shell reads only as a comment; cmd expands variables even in comments."""
     flat = printable(" ".join(line.split()))
     return flat.replace("%", "%%") if shell == "cmd" else flat
 
@@ -176,7 +178,7 @@ def _powershell(name: str, value: str) -> str:
 
 
 def _cmd(name: str, value: str) -> str:
-    """A line of a batch file: percent signs are doubled, and what a quote in the value lays bare is escaped."""
+    """Return a line of a batch file: percent signs are doubled, and special characters outside quotes are escaped."""
     if "\n" in value or "\r" in value:
         return f"rem {name}: cmd cannot hold a value of several lines"
     quoted, inside = [], True
@@ -192,4 +194,4 @@ SHELLS: dict[str, tuple[Callable[[str, str], str], str]] = {
     "cmd": (_cmd, "rem "),
     "powershell": (_powershell, "# "),
 }
-"""For each shell the command that sets a variable, and what begins a comment."""
+"""Shell -> (command that sets a variable, start of a comment)."""

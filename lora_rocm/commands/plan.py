@@ -1,4 +1,4 @@
-"""``lora-rocm plan``: what a recipe takes in memory and time, by what is kept, before anything is loaded."""
+"""``lora-rocm plan``: predicts memory and time of each memory plan of a recipe, without loading anything."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ LARGEST_CARD_GIB = 4096
 
 @dataclass(frozen=True)
 class Room:
-    """How much memory there is for tensors. num_bytes: None where there is no limit to compare with."""
+    """Memory available for tensors. num_bytes: None if there is no limit to compare with."""
 
     num_bytes: int | None
     why: str
     shared: bool = False
-    """It is main memory: nothing is won by letting weights wait there."""
+    """Whether this is main memory; offloading weights then saves nothing."""
 
 
 def plan(
     recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool, registry: Registry = PRODUCT
 ) -> int:
-    """Print what each way of computing a step takes, and the one that training would choose.
+    """Print the memory and time of each memory plan, and the plan that training would choose.
 
     Args:
-        recipe_path: nothing is downloaded for its model; its images are not looked at.
+        recipe_path: the recipe; its model is not downloaded, and its images are not read.
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
-        as_json: print one object.
-        registry: the families there are.
+        as_json: print one JSON object.
+        registry: the available model families.
 
     Raises:
         LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
@@ -87,10 +87,10 @@ def plan(
 
 
 def card_bytes(text: str) -> int:
-    """Bytes of "24GB": a card's GB are GiB.
+    """Return the bytes of "24GB"; a card's GB are GiB.
 
     Raises:
-        UserError: it is no amount of memory.
+        UserError: the text is no amount of memory.
     """
     found = CARD.fullmatch(text.strip())
     amount = float(found.group(1)) if found is not None else 0.0
@@ -120,7 +120,7 @@ def _room_of_card(total_bytes: int) -> Room:
 
 
 def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
-    """As the worker would see it; where torch sees no GPU, what the system says of one."""
+    """Return the memory that the worker would have; if torch sees no GPU, estimate it from the system's information."""
     if gpu is not None:
         return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it", gpu["integrated"])
     known = budget(situation.facts, situation.gpu) if situation.gpu is not None else None
@@ -130,7 +130,7 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 
 
 def _facts(footprint: Footprint) -> dict[str, Any]:
-    """What is worth printing of a footprint."""
+    """Return the printed fields of a footprint."""
     whole = footprint.to_json()
     keys = ("weight_bytes", *ADAPTER, "work")
     return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
@@ -160,6 +160,7 @@ def _lines(
         )
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
+    # table of all plans
     blocks = f"{'recomputed':>11}{'offloaded':>11}"
     yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
     fastest = min(row.step_s for row in rows)
@@ -171,6 +172,7 @@ def _lines(
         blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
         yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
     yield ""
+    # the chosen plan
     if chosen is not None:
         yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
         if rates.known and train.max_train_steps:

@@ -1,4 +1,4 @@
-"""Commands beside training that need the model: each writes a job file and starts a heavy child."""
+"""Commands that need the model but do not train: each writes a job file and starts a child process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lora_rocm.supervisor.subprocesses import run_tool
 
 TOOLS_MODULE = "lora_rocm.train.model_child"
 RESULTS = {"sample": "drawn", "export": "export"}
-"""The event with which each tool names what it made."""
+"""The event in which each tool names its results."""
 
 
 def sample(
@@ -36,10 +36,10 @@ def sample(
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
-    """Draw images; the job holds ``options`` as they are, and absolute paths.
+    """Draw images. The job holds ``options`` unchanged, and absolute paths.
 
     Raises:
-        LoraRocmError: what the child met.
+        LoraRocmError: any error of the child process.
     """
     source = _existing(source)
     if family is not None and family not in registry:
@@ -74,20 +74,20 @@ def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
 
 
 def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:
-    """Write the LoRA of a run in another form.
+    """Write the LoRA of a run in another format.
 
     Raises:
-        LoraRocmError: what the child met.
+        LoraRocmError: any error of the child process.
     """
     return _export(open_run(source), form, output=output, dtype=dtype)
 
 
 def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
-    """Write the files of a finished run again that are gone or damaged; False where all hold what was written.
+    """Write missing or damaged result files of a finished run again; return False if all files were intact.
 
     Raises:
-        StorageError: the last checkpoint is gone or damaged too.
-        LoraRocmError: what the child met.
+        StorageError: the last checkpoint is missing or damaged, too.
+        LoraRocmError: any error of the child process.
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
         say(f"{fault} Do not use it.")

@@ -1,4 +1,4 @@
-"""Where a run stands, from its files."""
+"""Status of a run, from its files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ RATE_STEPS = 50
 
 
 def status(run_dir: RunDir) -> dict[str, Any]:
-    """State and figures of a run, ready for JSON.
+    """Return state and figures of a run, ready for JSON.
 
-    state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without a
-    word), or prepared. rate_per_s and eta_s are None while nothing runs. restarts: how often the worker was started
-    again; changes: names of what is done otherwise because of failures (``host.changes``), each as often as made.
+    state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
+    error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
+    restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
     """
+    # read the events
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
     hung = last_word(events, trouble)
     steps = current_steps(events)
     last = {event["type"]: event for event in events}
     state = _state(run_dir, events, hung)
+    # derive the figures
     loss = Smoothed()
     for step in steps:
         if step["loss"] is not None:
@@ -60,7 +62,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
 
 
 def status_text(found: dict[str, Any]) -> str:
-    """``status`` for people."""
+    """Return ``status`` as text."""
     total = found["max_train_steps"]
     lines = [
         f"{found['path']}: {found['state']}",
@@ -108,6 +110,6 @@ def _state(run_dir: RunDir, events: list[dict[str, Any]], hung: dict[str, Any] |
 
 
 def _updates_at_start(events: list[dict[str, Any]]) -> int:
-    """Updates that the newest start found done."""
+    """Return the number of updates done before the newest start."""
     starts = [event for event in events if event["type"] == "start"]
     return (starts[-1]["resumed_from"] or 0) if starts else 0

@@ -1,4 +1,4 @@
-"""One training run as the parent sees it: recipe, directory, worker, report, and what to do next."""
+"""One training run in the parent process: recipe, directory, worker, report, and the next command."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ def train(
     registry: Registry = PRODUCT,
     worker: str | None = None,
 ) -> int:
-    """``lora-rocm train``: returns the exit code (0 done, 130 stopped).
+    """Run ``lora-rocm train`` and return the exit code (0 done, 130 stopped).
 
-    ``supervised``: a worker that fails or hangs is started again. ``gpus``: how many train together; None: one, or as
-    ``torchrun`` says that started this process. ``registry``: the families there are. ``worker``: see
-    ``process.worker_command``; it has to know the same families.
+    ``supervised``: restart a worker that fails or hangs. ``gpus``: number of GPUs that train together; None: one, or
+    the number given by ``torchrun``. ``registry``: the available model families. ``worker``: see
+    ``process.worker_command``; it must know the same families.
 
     Raises:
-        LoraRocmError: everything that went wrong, in words.
+        LoraRocmError: any error, in words.
     """
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
     chosen = choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
-    loaded.require_files(begun)  # the worker asks for them, where there is something left to train
+    loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()
+    # number of GPUs, here and under torchrun; other ranks only train
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
@@ -69,7 +70,7 @@ def train(
     if not me.is_first:
         how = (me, loaded, chosen, situation, _say)
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
-    if not holds_run(chosen.run_dir):  # a GPU that cannot train is refused before anything is made
+    if not holds_run(chosen.run_dir):  # refuses an unusable GPU before any file is made
         situation = selftest_runner.ensure(situation, loaded.recipe, _say)
     run = chosen.run_dir.create()
     with lock.locked(run):
@@ -94,7 +95,7 @@ def train(
 
 
 def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:
-    """Make again what is missing of a run that is complete, and say where it is."""
+    """Write missing result files of a complete run again, and print its location."""
     made_again = sample_export.make_again(run, loaded.recipe, _say)
     _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
     if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
@@ -102,7 +103,7 @@ def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:
 
 
 def demo() -> int:
-    """``lora-rocm demo``: the recipe demo.yaml that ships with the program."""
+    """Run ``lora-rocm demo``: train the recipe demo.yaml that ships with the program."""
     return train(str(shipped_recipes()["demo.yaml"]))
 
 
@@ -131,6 +132,7 @@ def _train_in(
     ) -> list[str]:
         return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker)
 
+    # run the worker, supervised or not
     stopped: StoppedError | None = None
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
     with make_progress(spill_bytes=spill) as progress:
@@ -155,7 +157,7 @@ def _train_in(
         except StoppedError as error:
             code, stopped = error.exit_code, error
         except LoraRocmError as error:
-            with contextlib.suppress(StorageError):  # the error itself is what the user has to see
+            with contextlib.suppress(StorageError):  # the user has to see the original error
                 write_report(run, loaded.registry)
             if isinstance(error, MachineError) and again not in error.fix:
                 progress.say(f"What is done so far is kept. When the cause is gone, go on with:\n  {again}")
@@ -177,7 +179,7 @@ def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) 
 
 
 def _report(run: RunDir, registry: Registry) -> None:
-    """Write the report and say where it is. Whether that works changes nothing of how the run has ended."""
+    """Write the report and print its path. A failure does not change the run's exit code."""
     try:
         _say(f"Report: {write_report(run, registry)}")
     except StorageError as error:
@@ -185,7 +187,7 @@ def _report(run: RunDir, registry: Registry) -> None:
 
 
 def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
-    """What the user has to know about the machine before a run starts; ``doctor`` says the rest."""
+    """Return what the user must know about the machine before a run starts; ``doctor`` reports the rest."""
     said = [
         f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
         for warning in env_plan.warnings
@@ -208,7 +210,7 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
 
 
 def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:
-    """The exact command that goes on with a run, quoted for the shell of this system."""
+    """Return the exact command that resumes a run, quoted for the shell of this system."""
     words = ["lora-rocm", "train", recipe_path]
     for override in overrides:
         words += ["--set", override]
@@ -217,7 +219,7 @@ def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> s
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command line for the shell of this system."""
+    """Return a command line for the shell of this system."""
     return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
