@@ -79,11 +79,11 @@ def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path:
     assert (one.run_dir, one.checkpoint) == (run_dir, run_dir.checkpoint(5))
 
 
-@pytest.mark.parametrize("resume", ["nothing", ".", "run/checkpoints", "run/checkpoints/step-00000009", "my.yaml"])
-def test_nothing_to_resume(loaded: LoadedRecipe, tmp_path: Path, resume: str) -> None:
+@pytest.mark.parametrize("wanted", ["nothing", ".", "run/checkpoints", "run/checkpoints/step-00000009", "my.yaml"])
+def test_nothing_to_resume(loaded: LoadedRecipe, tmp_path: Path, wanted: str) -> None:
     made(loaded, tmp_path / "run").checkpoint(5).mkdir(parents=True)
     with pytest.raises(ResumeError) as caught:
-        resume.choose(loaded, None, resume)
+        resume.choose(loaded, None, wanted)
     assert caught.value.code == "nothing-to-resume"
 
 

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.ldm import encoders, preview
+from lora_rocm.families.ldm import encoders, sampling
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import caption_encoder, tiny_recipe, write_tiny_sdxl
 
@@ -59,7 +59,7 @@ def test_seeds_prompts_and_batches(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPa
     assert abs(together[0] - together[4]).max() <= 1
     assert all(abs(together[0] - together[i]).max() > 3 for i in (1, 2))
     assert together[3].shape == (48, 80, 3)
-    monkeypatch.setattr(preview, "BATCH_PIXELS", 1)
+    monkeypatch.setattr(sampling, "BATCH_PIXELS", 1)
     alone = [pixels(image) for image in draw(tiny_sdxl, requests)]
     assert all(abs(a - b).max() <= 1 for a, b in zip(together, alone, strict=True))
 
@@ -125,7 +125,7 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
 def test_large_images_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, width=128, height=128)
     (whole,) = draw(tiny_sdxl, [request])
-    monkeypatch.setattr(preview, "TILING_PIXELS", 128 * 128 - 1)
+    monkeypatch.setattr(sampling, "TILING_PIXELS", 128 * 128 - 1)
     (tiled,) = draw(tiny_sdxl, [request])
     assert tiled.size == whole.size
     assert abs(pixels(whole) - pixels(tiled)).max() > 0
@@ -151,6 +151,6 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
 
 def test_images_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(preview, "plain_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(sampling, "plain_attention", lambda device: entered.append(device) or nullcontext())
     draw(tiny_sdxl, [REQUEST])
     assert entered == [CPU]
