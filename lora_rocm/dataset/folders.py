@@ -134,7 +134,6 @@ def walk(
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
-    # Sort every file into images, metadata files, caption files and the rest.
     for path, real in _files(folder, left_out, exclusion, recursive, real_path(Path(masks)) if masks else None):
         (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
         if suffix in wanted:
@@ -152,7 +151,6 @@ def walk(
         else:
             left_out.no_image(real, stem, suffix)
             other_captions.get(suffix, set()).add(stem)
-    # Decide the ambiguous companions, drop folders with 0 repeats and collect the notices.
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion)
     num_found = len(folder.relatives)
