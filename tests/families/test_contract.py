@@ -74,10 +74,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield CPU
         return
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions keep ten bits with it
     torch.use_deterministic_algorithms(True)
     yield torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TF32 a GPU's convolutions keep ten bits, and differ by that between batches of one and of two."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -118,6 +123,7 @@ def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
         assert (spec is not None and spec.pad is not None) or tensor.shape == batch.tensors[name].shape, name
 
 
+@pytest.mark.usefixtures("_exact_convolutions")
 def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
     """Each sample alone has no padding but its own."""
     adapted = its.adapted(device)
@@ -189,6 +195,7 @@ def same(adapted: Adapted, its: Its, plain: Passed, wanted_N: Tensor) -> int:
     return len(calls)
 
 
+@pytest.mark.usefixtures("_exact_convolutions")
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(its: Its, device: torch.device) -> None:
     adapted = its.adapted(device)
     plain, wanted_N = adapted.passed(its.batch)
