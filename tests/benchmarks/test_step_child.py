@@ -27,6 +27,8 @@ from lora_rocm.train.compilation import Compiler
 from tests.supervisor.fake_run import as_heard
 from tests.tiny_models import RUN_TARGETS
 
+pytestmark = pytest.mark.slow  # what only developers run
+
 SMALL = ["data.resolution=64", "train.batch_size=2", f"lora.targets={RUN_TARGETS}", "lora.rank=4", "runtime.device=cpu"]
 CPU = torch.device("cpu")
 
