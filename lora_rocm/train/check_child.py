@@ -85,7 +85,8 @@ def _examine_adapter(
     say: Callable[[str], None],
 ) -> list[Path]:
     """Attach the recipe's adapter to the model on the meta device. Returns the files that were read for it."""
-    trained = {name: skeleton for name, skeleton in skeletons.items() if recipe.trains(name)}
+    adapted = next(iter(family.lora_targets.values()))  # the components of every preset; a VAE is in none
+    trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
     if recipe.lora.init_from is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
@@ -17,7 +17,7 @@ from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError, ResumeError
+from lora_rocm.errors import DataError, ModelError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -285,12 +285,32 @@ def _load_model(
     staying = memory.staying(family, model)
     for name, component in model.components.items():
         transfer.send_parameters(component, name, staying)
+        _require_finite(component, name, start)
         component.train()  # the base has no dropout; the adapter may have
     model.device = start.device
     family.fuse(model, triton=triton and not compiled)
     memory.put(family, model, transfer, pins(start))
     empty_pools()
     return model, adapter, triton
+
+
+def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
+    """Check that no weight of a loaded component is NaN or infinite; it takes one read of the weights.
+
+    Raises:
+        ModelError: one is, in the file or in the precision of the run.
+    """
+    weights = {path: weight for path, weight in component.named_parameters() if weight.is_floating_point()}
+    finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
+    if not finite_N.all():
+        path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
+        dtype = str(start.dtype).removeprefix("torch.")
+        raise ModelError(
+            "weights-not-finite",
+            f"The weight {name}.{path} holds numbers that are not finite in {dtype}.",
+            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
+            fix="Download the model again, or use another edition; bf16 holds larger numbers than fp16.",
+        )
 
 
 def _require_same_base_and_data(

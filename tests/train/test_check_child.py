@@ -99,6 +99,13 @@ def test_the_file_that_a_lora_starts_from_is_looked_at(tiny_sdxl: Path, tmp_path
     path = lora_file(tmp_path / "start.safetensors", tiny_sdxl)
     found = weighed(tiny_recipe(tiny_sdxl, lora={"init_from": str(path), "rank": 2}))
     assert str(path) in {file[0] for file in found.files} and found.num_bytes == real_bytes(tiny_sdxl)
+    kohya = {
+        f"lora_unet_{module.replace('.', '_')}.{'lora_down' if factor.endswith('A') else 'lora_up'}.weight": tensor
+        for name, tensor in load_file(path).items()
+        for module, _, factor in [name.removeprefix("unet.").removesuffix(".weight").rpartition(".")]
+    }
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    weighed(tiny_recipe(tiny_sdxl, lora={"init_from": str(tmp_path / "kohya.safetensors"), "rank": 2}))
     high = lora_file(tmp_path / "high.safetensors", tiny_sdxl, rank=8)
     with pytest.raises(AdapterError, match="Set lora.rank to 8"):
         weighed(tiny_recipe(tiny_sdxl, lora={"init_from": str(high), "rank": 2}))

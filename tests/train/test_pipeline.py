@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
-from lora_rocm.errors import DataError, ResumeError, TransferError
+from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
@@ -399,6 +400,18 @@ def test_another_base_model_at_the_same_path_is_refused_on_resume(material: Path
     shutil.copytree(tmp_path / "other" / "unet", tmp_path / "model" / "unet")
     with pytest.raises(ResumeError, match="base model"):
         start(recipe, tmp_path / "run")
+
+
+def test_a_base_with_a_number_that_is_none_is_refused_by_its_name(material: Path, tmp_path: Path) -> None:
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
+    recipe = make_recipe(material, model={"name_or_path": str(tmp_path / "model")})
+    assert not start(recipe, tmp_path / "sound", stop_at=1)
+    file = next((tmp_path / "model" / "unet").glob("*.safetensors"))
+    weights = load_file(file)
+    weights["conv_in.bias"][1] = float("nan")
+    save_file(weights, file)
+    with pytest.raises(ModelError, match=r"unet\.conv_in\.bias"):
+        start(recipe, tmp_path / "run", stop_at=1)
 
 
 class Bus:
