@@ -175,7 +175,9 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
         )
         for number in range(count)
     )
-    return Prepared(items, (), (), (), (), Facts({}, {square: count}, {}), lambda text: {}, _cannot_repair)
+    return Prepared(
+        items, (), (), (), (), Facts({}, {square: count}, {}), lambda text: {}, _cannot_repair, tuple(entries)
+    )
 
 
 def _key(number: int) -> str:

@@ -112,7 +112,7 @@ def works_of(
             said: list[str] = []
             found: dict[str, Any] = {}
             runtime = recipe.runtime.model_copy(update={"workers": count, "workers_on_windows": True})
-            workers = open_workers(cache, family, runtime, said.append)
+            workers = open_workers(cache, prepared.entries, runtime, said.append)
             if source == "images":
                 workers.source = decoder_of(prepared, family)
             fields = {"source": source, "workers": count, "batch_size": plan.batch_size}

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-IMAGE, CAPTION, MASK = "image", "caption", "mask"
-INPUTS = (IMAGE, CAPTION, MASK)
+IMAGE, CAPTION = "image", "caption"
 ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -41,8 +40,9 @@ class EntrySpec:
     """One cached entry of a sample.
 
     name: unique in a family; also the name of its folder in the cache.
-    inputs: the inputs it is encoded from, a subset of INPUTS. There is one entry per view (mirrored or not) of an image
-        or mask and per variant of a caption; with both inputs, one per pair.
+    inputs: the inputs it is encoded from: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There is
+        one entry per view (mirrored or not) of an image or companion and per variant of a caption; with both, one per
+        pair.
     tensors: the cached tensors by name, without a batch dimension.
     follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
         shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
@@ -54,13 +54,12 @@ class EntrySpec:
     follows_shape: bool = False
 
     def __post_init__(self) -> None:
-        known = bool(self.inputs) and set(self.inputs) <= set(INPUTS)
-        if not known or ENTRY_NAME.fullmatch(self.name) is None:
+        if not self.inputs or not all(ENTRY_NAME.fullmatch(name) for name in (self.name, *self.inputs)):
             raise ValueError(f"no entry: {self.name!r} of {self.inputs}")
 
     @property
     def has_views(self) -> bool:
-        return not {IMAGE, MASK}.isdisjoint(self.inputs)
+        return set(self.inputs) != {CAPTION}
 
     @property
     def has_captions(self) -> bool:

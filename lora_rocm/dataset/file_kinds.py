@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from lora_rocm.recipe.schema import SourceOptions
+
 AS_USUAL = "Save them as PNG or JPEG."
 
 
@@ -77,17 +79,23 @@ class Companion:
     """A kind of image that other trainers store next to training images.
 
     what: its name in messages, in the plural.
-    unsupported: the reason why it is not used.
+    key: the key of ``data`` that names their folder, where the recipe has one.
     stem_ends: endings of a file name, before the extension, that mark a companion.
     folders: names of sub-folders that hold only companions.
     paired_folders: ordinary names of sub-folders. A file in one is a companion if an image elsewhere has the same name.
     """
 
     what: str
-    unsupported: str
+    key: str
     stem_ends: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     paired_folders: tuple[str, ...] = ()
+
+    @property
+    def unused(self) -> str:
+        """The reason why they are not used."""
+        has_key = self.key in SourceOptions.model_fields
+        return f"data.{self.key} does not name their folder" if has_key else "training with them is not supported yet"
 
 
 # OneTrainer: -masklabel, -condlabel. ai-toolkit: _controls, and folders set by mask_path and control_path. kohya's
@@ -95,14 +103,14 @@ class Companion:
 COMPANIONS = (
     Companion(
         "masks",
-        "data.mask_path does not name their folder",
+        "mask_path",
         stem_ends=("-masklabel",),
         folders=("_mask", "_masks"),
         paired_folders=("mask", "masks", "alpha mask", "alpha masks", "alpha_mask", "alpha_masks", "masklabels"),
     ),
     Companion(
         "control images",
-        "training with control images is not supported",
+        "control_path",
         stem_ends=("-condlabel",),
         folders=("_control", "_controls"),
         paired_folders=(

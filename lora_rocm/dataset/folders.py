@@ -110,7 +110,7 @@ def walk(
     recursive: bool = True,
     exclude: Sequence[str] = (),
     caption_column: str | None = "text",
-    masks: str | None = None,
+    skip: Sequence[str] = (),
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
@@ -125,7 +125,7 @@ def walk(
         recursive: also walk through sub-folders.
         exclude: see ``Exclusion``.
         caption_column: caption column of metadata files next to the images; None ignores these files.
-        masks: a folder of masks, skipped if it lies inside ``root``.
+        skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
 
     Raises:
         DataError: there is no image at all.
@@ -134,7 +134,7 @@ def walk(
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
-    for path, real in _files(folder, left_out, exclusion, recursive, real_path(Path(masks)) if masks else None):
+    for path, real in _files(folder, left_out, exclusion, recursive, skip):
         (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
         if suffix in wanted:
             relative = real if real.isascii() and real.isprintable() else shown(real)
@@ -205,10 +205,11 @@ def _no_images(folder: Folder, suffixes: Counter[str], num_found: int) -> DataEr
 
 
 def _files(
-    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, masks: str | None = None
+    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, skip: Sequence[str] = ()
 ) -> Iterator[tuple[Path, str]]:
-    """Path and relative path (with slashes) of every file of the tree, folder by folder; skips the folder ``masks``."""
+    """Path and relative path (with slashes) of every file of the tree, folder by folder; ``skip``: see ``walk``."""
     root = folder.root
+    skipped = {real_path(Path(each)) for each in skip}
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
     real_root = real_path(root) or str(root)
     # Walk depth first with a stack of our own: a tree can be deeper than Python's call stack.
@@ -232,7 +233,7 @@ def _files(
             if target is None:
                 left_out.unreachable.append(shown(relative))
             elif is_folder:
-                below += [(path, target, f"{relative}/")] if target != masks else []
+                below += [(path, target, f"{relative}/")] if target not in skipped else []
             else:
                 if not _lies_in(target, real_root):
                     outside.append(f"{shown(relative)} -> {shown(target)}")

@@ -9,6 +9,7 @@ import struct
 import threading
 import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -105,40 +106,34 @@ def decode(content: bytes) -> Image.Image:
     Raises:
         UnreadableImage: the content is truncated, damaged, too large, or not an image.
     """
-    from PIL import Image
-
-    with quiet:
-        try:
-            image, profile = _upright(content)
-            if not image.has_transparency_data:
-                return _to_srgb(image, profile)
-            alpha = image.convert("RGBA").getchannel("A")
-            opaque = image.convert("L") if image.mode in ("LA", "L") else image.convert("RGBA").convert("RGB")
-            white = Image.new("RGB", image.size, (255, 255, 255))
-            white.paste(_to_srgb(opaque, profile), mask=alpha)
-            return white
-        except _decode_errors() as error:
-            raise UnreadableImage(_reason(error, BytesIO(content))) from error
+    return decode_as(_opaque_rgb, content)
 
 
-def decode_mask(content: bytes, alpha: bool) -> Image.Image:
-    """Decode a mask in mode L with EXIF orientation applied: 255 counts fully, 0 and transparent pixels do not count.
+def decode_as(convert: Callable[[Image.Image, bytes | None], Image.Image], content: bytes) -> Image.Image:
+    """Decode an image (the first frame of an animation), upright and with at most 8 bits per channel.
 
-    ``alpha``: use the alpha channel alone; an image without one counts everywhere.
+    ``convert``: called with that image and its colour profile; returns the result.
 
     Raises:
-        UnreadableImage: see ``decode``.
+        UnreadableImage: the content is truncated, damaged, too large, or not an image.
     """
-    from PIL import Image, ImageChops
-
     with quiet:
         try:
-            image, _ = _upright(content)
-            white = Image.new("L", image.size, 255)
-            opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else white
-            return opacity if alpha else ImageChops.multiply(image.convert("L"), opacity)
+            return convert(*_upright(content))
         except _decode_errors() as error:
             raise UnreadableImage(_reason(error, BytesIO(content))) from error
+
+
+def _opaque_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return _to_srgb(image, profile)
+    alpha = image.convert("RGBA").getchannel("A")
+    opaque = image.convert("L") if image.mode in ("LA", "L") else image.convert("RGBA").convert("RGB")
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(_to_srgb(opaque, profile), mask=alpha)
+    return white
 
 
 def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:

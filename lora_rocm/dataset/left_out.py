@@ -167,6 +167,6 @@ def _say_companion(companion: Companion, names: Few) -> str:
     what = companion.what if len(names) != 1 else companion.what.removesuffix("s")
     are = "are" if len(names) != 1 else "is"
     return (
-        f"{len(names)} {what} {are} not used: {companion.unsupported} yet ({some(names)}). If these are images to "
+        f"{len(names)} {what} {are} not used: {companion.unused} ({some(names)}). If these are images to "
         "train on, rename them or their folder, or make their folder a source of its own."
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
     REPEAT_FOLDER,
     describes,
@@ -23,7 +24,6 @@ from lora_rocm.dataset.folders import (
 from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, leads_out, num_rows, rows_of
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, decode, is_dark, read_header
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
-from lora_rocm.dataset.masks import Masks
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.errors import DataError, Problem
@@ -63,7 +63,7 @@ class _Findings:
     options: ResolvedSource
     samples: Samples
     report: Report
-    masks: Masks
+    companions: Sequence[CompanionInput]
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -84,9 +84,10 @@ class _Findings:
         return caption
 
     def add(self, sample: Sample, header: Header) -> None:
-        """Add a readable image, or set it aside if its mask cannot be used."""
-        if (problem := self.masks.look(sample, header)) is not None:
-            self.set_aside.append(problem)
+        """Add a readable image, or set it aside if a companion, such as its mask, cannot be used."""
+        problems = [companion.look(sample, header) for companion in self.companions]
+        if found := [problem for problem in problems if problem is not None]:
+            self.set_aside += found
             return
         if header.several:
             self.several_frames.append(sample.key)
@@ -113,14 +114,15 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     samples = Samples(sources)
     for index, options in enumerate(sources):
         prefix = f"sources[{index}]/" if len(sources) > 1 else ""
-        found = _Findings(index, prefix, options, samples, report, Masks(options, index))
+        companions = [make(options, index) for make in COMPANION_INPUTS]
+        found = _Findings(index, prefix, options, samples, report, companions)
         if options.path is not None:
             _scan_folder(found)
         else:
             _scan_dataset(found)
         _say_captions(found)
-        found.notices += found.masks.notices()
-        found.lasting &= options.mask_path is None  # a manifest's listing covers image files only
+        found.notices += [notice for companion in companions for notice in companion.notices()]
+        found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
         findings.append(found)
     # Merge the findings of all sources.
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
@@ -246,7 +248,7 @@ def _scan_folder(found: _Findings) -> None:
         recursive=options.recursive,
         exclude=options.exclude,
         caption_column=options.caption_column,
-        masks=options.mask_path,
+        skip=[each.folder for each in found.companions if each.folder is not None],
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name)

@@ -33,8 +33,7 @@ from lora_rocm.errors import DataError, MachineError, Problem
 from lora_rocm.latent_cache.cache import MISSING, entry_key
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
-from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready
-from lora_rocm.latent_cache.masks import read_by
+from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready, read_by
 from lora_rocm.latent_cache.prefetch import Behind, ahead
 
 if TYPE_CHECKING:
@@ -358,4 +357,6 @@ def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
 
 
 def _changed(where: str) -> DataError:
-    return DataError("image-changed", "The image or its mask has changed since the run began.", where=where)
+    return DataError(
+        "image-changed", "The image, or a file that belongs to it, has changed since the run began.", where=where
+    )

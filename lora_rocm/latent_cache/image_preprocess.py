@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lora_rocm.cache_files.hash_memory import FileState, HashMemory
 from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.image_io import cut
@@ -45,7 +46,7 @@ class Wanted:
 
     @property
     def reads(self) -> str:
-        """The input that its entries are made from, one of ``entry_spec.INPUTS``."""
+        """The input that its entries are made from: IMAGE, or a companion of the image."""
         return IMAGE
 
     @property
@@ -95,6 +96,33 @@ class Wanted:
     @property
     def num_entries(self) -> int:
         return len(self.flips) * len(self.captions)
+
+
+@runtime_checkable
+class ReadsCompanion(Protocol):
+    """An encoder that reads a companion of the image, such as its mask."""
+
+    def companion_of(self, image: Wanted) -> Wanted:
+        """The companion of an image, to be read in its place."""
+        ...
+
+
+def read_by(encoder: object, images: Sequence[Wanted]) -> Sequence[Wanted]:
+    """The inputs that an encoder reads: the images, or their companions."""
+    return _Companions(images, encoder) if isinstance(encoder, ReadsCompanion) else images
+
+
+class _Companions(Lazy[Wanted]):
+    """The companions of images."""
+
+    def __init__(self, images: Sequence[Wanted], encoder: ReadsCompanion) -> None:
+        self._images, self._encoder = images, encoder
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+        return [self._encoder.companion_of(image) for image in self._images[start:stop]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,10 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
 from lora_rocm.latent_cache.item_table import CUT, NO_CUT, Items, KeyLists, Usable, identity, samples_in
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
-from lora_rocm.latent_cache.masks import mask_encoders
+from lora_rocm.latent_cache.run_encoders import run_encoders
 
 if TYPE_CHECKING:
+    from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.families.base import ModelFamily, Tensors
     from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -46,6 +47,7 @@ class Prepared:
     samples: the samples of ``items``, in the same order.
     text_lookup: returns the cached tensors of a preview prompt or of the empty caption.
     repair: encodes an entry again; called with kind, key and reason by ``loader``.
+    entries: the kinds of entries of each item.
     items_digest: ``item_table.identity`` of the items.
     """
 
@@ -57,6 +59,7 @@ class Prepared:
     facts: Facts
     text_lookup: Callable[[str], Tensors]
     repair: Callable[[str, str, str], None]
+    entries: tuple[EntrySpec, ...]
     items_digest: str = identity(())
 
     def identity(self) -> str:
@@ -78,13 +81,12 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         StorageError: the cache cannot be written; its entries stay.
         MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
     """
-    # Creating the encoders locates the base model, so it comes before the long work. Masks come first: the image's hash
-    # is recorded last and kept.
-    encoders = (*mask_encoders(recipe), *family.encoders())
+    encoders = run_encoders(recipe, family)  # locates the base model, so it comes before the long work
+    entries = tuple(encoder.entry for encoder in encoders)
     caches = Caches(encoding, encoders)
     if facts is not None:
         caches.fill_texts(("", *_prompts(recipe)))
-        return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair)
+        return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair, entries)
     # Load the manifest if it is still valid; otherwise prepare everything and store a new one.
     shelf = Shelf(encoding.cache.root, recipe, encoders)
     kept = shelf.recall()
@@ -99,7 +101,6 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
     usable = Usable.of_table(kept.batch, sources)
     texts = _Texts(recipe, usable, kept.num_training, encoding.report)
     caches.belong(usable if caches.of_images() else (), texts, _Pairs(texts) if caches.of_pairs() else ())
-    entries = [encoder.entry for encoder in encoders]
     training, held_out = kept.batch.slice(0, kept.num_training), kept.batch.slice(kept.num_training)
     return Prepared(
         items=Items(training, sources, entries),
@@ -110,6 +111,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         facts=kept.facts,
         text_lookup=caches.text_lookup,
         repair=caches.repair,
+        entries=entries,
         items_digest=kept.items_digest,
     )
 

@@ -18,13 +18,13 @@ from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.manifest import Facts
-from lora_rocm.latent_cache.masks import MASK_ENTRY
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
 from lora_rocm.loader.worker_pool import GivenUp, Workers
 
 if TYPE_CHECKING:
+    from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.families.base import ModelFamily
     from lora_rocm.recipe.schema import RuntimeSection
 
@@ -35,14 +35,16 @@ Repair = Callable[[str, str, str], None]
 
 def open_workers(
     cache: LatentCache,
-    family: ModelFamily,
+    entries: Sequence[EntrySpec],
     runtime: RuntimeSection,
     say: Callable[[str], None],
     given_up: GivenUp = lambda seen: None,
 ) -> Workers:
-    """The workers for ``loader``, shared by all readings of a run. ``say``, ``given_up``: see ``Workers``."""
-    reader = Reader(cache, [MASK_ENTRY, *(encoder.entry for encoder in family.encoders())])
-    return Workers(reader, runtime, say, given_up)
+    """The workers for ``loader``, shared by all readings of a run.
+
+    ``entries``: the kinds of entries to read (``Prepared.entries``). ``say``, ``given_up``: see ``Workers``.
+    """
+    return Workers(Reader(cache, entries), runtime, say, given_up)
 
 
 def loader(

@@ -220,7 +220,7 @@ def _without_items(
     """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
     plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
-    workers = open_workers(cache, family, _runtime(start), start.context.notice)
+    workers = open_workers(cache, prepared.entries, _runtime(start), start.context.notice)
     return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
 
@@ -244,7 +244,7 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
     def given_up(seen: Seen) -> None:
         start.context.emit(change_event("workers-0", seen))
 
-    workers = open_workers(cache, family, _runtime(start), start.context.notice, given_up)
+    workers = open_workers(cache, prepared.entries, _runtime(start), start.context.notice, given_up)
     return Data(prepared, plan, steps, workers)
 
 

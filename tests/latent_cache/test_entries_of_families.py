@@ -76,7 +76,7 @@ class World:
 
     def batches(self, family: Toy, prepared: Prepared, batch_size: int, count: int | None = None) -> Iterator[Batch]:
         plan = BatchPlan(prepared.items, batch_size, 1, 0)
-        workers = open_workers(self.cache, family, RuntimeSection(), print)  # type: ignore[arg-type]
+        workers = open_workers(self.cache, prepared.entries, RuntimeSection(), print)
         yield from loader(plan, family, workers, 0, count or plan.steps_per_epoch, repair=prepared.repair)  # type: ignore[arg-type]
         workers.close()
 
@@ -288,10 +288,16 @@ def test_an_encoder_that_does_not_fit_the_cpu_either_is_an_error(world: World) -
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs"), [("Words", (CAPTION,)), ("a/b", (CAPTION,)), ("words", ()), ("words", ("sound",))]
+    ("name", "inputs"), [("Words", (CAPTION,)), ("a/b", (CAPTION,)), ("words", ()), ("words", ("So und",))]
 )
 def test_an_entry_of_no_kind_is_refused(name: str, inputs: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="no entry"):
         EntrySpec(name, inputs, {})
     with pytest.raises(ValueError, match="no axis"):
         TensorSpec("float32", "SD", Pad("T"))
+
+
+def test_an_input_that_nothing_provides_is_refused(world: World) -> None:
+    sound = FakeEncoder(EntrySpec("words", ("sound",), {"states": STATES}), "words-1", states_of)
+    with pytest.raises(TypeError, match=r"words reads \('sound',\), and its encoder has no companion_of"):
+        world.prepare(Toy(sound))

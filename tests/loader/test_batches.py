@@ -33,7 +33,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
     plan = BatchPlan(prepared.items, 2, 2, 0)
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
-        workers = open_workers(cache, family, keys.pop("runtime", RUNTIME), said.append)
+        workers = open_workers(cache, prepared.entries, keys.pop("runtime", RUNTIME), said.append)
         opened.append(workers)
         return loader(plan, family, workers, start, count, **{"repair": prepared.repair, **keys})
 

@@ -1,0 +1,30 @@
+"""The encoders of a run: those of its family, and those for inputs that mean the same to every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.latent_cache.image_preprocess import ReadsCompanion
+
+if TYPE_CHECKING:
+    from lora_rocm.families.base import Encoder, ModelFamily
+    from lora_rocm.recipe.schema import Recipe
+
+SHARED: tuple[Callable[[Recipe], Encoder | None], ...] = ()
+"""The encoders for every family; None if the recipe needs no such entries."""
+
+
+def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
+    """All encoders of a run. The family's come last: the hash that is kept of a sample is its image's.
+
+    Raises:
+        TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
+    """
+    shared = [make(recipe) for make in SHARED]
+    encoders = (*(encoder for encoder in shared if encoder is not None), *family.encoders())
+    for encoder in encoders:
+        if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
+            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")
+    return encoders
