@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from lora_rocm.dataset.masks import Masks
+
 if TYPE_CHECKING:
     from lora_rocm.dataset.image_io import Header
     from lora_rocm.dataset.sample_table import Sample
@@ -33,5 +35,5 @@ class CompanionInput(Protocol):
         ...
 
 
-COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = ()
+COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks,)
 """One class a kind, made from the options of a source and its index in the recipe."""

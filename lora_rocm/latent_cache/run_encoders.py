@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.latent_cache.image_preprocess import ReadsCompanion
+from lora_rocm.latent_cache.masks import mask_encoder
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder, ModelFamily
     from lora_rocm.recipe.schema import Recipe
 
-SHARED: tuple[Callable[[Recipe], Encoder | None], ...] = ()
+SHARED: tuple[Callable[[Recipe], Encoder | None], ...] = (mask_encoder,)
 """The encoders for every family; None if the recipe needs no such entries."""
 
 

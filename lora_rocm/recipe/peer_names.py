@@ -105,6 +105,7 @@ SAME_VALUE: dict[str, str] = {
     "shuffle_tokens": "data.shuffle_caption",
     "enable_tag_shuffling": "data.shuffle_caption",
     "random_flip": "data.flip_aug",
+    "conditioning_data_dir": "data.mask_path",
     "enable_random_flip": "data.flip_aug",
     "flip_x": "data.flip_aug",
     "bucket_reso_steps": "data.bucket_step",
@@ -167,6 +168,7 @@ EMA = "Write train.ema_decay: 0.999 to keep an average of the LoRA; 0 switches i
 ASPECT = (
     "data.bucket_max_aspect limits the buckets instead: for sides of at most M pixels at resolution R write (M / R)^2."
 )
+MASKS = "data.mask_path names a folder of masks, data.alpha_mask takes the images' alpha channels; leave it out."
 FREE = "Not supported yet; leave it out."
 ATTENTION = "Attention is chosen by the program; leave it out."
 PLACEMENT = "runtime.memory: auto decides what is kept on the card; leave it out."
@@ -301,7 +303,8 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("caption_tag_dropout_rate", "token_dropout_rate", "caption_dropout_every_n_epochs"), FREE),
     **dict.fromkeys(("keep_tokens_separator", "secondary_separator", "enable_wildcard", "caption_suffix"), FREE),
     **dict.fromkeys(("token_warmup_min", "token_warmup_step", "weighted_captions", "tag_delimiter"), FREE),
-    **dict.fromkeys(("masked_loss", "alpha_mask", "mask_path", "masked_training", "unmasked_weight"), FREE),
+    **dict.fromkeys(("masked_loss", "masked_training"), MASKS),
+    "unmasked_weight": "Write masks that are grey, not black, where the loss should count less: data.mask_path.",
     **dict.fromkeys(("unmasked_probability", "control_path", "num_frames", "fps", "train_embedding"), FREE),
     **dict.fromkeys(("additional_embeddings", "diff_output_preservation", "do_differential_guidance"), FREE),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hf_repo_id", "save_every_n_minutes"), FREE),

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
@@ -71,6 +72,11 @@ class SourceOptions(Section):
         description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
         "anything, also slashes; case does not matter.",
     )
+    mask_path: InputFolder | None = Field(
+        None,
+        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
+    )
+    alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
 
 
 class DataSource(Section):
@@ -98,6 +104,8 @@ class DataSource(Section):
     flip_aug: bool | None = None
     recursive: bool | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    mask_path: InputFolder | None = None
+    alpha_mask: bool | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:
@@ -128,6 +136,16 @@ class DataSection(SourceOptions):
     def _has_source(self) -> DataSection:
         if (self.path is None) == (not self.sources):
             raise one_of(self, "path", "sources")
+        return self
+
+    @model_validator(mode="after")
+    def _masks_can_be_paired(self) -> DataSection:
+        for source in self.resolved_sources():
+            if source.mask_path and (source.dataset or source.alpha_mask):
+                other = "alpha_mask" if source.alpha_mask else "dataset"
+                what = f"{source.path or source.dataset} cannot have both mask_path and {other}"
+                fix = "Remove one of them. mask_path is for folders: rows of a dataset have no file names."
+                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["mask_path"], "fix": fix})
         return self
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:

@@ -96,7 +96,7 @@ def test_masks_and_controls_are_counted_and_not_trained_on(tmp_path: Path, make:
     found = scan(make.data(path=str(data)))
     assert [sample.key for sample in found.samples] == ["0.png", "1.jpg", "sub/2.png"]
     first, second = (notice for notice in found.notices if "not used" in notice)
-    assert first.startswith("5 masks are not used: training with them is not supported yet (")
+    assert first.startswith("5 masks are not used: data.mask_path does not name their folder (")
     assert second.startswith("3 control images are not used: training with them is not supported yet (")
     assert "rename them or their folder" in first and not any("no image of the same" in n for n in found.notices)
 
@@ -119,7 +119,7 @@ def test_a_folder_called_masks_is_data_where_it_is_given_or_has_no_partners(
 
 def test_masks_alone_are_no_data(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "0-masklabel.png")
-    with pytest.raises(DataError, match="training with them"):
+    with pytest.raises(DataError, match="mask_path"):
         walk(tmp_path, ".txt")
 
 

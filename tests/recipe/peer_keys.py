@@ -2,6 +2,7 @@
 
 RIGHT: dict[str, str] = {
     "alpha": "lora.alpha",
+    "alpha_mask": "data.alpha_mask",
     "arch": "model.family",
     "aspect_ratio_bucketing": "data.enable_bucket",
     "base_model_name": "model.name_or_path",
@@ -24,6 +25,7 @@ RIGHT: dict[str, str] = {
     "dora_wd": "lora.use_dora",
     "ema_decay": "train.ema_decay",
     "enable_bucket": "data.enable_bucket",
+    "conditioning_data_dir": "data.mask_path",
     "enable_random_flip": "data.flip_aug",
     "enable_tag_shuffling": "data.shuffle_caption",
     "epoch": "train.epochs",
@@ -125,7 +127,7 @@ RIGHT: dict[str, str] = {
 """Where the key may stand in any section."""
 
 NOTHING_LIKE_IT = """
-    LoRA_type activation_offloading adaptive_noise_scale additional_embeddings alpha_mask aspect_bucket_rounding
+    LoRA_type activation_offloading adaptive_noise_scale additional_embeddings aspect_bucket_rounding
     async_offloading attention_mechanism balancing balancing_strategy base_model_precision beta1 beta2
     blank_prompt_preservation block_alphas block_dims blocks_to_swap bucket_no_upscale bucket_tolerance
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings

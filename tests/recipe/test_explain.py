@@ -60,6 +60,18 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
             "give exactly one of path and dataset",
             "Add path or dataset.",
         ),
+        (
+            {"data": {"path": "a", "mask_path": "b", "alpha_mask": True}},
+            "data.mask_path",
+            "a cannot have both mask_path and alpha_mask",
+            "Remove one of them",
+        ),
+        (
+            {"data": {"mask_path": "b", "sources": [{"path": "a"}, {"dataset": "c"}]}},
+            "data.mask_path",
+            "c cannot have both mask_path and dataset",
+            "rows of a dataset have no file names",
+        ),
         ({"data": {"dataset": "x"}}, "data.dataset", "no such key", "Write data.sources: [{dataset: 'x'}]"),
         ({"optim": {"optimizer": "AdamW8bit"}}, "optim.optimizer", "expected one of adamw, prodigy", "full precision"),
         ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", "got 'Prodigy'", "Write prodigy."),

@@ -75,6 +75,7 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
+    **dict.fromkeys(("data.mask_path", "data.alpha_mask"), "one number a latent"),
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small image has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),

@@ -1,0 +1,181 @@
+"""Loss masks: weights of the pixels of an image in the loss. Finds and decodes masks, checks them, computes values."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_rocm.dataset.buckets import Geometry, Size
+from lora_rocm.dataset.folders import shown, source_folder
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.image_io import Header, UnreadableImage, decode_as, read_header, readable_extensions
+from lora_rocm.dataset.left_out import COMPANION_END, counted, few, some
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.recipe.schema import ResolvedSource
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MASK = "mask"
+MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained on whole."
+
+
+class Masks:
+    """The masks of one source. A file in ``mask_path`` belongs to the image with the same path relative to its folder.
+
+    The comparison ignores extensions and the endings that other trainers give to masks ("0-masklabel", "0_mask").
+
+    Args:
+        options: options of the source.
+        index: index of the source in the recipe.
+
+    Raises:
+        DataError: ``mask_path`` is the folder of the images.
+    """
+
+    def __init__(self, options: ResolvedSource, index: int) -> None:
+        self._options = options
+        self._with, self._without, self._used, self._doubles = 0, few(), set[Path](), list[Path]()
+        if options.mask_path is None:
+            return
+        self._images, self._root = source_folder(options.path or "", index), Path(options.mask_path)
+        if os.path.realpath(self._images) == os.path.realpath(self._root):
+            raise DataError(
+                "mask-folder-same",
+                "mask_path is the folder of the images themselves.",
+                where=shown(self._root),
+                fix="Put the masks into a folder of their own, or set data.alpha_mask: true for the alpha channels.",
+            )
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of masks; None if the recipe names none."""
+        return self._options.mask_path
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Relative path without extension -> mask; the first by name if several match."""
+        wanted, found = readable_extensions(), dict[str, Path]()
+        for parent, _, names in os.walk(self._root, onerror=_refuse):
+            for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+                if path.suffix.lower() not in wanted:
+                    continue
+                if found.setdefault(str(path.relative_to(self._root).with_suffix("")), path) != path:
+                    self._doubles.append(path)
+        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+
+    def of(self, sample: Sample) -> Path | DatasetRow | None:
+        """The location of the mask of an image of this source: a file, or the image itself; None without a mask."""
+        if self._options.mask_path is None:
+            return sample.location if self._options.alpha_mask else None
+        assert isinstance(sample.location, Path), "a recipe with rows of a dataset and mask_path is refused"
+        return self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
+
+    def look(self, sample: Sample, header: Header) -> Problem | None:
+        """Count an image and check the header of its mask. Returns the reason if the pair cannot be used, else None."""
+        mask = self.of(sample)
+        if mask is None or (self._options.alpha_mask and not header.transparent):
+            self._without.append(sample.key)
+            return None
+        self._with += 1
+        if mask == sample.location:
+            return None
+        assert isinstance(mask, Path), "a row of a dataset is its own mask"
+        self._used.add(mask)
+        try:
+            size = read_header(mask).size
+        except UnreadableImage as error:
+            return Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX)
+        if fits(size, (sample.width, sample.height)):
+            return None
+        sizes = f"{size[0]}x{size[1]}, and the image is {sample.width}x{sample.height}"
+        return Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX)
+
+    def notices(self) -> list[str]:
+        """Notices about the masks; none if the recipe uses no masks.
+
+        Raises:
+            DataError: no image has a mask.
+        """
+        if self._options.mask_path is None and not self._options.alpha_mask:
+            return []
+        where = shown(self._options.mask_path or self._options.path or self._options.dataset)
+        if not self._with and self._without:
+            raise DataError(
+                "masks-missing",
+                f"None of the {len(self._without)} images has a mask.",
+                where=where,
+                fix="Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
+                if self._options.mask_path
+                else "Remove alpha_mask, or set mask_path: none of these files has an alpha channel.",
+            )
+        said = [f"{self._with} of {self._with + len(self._without)} images have a mask ({where})."]
+        if self._without:
+            have = counted(self._without, "image has none and is", "images have none and are")
+            said.append(f"{have} trained on whole: {some(self._without)}.")
+        files = set() if self._options.mask_path is None else {*self._files.values()} - self._used
+        if lonely := sorted(shown(path.name) for path in files):
+            have = counted(lonely, "mask has", "masks have")
+            said.append(f"{have} no image of the same name: {some(lonely)}.")
+        if doubles := [shown(path.name) for path in self._doubles]:
+            have = counted(doubles, "mask has the name of another one and is", "masks have the names of others and are")
+            said.append(f"{have} not used: {some(doubles)}.")
+        return [" ".join(said)]
+
+
+def _refuse(error: OSError) -> NoReturn:
+    what, where = f"A folder of masks cannot be read: {error.strerror}.", shown(error.filename)
+    raise DataError("mask-folder-unreadable", what, where=where, fix="Correct data.mask_path, or the rights.")
+
+
+def decode_mask(content: bytes, alpha: bool) -> Image.Image:
+    """Decode a mask in mode L with EXIF orientation applied: 255 counts fully, 0 and transparent pixels do not count.
+
+    ``alpha``: use the alpha channel alone; an image without one counts everywhere.
+
+    Raises:
+        UnreadableImage: see ``image_io.decode``.
+    """
+    return decode_as(partial(_grey, alpha=alpha), content)
+
+
+def _grey(image: Image.Image, profile: bytes | None, alpha: bool) -> Image.Image:
+    from PIL import Image, ImageChops
+
+    white = Image.new("L", image.size, 255)
+    opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else white
+    return opacity if alpha else ImageChops.multiply(image.convert("L"), opacity)
+
+
+def fits(mask_wh: Size, image_wh: Size) -> bool:
+    """Whether a mask has the aspect ratio of an image, up to one pixel of rounding."""
+    (mask_width, mask_height), (width, height) = mask_wh, image_wh
+    return abs(mask_height * width - mask_width * height) <= max(width, height)
+
+
+def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, step_hw: Size) -> NDArray[np.float32]:
+    """The mask of a cropped image, averaged by area: float32 in [0, 1], one value per cell of ``step_hw`` pixels.
+
+    Like in ``image_io.cut``, the mask is mirrored before it is cropped.
+    """
+    (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
+    (target_height, target_width), (step_y, step_x) = geometry.target_hw, step_hw
+    seen_HW = mask_HW[:, ::-1] if flip else mask_HW
+    rows_HW = _means(seen_HW, np.arange(top, top + target_height + 1, step_y), height)
+    cells_WH = _means(rows_HW.T, np.arange(left, left + target_width + 1, step_x), width)
+    return (cells_WH.T / 255.0).astype(np.float32)
+
+
+def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
+    """Means over the rows between consecutive edges, which are in units in which all N rows together are ``whole``."""
+    values = values_NM.astype(np.float64)
+    at = edges * len(values) / whole
+    lower = np.minimum(at.astype(np.int64), len(values) - 1)
+    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+    return np.diff(sums[lower] + (at - lower)[:, None] * values[lower], axis=0) / np.diff(at)[:, None]

@@ -1,0 +1,138 @@
+"""Masks as cache entries: one per view of an image, on the grid of its latents, keyed by content and crop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_rocm.dataset.buckets import Size
+from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.dataset.folders import shown
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage
+from lora_rocm.dataset.masks import MASK, MASK_FIX, Masks, decode_mask, fits, mask_on_grid
+from lora_rocm.errors import DataError
+from lora_rocm.families.objectives.loss import LOSS_MASK
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.families.base import Encode, Inputs, Tensors
+    from lora_rocm.recipe.schema import Recipe
+
+MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TensorSpec("float32", "CHW")}, follows_shape=True)
+
+
+@dataclass(frozen=True)
+class MaskEncoder:
+    """An identity encoder for masks, which ``MaskWanted`` has already reduced.
+
+    sources: the masks of each source. step_hw: pixels per latent.
+    """
+
+    sources: Sequence[Masks]
+    step_hw: Size
+    entry: EntrySpec = MASK_ENTRY
+
+    @property
+    def fingerprint(self) -> str:
+        return f"mask1-{self.step_hw[0]}x{self.step_hw[1]}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def companion_of(self, image: Wanted) -> Wanted:
+        mask = self.sources[image.sample.source].of(image.sample)
+        return MaskWanted(image.sample, image.geometry, image.flips, mask=mask, step_hw=self.step_hw)
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        def encode(inputs: Inputs) -> Tensors:
+            mask_CHW = inputs[MASK]
+            assert isinstance(mask_CHW, Tensor)
+            return {LOSS_MASK: mask_CHW}
+
+        return encode
+
+
+def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
+    """The mask encoder; None if no source has masks, so no masks are cached or sent to the device."""
+    sources = recipe.data.resolved_sources()
+    if not any(source.mask_path or source.alpha_mask for source in sources):
+        return None
+    height, width = (recipe.spec.shapes[axis].per_latent for axis in ("h", "w"))
+    return MaskEncoder([Masks(source, index) for index, source in enumerate(sources)], (height, width))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskWanted(Wanted):
+    """The mask of a sample, whose entries are to be in the cache.
+
+    mask: location of the mask; None if the image counts everywhere. step_hw: pixels per latent.
+    """
+
+    mask: Path | DatasetRow | None = None
+    step_hw: Size = (1, 1)
+
+    @property
+    def reads(self) -> str:
+        return MASK
+
+    @property
+    def file(self) -> Path | None:
+        return self.mask if isinstance(self.mask, Path) else None
+
+    @property
+    def _is_alpha(self) -> bool:
+        return self.mask == self.sample.location
+
+    def hashed(self) -> str:
+        try:
+            return hash_of(self.read())
+        except DataError:
+            return ""
+
+    def read(self) -> bytes:
+        if self.mask is None:
+            return b""
+        if self._is_alpha:
+            return Wanted.read(self)
+        assert isinstance(self.mask, Path)
+        try:
+            return read_plain(self.mask, MAX_IMAGE_BYTES)
+        except OSError as error:
+            raise self._unusable(f"cannot be read: {error.strerror or error}") from error
+
+    def decoded(self, content: bytes) -> Image.Image:
+        from PIL import Image
+
+        sample = self.sample
+        if self.mask is None:
+            return Image.new("L", (sample.width, sample.height), 255)
+        try:
+            mask = decode_mask(content, self._is_alpha)
+        except UnreadableImage as error:
+            raise self._unusable(f"cannot be read: {error}") from error
+        if not fits(mask.size, (sample.width, sample.height)):
+            raise self._unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")
+        return mask
+
+    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
+        mask_HW = mask_on_grid(np.asarray(image), self.geometry, flip, self.step_hw)
+        if not mask_HW.any():
+            raise self._unusable("leaves nothing to train on: it is black where the image is cut")
+        return torch.from_numpy(mask_HW[None])
+
+    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
+        return (*Wanted.parts(self, sha256, flip), self._is_alpha)
+
+    def _unusable(self, why: str) -> DataError:
+        return DataError("mask-unusable", f"The mask of {self.sample.key} {why}.", where=shown(self.mask), fix=MASK_FIX)
