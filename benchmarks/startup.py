@@ -241,7 +241,7 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
     mark("items")
     plan = BatchPlan(prepared.items, 4, 1, 0)
     mark("plan")
-    workers = open_workers(LatentCache(cache), prepared.entries, recipe.runtime, lambda text: None)
+    workers = open_workers(LatentCache(cache), prepared.entries, recipe.runtime)
     next(loader(plan, family, workers, 0, 1))
     mark("first batch")
     peak_mib, now_mib = most_resident_mib(), process.memory_info().rss / 2**20

@@ -36,8 +36,9 @@ from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.event_types import MachineEvent
+from lora_rocm.rundir.event_types import Event, MachineEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.run_context import RunContext
 
 BATCHES, BATCHES_S = 400, 4.0
 """A row ends after this many batches or seconds, whichever comes first."""
@@ -102,6 +103,11 @@ def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: Batc
     return call
 
 
+def _note(said: list[str], event: Event) -> None:
+    if isinstance(event, NoticeEvent):
+        said.append(event.text)
+
+
 def works_of(
     recipe: Recipe, prepared: Prepared, cache: LatentCache, plan: BatchPlan, family: ModelFamily
 ) -> list[Work]:
@@ -112,7 +118,7 @@ def works_of(
             said: list[str] = []
             found: dict[str, Any] = {}
             runtime = recipe.runtime.model_copy(update={"workers": count, "workers_on_windows": True})
-            workers = open_workers(cache, prepared.entries, runtime, said.append)
+            workers = open_workers(cache, prepared.entries, runtime, RunContext(partial(_note, said)))
             if source == "images":
                 workers.source = decoder_of(prepared, family)
             fields = {"source": source, "workers": count, "batch_size": plan.batch_size}

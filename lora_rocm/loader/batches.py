@@ -21,7 +21,8 @@ from lora_rocm.latent_cache.manifest import Facts
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
-from lora_rocm.loader.worker_pool import GivenUp, Workers
+from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
@@ -37,14 +38,13 @@ def open_workers(
     cache: LatentCache,
     entries: Sequence[EntrySpec],
     runtime: RuntimeSection,
-    say: Callable[[str], None],
-    given_up: GivenUp = lambda seen: None,
+    context: RunContext = NOBODY,
 ) -> Workers:
     """The workers for ``loader``, shared by all readings of a run.
 
-    ``entries``: the kinds of entries to read (``Prepared.entries``). ``say``, ``given_up``: see ``Workers``.
+    ``entries``: the kinds of entries to read (``Prepared.entries``). ``context``: see ``Workers``.
     """
-    return Workers(Reader(cache, entries), runtime, say, given_up)
+    return Workers(Reader(cache, entries), runtime, context)
 
 
 def loader(

@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lora_rocm.loader.cached_dataset import BadEntry, Order, Orders, Read, Unequal
 from lora_rocm.recipe.schema import RuntimeSection
-from lora_rocm.rules.mitigations import Seen
+from lora_rocm.rules.mitigations import Seen, change_event
 from lora_rocm.rundir.exit_status import describe_exit
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 START_S = 120.0
 """Minimum time limit for the first batch of a new process, which imports torch first."""
@@ -42,7 +43,6 @@ NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
 WAITED = "DataLoader timed out"
 """Part of torch's message if its own timeout expires before ours."""
 
-GivenUp = Callable[[Seen], None]
 Result = Read | BadEntry | Unequal
 
 
@@ -72,14 +72,12 @@ class Workers:
     Args:
         source: the dataset that the workers read.
         runtime: number of workers, their timeout, and whether they are kept between two readings.
-        say: receives a message for each change.
-        given_up: called once with the last symptom, when the rest is read without workers.
+        context: receives a notice for each change, and once the change "workers-0", when the rest is read without
+            workers.
     """
 
-    def __init__(
-        self, source: Source, runtime: RuntimeSection, say: Callable[[str], None], given_up: GivenUp = lambda seen: None
-    ) -> None:
-        self.source, self._runtime, self._say, self._given_up = source, runtime, say, given_up
+    def __init__(self, source: Source, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
+        self.source, self._runtime, self._context = source, runtime, context
         self.count = runtime.workers_on(sys.platform)
         self.sharing = get_sharing_strategy()
         self._idle: list[Group] = []
@@ -133,9 +131,9 @@ class Workers:
         else:
             self.count = min(self.count, group.size // 2)
             how = f"going on with {self.count} workers" if self.count else "going on without workers"
-        self._say(f"A loader worker failed: {what}; {how}. No sample is lost.")
+        self._context.notice(f"A loader worker failed: {what}; {how}. No sample is lost.")
         if had and not self.count:  # only once: two readings may be active, and both may fail
-            self._given_up(seen)
+            self._context.emit(change_event("workers-0", seen))
 
 
 class Group:

@@ -27,7 +27,6 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
 from lora_rocm.recipe.schema import RuntimeSection
-from lora_rocm.rules.mitigations import Seen, change_event
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
@@ -220,7 +219,7 @@ def _without_items(
     """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
     plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
-    workers = open_workers(cache, prepared.entries, _runtime(start), start.context.notice)
+    workers = open_workers(cache, prepared.entries, _runtime(start), start.context)
     return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
 
@@ -241,10 +240,7 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
         )
     )
 
-    def given_up(seen: Seen) -> None:
-        start.context.emit(change_event("workers-0", seen))
-
-    workers = open_workers(cache, prepared.entries, _runtime(start), start.context.notice, given_up)
+    workers = open_workers(cache, prepared.entries, _runtime(start), start.context)
     return Data(prepared, plan, steps, workers)
 
 

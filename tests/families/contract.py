@@ -129,7 +129,7 @@ class Its:
     def batches(self, size: int) -> Iterator[Batch]:
         """The batches of an epoch."""
         plan = BatchPlan(self.prepared.items, size, 1, 0)
-        workers = open_workers(self.cache, self.prepared.entries, self.recipe.runtime, print)
+        workers = open_workers(self.cache, self.prepared.entries, self.recipe.runtime)
         yield from loader(plan, self.family, workers, 0, plan.steps_per_epoch)
         workers.close()
 

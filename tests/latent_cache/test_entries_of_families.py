@@ -76,7 +76,7 @@ class World:
 
     def batches(self, family: Toy, prepared: Prepared, batch_size: int, count: int | None = None) -> Iterator[Batch]:
         plan = BatchPlan(prepared.items, batch_size, 1, 0)
-        workers = open_workers(self.cache, prepared.entries, RuntimeSection(), print)
+        workers = open_workers(self.cache, prepared.entries, RuntimeSection())
         yield from loader(plan, family, workers, 0, count or plan.steps_per_epoch, repair=prepared.repair)  # type: ignore[arg-type]
         workers.close()
 

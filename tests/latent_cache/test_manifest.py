@@ -81,7 +81,7 @@ def test_what_is_recalled_is_what_was_found(starts: Starts) -> None:
     for prompt in ("", "a house", "image 3"):
         again.text_lookup(prompt)
     plan = BatchPlan(again.items, 2, 1, seed=3)
-    workers = open_workers(LatentCache(starts.root / "cache"), again.entries, starts.recipe.runtime, print)
+    workers = open_workers(LatentCache(starts.root / "cache"), again.entries, starts.recipe.runtime)
     (batch,) = loader(plan, starts.family, workers, 0, 1)
     assert batch.tensors["latent_mean"].shape[0] == 2
 

@@ -53,7 +53,7 @@ class World:
 
     def batches(self, prepared: Prepared, batch_size: int) -> list[Batch]:
         plan, family = BatchPlan(prepared.items, batch_size, 1, 0), FakeFamily()
-        workers = open_workers(self.cache, prepared.entries, RuntimeSection(workers=0), print)
+        workers = open_workers(self.cache, prepared.entries, RuntimeSection(workers=0))
         found = list(loader(plan, family, workers, 0, plan.steps_per_epoch, repair=prepared.repair))  # type: ignore[arg-type]
         workers.close()
         return found

@@ -15,6 +15,7 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.recipe.schema import RuntimeSection
+from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")
 RUNTIME = RuntimeSection()
@@ -33,7 +34,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
     plan = BatchPlan(prepared.items, 2, 2, 0)
 
     def load(start: int, count: int | None, plan: BatchPlan = plan, **keys: Any) -> Any:
-        workers = open_workers(cache, prepared.entries, keys.pop("runtime", RUNTIME), said.append)
+        workers = open_workers(cache, prepared.entries, keys.pop("runtime", RUNTIME), listening(said))
         opened.append(workers)
         return loader(plan, family, workers, start, count, **{"repair": prepared.repair, **keys})
 

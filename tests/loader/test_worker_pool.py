@@ -26,7 +26,8 @@ from lora_rocm.loader import worker_pool as under_test
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Group, Workers, WorkersFailed, hand_over, one_ahead
 from lora_rocm.recipe.schema import RuntimeSection
-from lora_rocm.rules.mitigations import Seen
+from lora_rocm.rundir.event_types import ChangeEvent, Event, NoticeEvent
+from lora_rocm.rundir.run_context import RunContext
 
 COUNT = 9
 FAULTY = 4
@@ -89,12 +90,29 @@ def orders() -> Orders:
     return Orders(BatchPlan(items, 1, 1, 0), 0, COUNT)
 
 
+def noting(said: list[str], given_up: list[str] | None) -> RunContext:
+    """A context that notes messages, and symptoms of the change to no workers."""
+
+    def emit(emitted: Event) -> None:
+        if isinstance(emitted, NoticeEvent):
+            said.append(emitted.text)
+        elif isinstance(emitted, ChangeEvent) and given_up is not None:
+            given_up.append(emitted.seen)
+        else:
+            pytest.fail(f"{emitted}")
+
+    return RunContext(emit)
+
+
 def read(
-    source: Source, orders: Orders, said: list[str], given_up: Callable[[Seen], None] = pytest.fail, **runtime: Any
+    source: Source, orders: Orders, said: list[str], given_up: list[str] | None = None, **runtime: Any
 ) -> list[Any]:
-    """Where nothing hangs on purpose, the limit is one that no busy machine reaches."""
+    """``given_up`` gets the symptom with which workers are given up; None where that is an error.
+
+    Where nothing hangs on purpose, the limit is one that no busy machine reaches.
+    """
     timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
-    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), said.append, given_up)
+    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), noting(said, given_up))
     try:
         return plain(workers.reads(orders))
     finally:
@@ -112,9 +130,9 @@ SLOW = ("is stopped", "crashes", "is killed", "raises", "leaves")
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in SAID])
 def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    seen: list[Seen] = []
+    seen: list[str] = []
     started = time.monotonic()
-    assert read(Source(fault, tmp_path), orders, said, seen.append, workers=1) == read(Source(), orders, [])
+    assert read(Source(fault, tmp_path), orders, said, seen, workers=1) == read(Source(), orders, [])
     assert seen == ["loader-hang" if fault in ("hangs", "is stopped") else "died"]
     assert len(said) == 1 and SAID[fault] in said[0] and "going on without workers" in said[0], said
     assert time.monotonic() - started < 120 and multiprocessing.active_children() == []
@@ -123,9 +141,9 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
 
 def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    given_up: list[int] = []
-    found = read(Source("is killed", tmp_path), orders, said, lambda seen: given_up.append(len(said)), workers=2)
-    assert found == read(Source(), orders, []) and given_up == [2]  # not where one was left
+    given_up: list[str] = []
+    found = read(Source("is killed", tmp_path), orders, said, given_up, workers=2)
+    assert found == read(Source(), orders, []) and given_up == ["died"]  # not where one was left
     assert ["going on with 1 workers" in text for text in said] == [True, False] and len(said) == 2
 
 
@@ -134,7 +152,7 @@ def test_reading_that_forgets_its_position_gives_other_batches(
 ) -> None:
     """Negative control of the tests above."""
     monkeypatch.setattr(Orders, "after", lambda self, count: self)
-    assert read(Source("raises", tmp_path), orders, [], lambda seen: None, workers=1) != read(Source(), orders, [])
+    assert read(Source("raises", tmp_path), orders, [], [], workers=1) != read(Source(), orders, [])
 
 
 def test_workers_that_are_sound_are_not_given_up(orders: Orders) -> None:
@@ -147,7 +165,7 @@ def test_a_death_never_interrupts_what_the_main_process_does(orders: Orders) -> 
     """torch's own handler raises in the main thread when a worker dies, wherever that thread is."""
     said: list[str] = []
     before = signal.getsignal(signal.SIGCHLD)
-    workers = Workers(Source(), RuntimeSection(workers=1), said.append)
+    workers = Workers(Source(), RuntimeSection(workers=1), noting(said, []))
     reading = workers.reads(Orders(orders.plan, 0, 40))
     found = plain(itertools.islice(reading, 2))
     (child,) = multiprocessing.active_children()
@@ -160,7 +178,7 @@ def test_a_death_never_interrupts_what_the_main_process_does(orders: Orders) -> 
 
 def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    workers = Workers(Source("raises", tmp_path), RuntimeSection(workers=1), said.append)
+    workers = Workers(Source("raises", tmp_path), RuntimeSection(workers=1), noting(said, []))
     whole = read(Source(), orders, [])
     assert plain(workers.reads(orders)) == whole == plain(workers.reads(orders))
     assert len(said) == 1 and SAID["raises"] in said[0] and workers.count == 0
@@ -168,7 +186,7 @@ def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: bool) -> None:
-    workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent), pytest.fail)
+    workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent))
     whole, seen = read(Source(), orders, []), []
     for _ in range(2):
         assert plain(itertools.islice(workers.reads(orders), 3)) == whole[:3]  # left in the middle
@@ -182,7 +200,7 @@ def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: b
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere tensors are handed over through files from the start")
 def test_files_where_descriptors_run_out(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    workers = Workers(Source("descriptors", tmp_path), RuntimeSection(workers=1), said.append)
+    workers = Workers(Source("descriptors", tmp_path), RuntimeSection(workers=1), noting(said, []))
     assert plain(workers.reads(orders)) == read(Source(), orders, [])
     assert len(said) == 1 and "Too many open files" in said[0] and "through files" in said[0]
     assert (workers.count, workers.sharing) == (1, "file_system")
@@ -205,8 +223,8 @@ def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
         self._told.put(("failed", what))
 
     monkeypatch.setattr(Group, "_serve", serve)
-    found: list[Seen] = []
-    assert read(Source(), orders, [], found.append, workers=1) == read(Source(), orders, [])
+    found: list[str] = []
+    assert read(Source(), orders, [], found, workers=1) == read(Source(), orders, [])
     assert found == [seen]
 
 
@@ -218,8 +236,8 @@ def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: 
         raise WorkersFailed("it hung", "loader-hang")
 
     monkeypatch.setattr(Group, "reads", failing)
-    found: list[Seen] = []
-    workers = Workers(Source(), RuntimeSection(workers=1), lambda text: None, found.append)
+    found: list[str] = []
+    workers = Workers(Source(), RuntimeSection(workers=1), noting([], found))
     one, other = workers.reads(orders), workers.reads(orders)
     begun = plain(itertools.islice(one, 1)), plain(itertools.islice(other, 1))
     assert [some + plain(rest) for some, rest in zip(begun, (one, other), strict=True)] == 2 * [
@@ -231,8 +249,8 @@ def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: 
 
 def test_on_windows_workers_are_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test.sys, "platform", "win32")
-    assert Workers(Source(), RuntimeSection(workers=2), pytest.fail).count == 0
-    assert Workers(Source(), RuntimeSection(workers=2, workers_on_windows=True), pytest.fail).count == 2
+    assert Workers(Source(), RuntimeSection(workers=2)).count == 0
+    assert Workers(Source(), RuntimeSection(workers=2, workers_on_windows=True)).count == 2
 
 
 def test_what_the_data_loader_is_asked_for(orders: Orders) -> None:
