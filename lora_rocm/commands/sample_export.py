@@ -77,8 +77,13 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -
     """Write the LoRA of a run in another format.
 
     Raises:
+        UserError: ``output`` is of the wrong kind.
         LoraRocmError: any error of the child process.
     """
+    if output is not None and (output.is_file() if form == "peft" else output.is_dir()):
+        is_now, wanted = ("file", "folder") if form == "peft" else ("folder", "file")
+        what = f"There is a {is_now}, and the {form} form is a {wanted}."
+        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Name a {wanted}, in any folder.")
     return _export(open_run(source), form, output=output, dtype=dtype)
 
 

@@ -19,7 +19,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.adapters.module_names import TEXT_LEVEL, KeyTable
-from lora_rocm.errors import ExportError
+from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
 from lora_rocm.export.verify import Verification, verify
@@ -57,11 +57,11 @@ def write(
         The digest of each file's intended content, by its path below ``root``.
 
     Raises:
-        ExportError: "export-form": the adapter cannot be written in this form.
+        AdapterError: "export-form": the adapter cannot be written in this form.
         StorageError: disk full, no permission, or the file reads back differently.
     """
     if form not in adapter.readers:
-        raise ExportError(
+        raise AdapterError(
             "export-form",
             f"A {adapter.files.name} of this model cannot be written in the {form} form: nothing would read it.",
             where=str(path),

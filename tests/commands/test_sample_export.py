@@ -110,3 +110,15 @@ def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
     with pytest.raises(UserError, match="no run here"):
         sample_export.export(Path(source), "peft", output=None, dtype=None)
     assert jobs == []
+
+
+@pytest.mark.parametrize(("form", "there"), [("kohya", "folder"), ("diffusers", "folder"), ("peft", "file")])
+def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path, form: str, there: str) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    Path("folder").mkdir()
+    Path("file").touch()
+    with pytest.raises(UserError, match=f"There is a {there}, and the {form} form is a") as caught:
+        sample_export.export(Path("run"), form, output=Path(there), dtype=None)
+    assert caught.value.exit_code == 2 and jobs == []
+    sample_export.export(Path("run"), form, output=Path("folder" if form == "peft" else "file"), dtype=None)
+    assert len(jobs) == 1
