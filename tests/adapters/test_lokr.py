@@ -19,7 +19,7 @@ from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear
 from lora_rocm.adapters.lora_reader import components_of, read_lora
-from lora_rocm.errors import AdapterError, ExportError
+from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
@@ -203,7 +203,7 @@ def test_peft_draws_the_same_by_its_own_layers(folder: Path, tmp_path: Path) -> 
 
 def test_the_diffusers_form_is_refused(folder: Path, tmp_path: Path) -> None:
     family, _, adapter = trained(folder, lora=lokr(rank=2))
-    with pytest.raises(ExportError, match="kohya, peft"):
+    with pytest.raises(AdapterError, match="kohya, peft"):
         writers.write("diffusers", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
 
 
@@ -224,7 +224,7 @@ def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, fault: str) -> Non
     tensors = load_file(path)
     WRONG[fault](tensors, "lora_unet_middle_block_1_proj_in")
     save_file(tensors, path)
-    with pytest.raises(ExportError):
+    with pytest.raises(AdapterError):
         writers.verify("kohya", path, family, model, adapter)
 
 
