@@ -19,7 +19,7 @@ from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear
 from lora_rocm.adapters.lora_reader import components_of, read_lora
-from lora_rocm.errors import AdapterError
+from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
@@ -224,7 +224,7 @@ def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, fault: str) -> Non
     tensors = load_file(path)
     WRONG[fault](tensors, "lora_unet_middle_block_1_proj_in")
     save_file(tensors, path)
-    with pytest.raises(AdapterError):
+    with pytest.raises(ExportError):
         writers.verify("kohya", path, family, model, adapter)
 
 
