@@ -14,7 +14,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from lora_rocm.errors import Problem
-from lora_rocm.recipe.peer_names import SAME_VALUE
+from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe
 
 MAX_NAMED = 6
@@ -170,7 +170,7 @@ def _is_ours(data: Any) -> bool:
 
 
 def _renamed(paths: frozenset[str]) -> str:
-    found = {path.rpartition(".")[2] for path in paths} & SAME_VALUE.keys()
-    rows = [f"{name} is {SAME_VALUE[name]}" for name in SAME_VALUE if name in found and "." in SAME_VALUE[name]]
+    found = {path.rpartition(".")[2] for path in paths}
+    rows = [f"{name} is {key}" for name, key in peer_names().same_value.items() if name in found and "." in key]
     more = ", ..." if len(rows) > MAX_NAMED else ""
     return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""

@@ -1,0 +1,124 @@
+"""Tables of the package as files: each one reads, and a broken row is named with its file, number, name and key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import lora_rocm
+from lora_rocm.errors import MachineError
+from lora_rocm.foundation.tables import Functions, read_table
+from lora_rocm.recipe.peer_names import PeerNames
+
+PACKAGE = Path(lora_rocm.__file__).parent
+TABLES: dict[str, tuple[type, Functions]] = {
+    "recipe/peer_names.toml": (PeerNames, {}),
+}
+
+
+def test_every_table_of_the_package_is_in_the_list() -> None:
+    assert {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.toml")} == TABLES.keys()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_reads_and_a_broken_last_row_of_it_is_named(name: str, tmp_path: Path) -> None:
+    kind, functions = TABLES[name]
+    text = (PACKAGE / name).read_text(encoding="utf-8")
+    assert read_table(PACKAGE / name, kind, functions)
+    for array in set(re.findall(r"^\[\[(\w+)\]\]$", text, re.MULTILINE)):
+        head, _, row = text.rpartition(f"[[{array}]]\n")
+        broken = tmp_path / f"{array}.toml"
+        broken.write_text(f"{head}[[{array}]]\nno_such_key = 1\n{row}", encoding="utf-8")
+        with pytest.raises(MachineError) as caught:
+            read_table(broken, kind, functions)
+        number = text.count(f"[[{array}]]\n")
+        found = re.fullmatch(
+            rf"{re.escape(str(broken))}, {array}, {number}(?: \((.*)\))?, no_such_key", caught.value.where
+        )
+        assert found is not None and f'id = "{found[1]}"' in (row if found[1] else 'id = "None"'), caught.value.where
+
+
+@dataclass(frozen=True)
+class When:
+    systems: tuple[Literal["linux", "windows"], ...] = ()
+    hex: int = 0
+
+
+@dataclass(frozen=True)
+class Computed:
+    by: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    value: str | Computed = "none"
+    when: When = field(default_factory=When)
+    below: str | None = None
+    pairs: tuple[tuple[int, ...], ...] = ()
+    most: float = 1.0
+
+
+@dataclass(frozen=True)
+class Small:
+    row: tuple[Row, ...]
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def read(tmp_path: Path, text: str) -> Small:
+    path = tmp_path / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_table(path, Small, {"double": double})
+
+
+GOOD = """
+names = { a = ["b", "c"] }
+row = [
+    { id = "first", value = { by = "double" }, when = { systems = ["linux"], hex = 0x83 }, below = "7.0" },
+    { id = "second", value = "1", pairs = [[1, 2], [3]], most = 2.5 },
+]
+"""
+
+
+def test_rows_are_dataclasses(tmp_path: Path) -> None:
+    first = Row("first", Computed(double), When(("linux",), 0x83), "7.0")
+    assert read(tmp_path, GOOD) == Small((first, Row("second", "1", pairs=((1, 2), (3,)), most=2.5)), {"a": ("b", "c")})
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "where"),
+    [
+        ('"double"', '"triple"', "row, 1 (first), value, by"),
+        ('"linux"', '"hurd"', "row, 1 (first), when, systems, 1"),
+        ('"7.0"', "7.0", "row, 1 (first), below"),
+        ("0x83", "true", "row, 1 (first), when, hex"),
+        ("hex = 0x83", "octal = 1", "row, 1 (first), when, octal"),
+        ("[3]", '["3"]', "row, 2 (second), pairs, 2, 1"),
+        ('id = "second", ', "", "row, 2, id"),
+        ('["b", "c"]', '"b"', "names, a"),
+        ("most = 2.5", "most = 2", "row, 2 (second), most"),
+        ("row = [", "rows = [", "rows"),
+        (" },\n]", " },", ""),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_place(good: str, bad: str, where: str, tmp_path: Path) -> None:
+    assert good in GOOD
+    with pytest.raises(MachineError) as caught:
+        read(tmp_path, GOOD.replace(good, bad))
+    assert caught.value.code == "table-invalid"
+    assert caught.value.where == ", ".join(filter(None, (str(tmp_path / "small.toml"), where)))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="No such file") as caught:
+        read_table(tmp_path / "gone.toml", Small)
+    assert caught.value.where == str(tmp_path / "gone.toml")
