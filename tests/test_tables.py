@@ -13,10 +13,12 @@ import pytest
 import lora_rocm
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import Functions, read_table
+from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.recipe.peer_names import PeerNames
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[type, Functions]] = {
+    "hardware/archs.toml": (ArchTable, {}),
     "recipe/peer_names.toml": (PeerNames, {}),
 }
 
