@@ -40,7 +40,6 @@ from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerpr
 from lora_rocm.kernels.geglu_triton import TritonGeglu  # noqa: E402
 from lora_rocm.kernels.group_norm_triton import TritonGroupNorm, TritonResidual  # noqa: E402
 from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm  # noqa: E402
-from lora_rocm.rules.rule import release  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
 COMMAND = "python benchmarks/registers.py --write"
@@ -252,7 +251,7 @@ def main() -> None:
     parser.add_argument("--warps", type=int, default=group_norm_triton.WARPS)
     options = parser.parse_args()
     group_norm_triton.WARPS = options.warps
-    cards = [gfx for gfx in options.cards.split(",") if triton_takes(release(triton.__version__), gfx) is not False]
+    cards = [gfx for gfx in options.cards.split(",") if triton_takes(triton.__version__, gfx) is not False]
     counts = {gfx: counted(gfx) for gfx in cards}
     for gfx, rows in counts.items():
         for name, now in sorted(rows.items(), key=lambda row: -row[1].vgprs):

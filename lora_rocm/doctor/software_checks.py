@@ -10,7 +10,7 @@ from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, un
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.hardware import wheels
-from lora_rocm.hardware.archs import TRITON_PACKAGES, Generation, arch_of, has_kernels, triton_takes, triton_versions
+from lora_rocm.hardware.archs import Generation, arch_of, has_kernels, triton_of, triton_takes, triton_versions
 from lora_rocm.hardware.facts import Torch
 from lora_rocm.rules.amd_rules import RDNA
 from lora_rocm.rules.environment import EnvPlan
@@ -230,17 +230,16 @@ def _vision(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _triton(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch, gpu, libraries = situation.facts.torch, situation.gpu, situation.facts.libraries
-    found = {name.lower().replace("-", "_"): version for name, version in libraries.items()}
-    name = next((name for name in TRITON_PACKAGES if name in found), None)
-    if torch is None or torch.hip is None or gpu is None or gpu.gfx is None or name is None:
+    found = triton_of(libraries)
+    if torch is None or torch.hip is None or gpu is None or gpu.gfx is None or found is None:
         return None
-    if triton_takes(release(found[name]), gpu.gfx) is not False or _problem(situation) is not None:
+    if triton_takes(found[1], gpu.gfx) is not False or _problem(situation) is not None:
         return None
     return Finding(
         "triton-gpu",
         "slows",
         f"This Triton compiles nothing for {gpu.gfx}",
-        f"{name} {found[name]}; GPU: {gpu.name} ({gpu.gfx})",
+        f"{' '.join(found)}; GPU: {gpu.name} ({gpu.gfx})",
         "steps do without this program's Triton kernels: plain PyTorch computes the same, slower and in more memory",
         (
             "Nothing has to be done: training chooses the plain form by itself.",

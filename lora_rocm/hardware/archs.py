@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,20 +78,34 @@ def arch_of(gfx: str | None) -> Arch | None:
     return BY_GFX.get(gfx) if gfx else None
 
 
-def triton_takes(version: Sequence[int], gfx: str | None) -> bool | None:
-    """Whether a Triton version ((3, 9, 0)) compiles for an architecture; None if unknown."""
-    series = next((series for series in TRITON if series.version == tuple(version[:2])), None)
-    if series is None or gfx is None:
+def triton_of(libraries: Mapping[str, str]) -> tuple[str, str] | None:
+    """Package name and version of the installed Triton, of all installed packages; None if there is none."""
+    found = {name.lower().replace("-", "_"): version for name, version in libraries.items()}
+    return next(((name, found[name]) for name in TRITON_PACKAGES if name in found), None)
+
+
+def triton_takes(version: str, gfx: str) -> bool | None:
+    """Whether a version of Triton ("3.9.0") compiles for an architecture; None if unknown."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    series = next((series for series in TRITON if series.version == numbers), None)
+    if series is None or (gfx not in BY_GFX and gfx not in series.refused):
         return None
-    if gfx in series.refused:
-        return False
-    return True if gfx in BY_GFX else None
+    return gfx not in series.refused
 
 
 def triton_versions(gfx: str) -> str:
     """The minor versions of Triton that compile for an architecture, as text: "3.6 to 3.8"."""
     taking = [".".join(map(str, series.version)) for series in TRITON if gfx not in series.refused]
     return taking[0] if len(taking) == 1 else f"{taking[0]} to {taking[-1]}" if taking else "none"
+
+
+def triton_refusal(version: str, gfx: str) -> str | None:
+    """Half a sentence on a version of Triton that compiles nothing for an architecture; else None."""
+    if triton_takes(version, gfx) is not False:
+        return None
+    taking = triton_versions(gfx)
+    others = "no version that is known here does" if taking == "none" else f"Triton {taking} does"
+    return f"Triton {version} compiles nothing for this GPU ({gfx}); {others}"
 
 
 def has_kernels(arch_list: Sequence[str] | None, gfx: str | None) -> bool | None:

@@ -29,11 +29,10 @@ from benchmarks.registers import (  # noqa: E402
     used,
 )
 from lora_rocm.hardware.archs import triton_takes  # noqa: E402
-from lora_rocm.rules.rule import release  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HOW = f"If that is meant, record it, in the same commit: {COMMAND}"
-TAKEN = [gfx for gfx in CARDS if triton_takes(release(triton.__version__), gfx)]
+TAKEN = [gfx for gfx in CARDS if triton_takes(triton.__version__, gfx)]
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **ty
 
 
 def is_refused(arch: str) -> bool:
-    return archs.triton_takes(release(triton.__version__), arch) is False
+    return archs.triton_takes(triton.__version__, arch) is False
 
 
 @pytest.mark.parametrize("arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
