@@ -14,10 +14,18 @@ import lora_rocm
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import Functions, read_table
 from lora_rocm.recipe.peer_names import PeerNames
+from lora_rocm.rules import amd_rules, general_rules, harmful_values, memory_rules, mitigations, selftest_rules
+from lora_rocm.rules.rule import RuleTable
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[type, Functions]] = {
     "recipe/peer_names.toml": (PeerNames, {}),
+    "rules/amd_rules.toml": (amd_rules.AmdTable, amd_rules.FUNCTIONS),
+    "rules/general_rules.toml": (RuleTable, general_rules.FUNCTIONS),
+    "rules/harmful_values.toml": (harmful_values.HarmTable, harmful_values.TESTS),
+    "rules/memory_rules.toml": (RuleTable, memory_rules.FUNCTIONS),
+    "rules/mitigations.toml": (mitigations.ChangeTable, mitigations.FUNCTIONS),
+    "rules/selftest_rules.toml": (selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
 }
 
 

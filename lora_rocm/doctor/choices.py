@@ -10,8 +10,8 @@ from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.hardware.archs import NO_RCCL, arch_of
 from lora_rocm.hardware.gpu_select import set_by_user, visible
 from lora_rocm.hardware.wheels import named
-from lora_rocm.rules.environment import RULES, EnvPlan
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import EnvPlan, rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import Situation
 
 OWN = "decision of this project, docs/amd.md"
@@ -166,8 +166,8 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 CHOICE_CHECKS: dict[str, Check] = {
-    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in RULES if rule.over_user},
-    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in HARMS},
+    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in rules() if rule.over_user},
+    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in harms()},
     "unknown-gpu": _unknown,
 }
 NOTES: dict[str, Check] = {

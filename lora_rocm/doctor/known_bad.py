@@ -12,7 +12,6 @@ from functools import partial
 
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.rules.amd_rules import SDMA_BAD, SDMA_BAD_BELOW, SDMA_BAD_FROM
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
@@ -129,9 +128,9 @@ BAD: tuple[Bad, ...] = (
         "kernel-rdna3-sdma",
         "kernel",
         kernel,
-        release(SDMA_BAD_FROM),
-        release(SDMA_BAD_BELOW),
-        SDMA_BAD,
+        (6, 18),
+        (7, 1),
+        When(systems=("linux",), wsl=False, generations=("rdna3",)),
         "harms",
         "This kernel's copy engine (SDMA) faults with RDNA 3 cards",
         "copies to the GPU fault or hang, and the run dies",

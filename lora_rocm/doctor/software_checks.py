@@ -12,7 +12,6 @@ from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.archs import TRITON_PACKAGES, Generation, arch_of, has_kernels, triton_takes, triton_versions
 from lora_rocm.hardware.facts import Torch
-from lora_rocm.rules.amd_rules import RDNA
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
@@ -265,7 +264,7 @@ class Beside:
     """The finding's id if it differs from the package."""
 
 
-CONSUMER = When(generations=RDNA)
+CONSUMER = When(generations=("rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4"))
 WITHOUT_4BIT: tuple[Generation, ...] = ("rdna1", "vega")
 WITH_4BIT = When(
     generations=("rdna2", "rdna3", "rdna3.5", "rdna4", "cdna1", "cdna2", "cdna3", "cdna4"), unknown_too=True

@@ -44,6 +44,8 @@ class _Reader:
 
     def value(self, kind: Any, value: object, at: tuple[str, ...]) -> Any:
         """The value as a ``kind``, which is an annotation."""
+        if type(value) is kind:
+            return value
         origin, of = get_origin(kind), get_args(kind)
         if origin in (Union, UnionType):
             return self.value(_member(of, value), value, at)
@@ -55,7 +57,7 @@ class _Reader:
             return {key: self.value(of[1], item, (*at, key)) for key, item in value.items()}
         if origin is Callable and isinstance(value, str) and value in self._functions:
             return self._functions[value]
-        if type(value) is kind or (origin is Literal and value in of):
+        if origin is Literal and value in of:
             return value
         raise _invalid(f"{short(value)} is none of the values that this key takes", self._path, at)
 

@@ -10,8 +10,8 @@ from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.doctor.known_bad import BAD
 from lora_rocm.hardware.facts import DeviceFile, Unread
-from lora_rocm.rules.environment import RULES
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Workload
 from tests.doctor.injections import (
     APU,
@@ -78,8 +78,8 @@ def test_comes_in_order_of_harm_and_never_twice(machine: str) -> None:
 
 
 def test_every_harm_and_every_rule_over_the_user_is_in_the_table() -> None:
-    assert {f"variable-{harm.id}" for harm in HARMS} <= set(CHECKS)
-    assert {f"replaced-{rule.id}" for rule in RULES if rule.over_user} <= set(CHECKS)
+    assert {f"variable-{harm.id}" for harm in harms()} <= set(CHECKS)
+    assert {f"replaced-{rule.id}" for rule in rules() if rule.over_user} <= set(CHECKS)
 
 
 @pytest.mark.parametrize("row", BAD, ids=lambda row: row.id)
