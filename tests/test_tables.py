@@ -11,18 +11,33 @@ from typing import Literal
 import pytest
 
 import lora_rocm
+from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import Functions, read_table
 from lora_rocm.recipe.peer_names import PeerNames
-from lora_rocm.rules import amd_rules, general_rules, harmful_values, memory_rules, mitigations, selftest_rules
+from lora_rocm.rules import (
+    amd_rules,
+    general_rules,
+    harmful_values,
+    kernel_log,
+    memory_rules,
+    mitigations,
+    selftest_rules,
+)
 from lora_rocm.rules.rule import RuleTable
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[type, Functions]] = {
+    "doctor/cures.toml": (cures.FamilyTable, {}),
+    "doctor/findings.toml": (finding.FindingTable, {}),
+    "doctor/known_bad.toml": (known_bad.BadTable, known_bad.FUNCTIONS),
+    "doctor/selftest_checks.toml": (selftest_checks.GroupTable, {}),
+    "doctor/software_checks.toml": (software_checks.SoftwareTable, software_checks.FUNCTIONS),
     "recipe/peer_names.toml": (PeerNames, {}),
     "rules/amd_rules.toml": (amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (RuleTable, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (harmful_values.HarmTable, harmful_values.TESTS),
+    "rules/kernel_log.toml": (kernel_log.PatternTable, {}),
     "rules/memory_rules.toml": (RuleTable, memory_rules.FUNCTIONS),
     "rules/mitigations.toml": (mitigations.ChangeTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),

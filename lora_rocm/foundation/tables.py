@@ -64,9 +64,9 @@ class _Reader:
     def _row(self, kind: Any, row: dict[str, object], at: tuple[str, ...]) -> Any:
         hints, needed = _fields(kind)
         for key in row.keys() - hints.keys():
-            raise _invalid("There is no such key", self._path, (*at, key))
+            raise _invalid("there is no such key", self._path, (*at, key))
         for key in needed - row.keys():
-            raise _invalid("A key is missing", self._path, (*at, key))
+            raise _invalid("a key is missing", self._path, (*at, key))
         return kind(**{key: self.value(hints[key], value, (*at, key)) for key, value in row.items()})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.doctor.selftest_checks import GROUPS, OTHER
+from lora_rocm.doctor.selftest_checks import groups
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.rules.environment import EnvPlan, EnvRow, Warned, plan, rules
@@ -146,7 +146,7 @@ INJECTIONS: dict[str, Injection] = {
     "long-paths": lambda: on(WINDOWS, windows={"long_paths": False}),
     "unknown-gpu": lambda: on(LINUX, gpu={"gfx": "gfx1299"}),
     "selftest-unusable": lambda: case(LINUX, Verdict(STACK, WRONG_EVERYWHERE)),
-    **{f"selftest-{group.name}": failed(f"{group.name}.bf16") for group in (*GROUPS, OTHER)},
+    **{f"selftest-{group.id}": failed(f"{group.id}.bf16") for group in groups()},
     "selftest-remedies": lambda: case(LINUX, Verdict(STACK, (), (), ("copies-without-sdma",))),
     "kernel-strix-halo-debian": lambda: on(APU, linux=DEBIAN_612),
     "kernel-strix-halo": lambda: on(APU, linux=STRIX_615),
