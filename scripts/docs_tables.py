@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.archs import ARCHS, Arch, triton_versions
 from lora_rocm.hardware.facts import Gpu, HostFacts, System
-from lora_rocm.hardware.wheels import INDEXES, choose
+from lora_rocm.hardware.wheels import choose, wheel_table
 from lora_rocm.rules import environment, harmful_values, mitigations
 from lora_rocm.rules.amd_rules import amd_table
 from lora_rocm.rules.rule import SETTING, Computed, Rule, When
@@ -54,7 +54,7 @@ def _wheel(arch: Arch, system: System) -> str:
         return "no"
     if choice.kind != "rocm":
         return "CPU instead"
-    index = next(index for index in INDEXES if index.url == choice.url)
+    index = next(index for index in wheel_table().index if index.url == choice.url)
     builds = index.id == "amd" and (arch.amd_windows if system == "windows" else arch.amd_linux) == "building"
     return f"{index.id} {index.rocm}" + ("?" if builds else "")
 
@@ -63,7 +63,7 @@ def indexes() -> str:
     """Where torch can come from."""
     rows = (
         (f"`{i.id}`", i.what, f"<{i.url}>" if i.url else "", " and ".join(SYSTEMS[system] for system in i.systems))
-        for i in INDEXES
+        for i in wheel_table().index
     )
     return _table(("name", "what", "address", "system"), rows)
 

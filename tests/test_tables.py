@@ -14,6 +14,7 @@ import lora_rocm
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import Functions, read_table
+from lora_rocm.hardware.wheels import WheelTable
 from lora_rocm.recipe.peer_names import PeerNames
 from lora_rocm.rules import (
     amd_rules,
@@ -33,6 +34,7 @@ TABLES: dict[str, tuple[type, Functions]] = {
     "doctor/known_bad.toml": (known_bad.BadTable, known_bad.FUNCTIONS),
     "doctor/selftest_checks.toml": (selftest_checks.GroupTable, {}),
     "doctor/software_checks.toml": (software_checks.SoftwareTable, software_checks.FUNCTIONS),
+    "hardware/wheels.toml": (WheelTable, {}),
     "recipe/peer_names.toml": (PeerNames, {}),
     "rules/amd_rules.toml": (amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (RuleTable, general_rules.FUNCTIONS),

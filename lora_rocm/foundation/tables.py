@@ -54,7 +54,7 @@ class _Reader:
         if origin is tuple and isinstance(value, list):
             return tuple(self.value(of[0], item, (*at, _name(item, n))) for n, item in enumerate(value, 1))
         if origin is Mapping and isinstance(value, dict):
-            return {key: self.value(of[1], item, (*at, key)) for key, item in value.items()}
+            return {self.value(of[0], key, at): self.value(of[1], item, (*at, key)) for key, item in value.items()}
         if origin is Callable and isinstance(value, str) and value in self._functions:
             return self._functions[value]
         if origin is Literal and value in of:
