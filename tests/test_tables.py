@@ -11,10 +11,15 @@ from typing import Literal
 import pytest
 
 import lora_rocm
+from lora_rocm.adapters import lora_parts, origin
+from lora_rocm.dataset.file_kinds import FileKinds
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
+from lora_rocm.families.ldm.detect import DetectTable
 from lora_rocm.foundation.tables import Functions, read_table
+from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.peer_names import PeerNames
 from lora_rocm.rules import (
     amd_rules,
@@ -29,12 +34,18 @@ from lora_rocm.rules.rule import RuleTable
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[type, Functions]] = {
+    "adapters/lora_parts.toml": (lora_parts.OtherTable, {}),
+    "adapters/origin.toml": (origin.OriginTable, {}),
+    "dataset/file_kinds.toml": (FileKinds, {}),
     "doctor/cures.toml": (cures.FamilyTable, {}),
     "doctor/findings.toml": (finding.FindingTable, {}),
     "doctor/known_bad.toml": (known_bad.BadTable, known_bad.FUNCTIONS),
     "doctor/selftest_checks.toml": (selftest_checks.GroupTable, {}),
     "doctor/software_checks.toml": (software_checks.SoftwareTable, software_checks.FUNCTIONS),
+    "families/ldm/detect.toml": (DetectTable, {}),
+    "hardware/pci.toml": (PciTable, {}),
     "hardware/wheels.toml": (WheelTable, {}),
+    "recipe/foreign.toml": (ForeignTable, {}),
     "recipe/peer_names.toml": (PeerNames, {}),
     "rules/amd_rules.toml": (amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (RuleTable, general_rules.FUNCTIONS),
@@ -51,10 +62,17 @@ def test_every_table_of_the_package_is_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_reads_and_a_broken_last_row_of_it_is_named(name: str, tmp_path: Path) -> None:
+def test_a_table_reads_and_a_broken_row_of_each_array_is_named(name: str, tmp_path: Path) -> None:
     kind, functions = TABLES[name]
     text = (PACKAGE / name).read_text(encoding="utf-8")
     assert read_table(PACKAGE / name, kind, functions)
+    for array in set(re.findall(r"^(\w+) = \[\n    \{ ", text.partition("\n[[")[0], re.MULTILINE)):
+        head, mark, rest = text.partition(f"\n{array} = [\n    {{ ")
+        broken = tmp_path / f"{array}.toml"
+        broken.write_text(f"{head}{mark}no_such_key = 1, {rest}", encoding="utf-8")
+        with pytest.raises(MachineError) as caught:
+            read_table(broken, kind, functions)
+        assert caught.value.where == f"{broken}, {array}, 1, no_such_key"
     for array in set(re.findall(r"^\[\[(\w+)\]\]$", text, re.MULTILINE)):
         head, _, row = text.rpartition(f"[[{array}]]\n")
         broken = tmp_path / f"{array}.toml"
