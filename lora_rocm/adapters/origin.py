@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import read_rows
 
 SAMPLED = 4000
 """Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
@@ -34,16 +34,9 @@ class Origin:
     without: str = ""
 
 
-@dataclass(frozen=True)
-class OriginTable:
-    """The file."""
-
-    origin: tuple[Origin, ...]
-
-
 @cache
 def _origins() -> tuple[Origin, ...]:
-    return read_table(Path(__file__).with_name("origin.toml"), OriginTable).origin
+    return read_rows(Path(__file__).with_name("origin.toml"), Origin)
 
 
 def origin_of(names: Iterable[str]) -> Origin | None:

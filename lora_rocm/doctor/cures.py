@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.packages import installer
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.rules.rule import Situation
@@ -38,17 +38,10 @@ class Family:
     firmware: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class FamilyTable:
-    """The file. The family ``OTHER`` has the lines for a distribution that no other names."""
-
-    family: tuple[Family, ...]
-
-
 @cache
 def families() -> tuple[Family, ...]:
-    """The families, ``OTHER`` last. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("cures.toml"), FamilyTable).family
+    """The families; ``OTHER``, for a distribution that no other names, comes last. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("cures.toml"), Family)
 
 
 def family(facts: HostFacts) -> Family:

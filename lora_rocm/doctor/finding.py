@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation
 
@@ -36,18 +36,11 @@ class Finding:
 Check = Callable[[Situation, EnvPlan], Finding | None]
 
 
-@dataclass(frozen=True)
-class FindingTable:
-    """The file. Its texts have places for values, as ``str.format`` reads them."""
-
-    finding: tuple[Finding, ...]
-
-
 @cache
 def texts() -> Mapping[str, Finding]:
-    """The findings of the file by name, with places for values. See ``read_table`` for errors."""
-    table = read_table(Path(__file__).with_name("findings.toml"), FindingTable)
-    return {row.id: row for row in table.finding}
+    """The findings of the file by name, with places for values (``str.format``). See ``read_rows`` for errors."""
+    rows = read_rows(Path(__file__).with_name("findings.toml"), Finding)
+    return {row.id: row for row in rows}
 
 
 def finding(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
@@ -91,14 +91,8 @@ def _rocm(situation: Situation) -> str | None:
     return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
 
 
-FUNCTIONS: Mapping[str, Read | Cure] = {
-    "adrenalin": _adrenalin,
-    "drm": _drm,
-    "firmware_date": _firmware_date,
-    "kernel": kernel,
-    "kernel_of_unread_drm": _kernel_of_unread_drm,
-    "mes": _mes,
-    "rocm": _rocm,
+FUNCTIONS = {
+    **by_name(_adrenalin, _drm, _firmware_date, kernel, _kernel_of_unread_drm, _mes, _rocm),
     "as_written": lambda situation, line: (line,),
     "install_torch": lambda situation, good: install_torch(situation),
     "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),

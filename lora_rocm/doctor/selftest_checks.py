@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_rocm.doctor.cures import REPORT, install_torch
 from lora_rocm.doctor.finding import Check, Finding, finding
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.hardware.selftest_result import Result
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
@@ -27,17 +27,10 @@ class Group:
     rules: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class GroupTable:
-    """The file. The group ``OTHER`` is every one without a row."""
-
-    group: tuple[Group, ...]
-
-
 @cache
 def groups() -> tuple[Group, ...]:
-    """The groups. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("selftest_checks.toml"), GroupTable).group
+    """The groups; ``OTHER`` is every one without a row. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("selftest_checks.toml"), Group)
 
 
 def _unusable(situation: Situation, plan: EnvPlan) -> Finding | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, unset, upgrade
 from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.errors import LoraRocmError, UserError
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.archs import TRITON_PACKAGES, arch_of, has_kernels, triton_takes, triton_versions
 from lora_rocm.hardware.facts import Torch
@@ -54,7 +54,7 @@ class SoftwareTable:
     beside: tuple[Beside, ...]
 
 
-FUNCTIONS = {"uninstall": uninstall, "upgrade": upgrade}
+FUNCTIONS = by_name(uninstall, upgrade)
 
 
 @cache
@@ -107,8 +107,7 @@ def _installer_variable(situation: Situation, plan: EnvPlan) -> Finding | None:
 def _none(situation: Situation, plan: EnvPlan) -> Finding | None:
     if situation.facts.torch is not None or _problem(situation) is not None:
         return None
-    cure = install_torch(situation)
-    return finding("torch-none", situation, cure=cure)
+    return finding("torch-none", situation, cure=install_torch(situation))
 
 
 def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -147,12 +146,10 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
     else:
         title, seen = f"This torch has no kernels for {gpu.gfx}", f"it has kernels for {', '.join(torch.arch_list)}"
     evidence = f"torch {torch.version}: {seen}; GPU: {gpu.name} ({gpu.gfx})"
-    known = arch_of(gpu.gfx) is not None
-    level: Level = "breaks"
     cure = install_torch(situation)
-    if not known:
+    if arch_of(gpu.gfx) is None:
         cure = (*cure, "Whether that wheel has kernels for this GPU shows: lora-rocm doctor")
-    return finding("torch-no-kernels", situation, level=level, cure=cure, title=title, evidence=evidence)
+    return finding("torch-no-kernels", situation, cure=cure, title=title, evidence=evidence)
 
 
 def _overridden(torch: Torch, plan: EnvPlan) -> bool:
@@ -210,7 +207,8 @@ def _wsl_wheel(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _vision(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch, vision = situation.facts.torch, situation.facts.libraries.get("torchvision")
-    wanted = software_table().torchvision.get("{}.{}".format(*release(torch.version))) if torch is not None else None
+    built_for = ".".join(map(str, release(torch.version)[:2])) if torch is not None else ""
+    wanted = software_table().torchvision.get(built_for)
     if vision is None or wanted is None or release(vision)[:2] == release(wanted):
         return None
     return finding("torchvision", situation, cure=uninstall("torchvision"), vision=vision, version=wanted)

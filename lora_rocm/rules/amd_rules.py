@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.rules.rule import Rule, Situation, release
 
@@ -36,7 +36,7 @@ def _node_override(situation: Situation) -> str | None:
     return STRIX_HALO_OVERRIDE if hides or _global_override(situation) is None else None
 
 
-def _strix_halo_node(situation: Situation) -> str | None:
+def _node_override_name(situation: Situation) -> str | None:
     gpu = _strix_halo(situation)
     return f"{OVERRIDE}_{gpu.node}" if gpu is not None else None
 
@@ -48,12 +48,12 @@ def _override(situation: Situation) -> str | None:
     return f"{OVERRIDE}_{situation.gpu.node}" if situation.gpu is not None and situation.gpu.node is not None else None
 
 
-def _hide(situation: Situation) -> str | None:
+def _chosen_gpu(situation: Situation) -> str | None:
     return situation.selection.hide_with[1] if situation.selection.hide_with else None
 
 
-def _hide_from_all(situation: Situation) -> str | None:
-    return _hide(situation) if situation.selection.gpus else None
+def _chosen_gpus(situation: Situation) -> str | None:
+    return _chosen_gpu(situation) if situation.selection.gpus else None
 
 
 def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
@@ -72,12 +72,7 @@ def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
 
 
 FUNCTIONS = {
-    "global_override": _global_override,
-    "node_override": _node_override,
-    "node_override_name": _strix_halo_node,
-    "override": _override,
-    "chosen_gpu": _hide,
-    "chosen_gpus": _hide_from_all,
+    **by_name(_global_override, _node_override, _node_override_name, _override, _chosen_gpu, _chosen_gpus),
     "miopen_db": _miopen_folder("db"),
     "miopen_cache": _miopen_folder("cache"),
 }

@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.rules.rule import Rule, RuleTable, Situation
+from lora_rocm.rules.rule import Rule, Situation
 
 
-def _deterministic(situation: Situation) -> str | None:
+def _workspace_if_deterministic(situation: Situation) -> str | None:
     recipe = situation.recipe
     return ":4096:8" if recipe is not None and recipe.runtime.deterministic else None
 
 
-def _threads(situation: Situation) -> str | None:
+def _threads_of_recipe(situation: Situation) -> str | None:
     recipe = situation.recipe
     return str(recipe.runtime.threads) if recipe is not None and recipe.runtime.threads is not None else None
 
@@ -33,15 +33,10 @@ def _inductor_folder(situation: Situation) -> str | None:
     return str(path(situation.app_dir) / "inductor")
 
 
-FUNCTIONS = {
-    "workspace_if_deterministic": _deterministic,
-    "threads_of_recipe": _threads,
-    "inductor_folder": _inductor_folder,
-    "gpu_expected": _gpu_expected,
-}
+FUNCTIONS = by_name(_workspace_if_deterministic, _threads_of_recipe, _inductor_folder, _gpu_expected)
 
 
 @cache
 def general_rules() -> tuple[Rule, ...]:
-    """The rules for every machine. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("general_rules.toml"), RuleTable, FUNCTIONS).rule
+    """The rules for every machine. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("general_rules.toml"), Rule, FUNCTIONS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.archs import arch_of, has_kernels
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.gpu_select import ROCR, visible
@@ -179,40 +178,21 @@ def is_temporary(value: str, situation: Situation) -> bool:
     return value.startswith(("/tmp", "/var/tmp", "/dev/shm")) or "\\temp\\" in value.lower()
 
 
-TESTS: dict[str, Test] = {
+TESTS = {
+    **by_name(bad_options, chooses_apu, empty, expandable_at_all, hides_all, is_off, is_on, is_set, is_temporary),
+    **by_name(longer_than_rocr, malformed_override, other_card, other_generation, shadows_wheel),
     "at_least_5": at_least(5),
-    "bad_options": bad_options,
     "beside_cuda_name": hidden_by(*ALLOCATOR[:1]),
     "beside_older_names": hidden_by(*ALLOCATOR[:2]),
-    "chooses_apu": chooses_apu,
-    "empty": empty,
-    "expandable_at_all": expandable_at_all,
     "expandable_with_split": expandable(with_split=True),
     "expandable_without_split": expandable(with_split=False),
-    "hides_all": hides_all,
-    "is_off": is_off,
-    "is_on": is_on,
-    "is_set": is_set,
-    "is_temporary": is_temporary,
-    "longer_than_rocr": longer_than_rocr,
-    "malformed_override": malformed_override,
     "not_4": lambda value, situation: value.strip() != "4",
     "not_strix_halo": lambda value, situation: situation.gpu is not None and situation.gpu.gfx != STRIX_HALO,
-    "other_card": other_card,
-    "other_generation": other_generation,
     "searches_long": lambda value, situation: value.strip().upper() not in ("2", "FAST"),
-    "shadows_wheel": shadows_wheel,
 }
-
-
-@dataclass(frozen=True)
-class HarmTable:
-    """The file."""
-
-    harm: tuple[Harm, ...]
 
 
 @cache
 def harms() -> tuple[Harm, ...]:
-    """The harmful values. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("harmful_values.toml"), HarmTable, TESTS).harm
+    """The harmful values. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("harmful_values.toml"), Harm, TESTS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.hardware.probe.sources import run_tool
 from lora_rocm.rules.rule import Level
 
@@ -28,17 +28,10 @@ class Pattern:
     source: str
 
 
-@dataclass(frozen=True)
-class PatternTable:
-    """The file."""
-
-    pattern: tuple[Pattern, ...]
-
-
 @cache
 def patterns() -> tuple[Pattern, ...]:
-    """The patterns, in the order in which they are tried. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("kernel_log.toml"), PatternTable).pattern
+    """The patterns, in the order in which they are tried. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("kernel_log.toml"), Pattern)
 
 
 def pattern_of(line: str) -> Pattern | None:

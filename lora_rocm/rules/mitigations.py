@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lora_rocm.errors import RestartCode
-from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Computed, Rule, Situation, When, text_of
 
@@ -160,29 +160,16 @@ def _keeps_activations(situation: Situation) -> bool:
     return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
 
 
-FUNCTIONS: Mapping[str, Callable[[Situation], object]] = {
-    "can_be_halved": _can_be_halved,
-    "captures": _captures,
-    "convolves_without_miopen": _convolves_without_miopen,
-    "has_workers": _has_workers,
-    "keeps_activations": _keeps_activations,
-    "on_gpu": _on_gpu,
+FUNCTIONS = {
+    **by_name(_can_be_halved, _captures, _convolves_without_miopen, _has_workers, _keeps_activations, _on_gpu, _pins),
     "parts": lambda situation: json.dumps(parts(situation)),
-    "pins": _pins,
 }
-
-
-@dataclass(frozen=True)
-class ChangeTable:
-    """The file."""
-
-    change: tuple[Change, ...]
 
 
 @cache
 def changes() -> tuple[Change, ...]:
-    """The mitigations, in the order in which they are tried. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("mitigations.toml"), ChangeTable, FUNCTIONS).change
+    """The mitigations, in the order in which they are tried. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("mitigations.toml"), Change, FUNCTIONS)
 
 
 @cache

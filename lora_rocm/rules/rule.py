@@ -179,13 +179,6 @@ class Rule:
         return None if variable is None or value is None else (variable, value)
 
 
-@dataclass(frozen=True)
-class RuleTable:
-    """A file of rules."""
-
-    rule: tuple[Rule, ...]
-
-
 def text_of(text: str | Computed, situation: Situation) -> str | None:
     """The text on this machine; None if there is none."""
     return text if isinstance(text, str) else text.by(situation)
