@@ -4,7 +4,7 @@
     python scripts/install.py --dry-run [--facts FILE]
 
 A torch that is in ``.venv`` and can use this machine's GPU is kept. Run again, it does nothing until the project, the
-GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.py``.
+GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.toml``.
 
 Environment (both win over the table, and are remembered until ``--repair``):
     LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.

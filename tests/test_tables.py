@@ -11,15 +11,51 @@ from typing import Literal
 import pytest
 
 import lora_rocm
+from lora_rocm.adapters import lora_parts, origin
+from lora_rocm.dataset.file_kinds import FileKinds
+from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
-from lora_rocm.foundation.tables import Functions, read_table
+from lora_rocm.families.ldm.detect import DetectTable
+from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
+from lora_rocm.hardware.pci import PciTable
+from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.peer_names import PeerNames
+from lora_rocm.rules import (
+    amd_rules,
+    general_rules,
+    harmful_values,
+    kernel_log,
+    memory_rules,
+    mitigations,
+    selftest_rules,
+)
+from lora_rocm.rules.rule import Harm, Rule
 
 PACKAGE = Path(lora_rocm.__file__).parent
-TABLES: dict[str, tuple[type, Functions]] = {
-    "hardware/archs.toml": (ArchTable, {}),
-    "recipe/peer_names.toml": (PeerNames, {}),
+TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
+    "adapters/lora_parts.toml": (read_table, lora_parts.OtherTable, {}),
+    "adapters/origin.toml": (read_rows, origin.Origin, {}),
+    "dataset/file_kinds.toml": (read_table, FileKinds, {}),
+    "doctor/cures.toml": (read_rows, cures.Family, {}),
+    "doctor/findings.toml": (read_rows, finding.Finding, {}),
+    "doctor/known_bad.toml": (read_table, known_bad.BadTable, known_bad.FUNCTIONS),
+    "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
+    "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
+    "families/ldm/detect.toml": (read_table, DetectTable, {}),
+    "hardware/archs.toml": (read_table, ArchTable, {}),
+    "hardware/pci.toml": (read_table, PciTable, {}),
+    "hardware/wheels.toml": (read_table, WheelTable, {}),
+    "recipe/foreign.toml": (read_table, ForeignTable, {}),
+    "recipe/peer_names.toml": (read_table, PeerNames, {}),
+    "rules/amd_rules.toml": (read_table, amd_rules.AmdTable, amd_rules.FUNCTIONS),
+    "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
+    "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),
+    "rules/kernel_log.toml": (read_rows, kernel_log.Pattern, {}),
+    "rules/memory_rules.toml": (read_rows, Rule, memory_rules.FUNCTIONS),
+    "rules/mitigations.toml": (read_rows, mitigations.Change, mitigations.FUNCTIONS),
+    "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
 }
 
 
@@ -28,21 +64,27 @@ def test_every_table_of_the_package_is_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_reads_and_a_broken_last_row_of_it_is_named(name: str, tmp_path: Path) -> None:
-    kind, functions = TABLES[name]
+def test_a_table_reads_and_a_broken_row_of_each_array_is_named(name: str, tmp_path: Path) -> None:
+    read, kind, functions = TABLES[name]
     text = (PACKAGE / name).read_text(encoding="utf-8")
-    assert read_table(PACKAGE / name, kind, functions)
-    for array in set(re.findall(r"^\[\[(\w+)\]\]$", text, re.MULTILINE)):
-        head, _, row = text.rpartition(f"[[{array}]]\n")
-        broken = tmp_path / f"{array}.toml"
-        broken.write_text(f"{head}[[{array}]]\nno_such_key = 1\n{row}", encoding="utf-8")
+    assert read(PACKAGE / name, kind, functions)
+
+    def where(*broken: str) -> str:
+        path = tmp_path / "broken.toml"
+        path.write_text("".join(broken), encoding="utf-8")
         with pytest.raises(MachineError) as caught:
-            read_table(broken, kind, functions)
-        number = text.count(f"[[{array}]]\n")
-        found = re.fullmatch(
-            rf"{re.escape(str(broken))}, {array}, {number}(?: \((.*)\))?, no_such_key", caught.value.where
-        )
-        assert found is not None and f'id = "{found[1]}"' in (row if found[1] else 'id = "None"'), caught.value.where
+            read(path, kind, functions)
+        assert caught.value.where.startswith(f"{path}, ")
+        return caught.value.where.removeprefix(f"{path}, ")
+
+    for array in set(re.findall(r"^(\w+) = \[\n    \{ ", text.partition("\n[[")[0], re.MULTILINE)):
+        head, mark, rest = text.partition(f"\n{array} = [\n    {{ ")
+        assert where(head, mark, "no_such_key = 1, ", rest) == f"{array}, 1, no_such_key"
+    for array in set(re.findall(r"^\[\[(\w+)\]\]$", text, re.MULTILINE)):
+        head, mark, row = text.rpartition(f"[[{array}]]\n")
+        number, named = text.count(mark), re.match('id = "(.*)"', row)
+        name_of_row = f" ({named[1]})" if named is not None else ""
+        assert where(head, mark, "no_such_key = 1\n", row) == f"{array}, {number}{name_of_row}, no_such_key"
 
 
 @dataclass(frozen=True)
@@ -118,6 +160,19 @@ def test_what_does_not_fit_is_named_with_its_place(good: str, bad: str, where: s
         read(tmp_path, GOOD.replace(good, bad))
     assert caught.value.code == "table-invalid"
     assert caught.value.where == ", ".join(filter(None, (str(tmp_path / "small.toml"), where)))
+
+
+def test_a_file_of_rows_holds_one_array(tmp_path: Path) -> None:
+    path = tmp_path / "rows.toml"
+    path.write_text('[[row]]\nid = "first"\n[[row]]\nid = "second"\n', encoding="utf-8")
+    assert [row.id for row in read_rows(path, Row)] == ["first", "second"]
+    path.write_text("[[row]]\nid = 1\n", encoding="utf-8")
+    with pytest.raises(MachineError, match="none of the values") as caught:
+        read_rows(path, Row)
+    assert caught.value.where == f"{path}, row, 1 (1), id"
+    path.write_text('more = 1\n[[row]]\nid = "first"\n', encoding="utf-8")
+    with pytest.raises(MachineError, match="not one array"):
+        read_rows(path, Row)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
