@@ -47,7 +47,8 @@ recipe, run_dir, cap, worker = sys.argv[1:]
 if worker:
     process.WORKER = worker
 if int(cap):
-    environment.RULES += (Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False)),)
+    own = Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False))
+    environment.rules = lambda every=environment.rules: (*every(), own)
 try:
     sys.exit(train.train(recipe, run_dir=Path(run_dir)))
 except LoraRocmError as error:

@@ -14,12 +14,10 @@ from pathlib import Path
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.archs import ARCHS, Arch, triton_versions
 from lora_rocm.hardware.facts import Gpu, HostFacts, System
-from lora_rocm.hardware.wheels import INDEXES, choose
-from lora_rocm.rules.amd_rules import LEFT_ALONE
-from lora_rocm.rules.environment import RULES
-from lora_rocm.rules.harmful_values import HARMS
-from lora_rocm.rules.mitigations import CHANGES
-from lora_rocm.rules.rule import SETTING, Rule, When
+from lora_rocm.hardware.wheels import choose, wheel_table
+from lora_rocm.rules import environment, harmful_values, mitigations
+from lora_rocm.rules.amd_rules import amd_table
+from lora_rocm.rules.rule import SETTING, Computed, Rule, When
 
 GENERATIONS = {"rdna1": "RDNA 1", "rdna2": "RDNA 2", "rdna3": "RDNA 3", "rdna3.5": "RDNA 3.5", "rdna4": "RDNA 4"}
 SYSTEMS = {"linux": "Linux", "windows": "Windows", "macos": "macOS"}
@@ -56,7 +54,7 @@ def _wheel(arch: Arch, system: System) -> str:
         return "no"
     if choice.kind != "rocm":
         return "CPU instead"
-    index = next(index for index in INDEXES if index.url == choice.url)
+    index = next(index for index in wheel_table().index if index.url == choice.url)
     builds = index.id == "amd" and (arch.amd_windows if system == "windows" else arch.amd_linux) == "building"
     return f"{index.id} {index.rocm}" + ("?" if builds else "")
 
@@ -65,14 +63,14 @@ def indexes() -> str:
     """Where torch can come from."""
     rows = (
         (f"`{i.id}`", i.what, f"<{i.url}>" if i.url else "", " and ".join(SYSTEMS[system] for system in i.systems))
-        for i in INDEXES
+        for i in wheel_table().index
     )
     return _table(("name", "what", "address", "system"), rows)
 
 
 def rules() -> str:
     """Every rule: variable, value, where, why, source."""
-    rows = ((f"`{r.id}`", _variable(r), _value(r), where(r.when), r.why, r.source) for r in RULES)
+    rows = ((f"`{r.id}`", _variable(r), _value(r), where(r.when), r.why, r.source) for r in environment.rules())
     return _table(("rule", "variable or setting", "value", "where", "why", "source"), rows)
 
 
@@ -80,14 +78,15 @@ def harms() -> str:
     """Every value that is warned about."""
     rows = (
         (h.level, ", ".join(f"`{name}`" for name in h.variables), h.values, where(h.when), h.what, h.source)
-        for h in HARMS
+        for h in harmful_values.harms()
     )
     return _table(("", "variable", "value", "where", "what it does", "source"), rows)
 
 
 def left_alone() -> str:
     """What other programs set and this one does not."""
-    return _table(("variable", "why not", "source"), LEFT_ALONE)
+    rows = ((row.variables, row.why, row.source) for row in amd_table().left_alone)
+    return _table(("variable", "why not", "source"), rows)
 
 
 def where(when: When) -> str:
@@ -119,16 +118,12 @@ def _versions(name: str, low: str | None, below: str | None) -> str:
 
 
 def _variable(rule: Rule) -> str:
-    if rule.shown[0]:
-        return f"`{rule.shown[0]}`"
-    name = rule.variable if isinstance(rule.variable, str) else "depends on the machine"
+    name = rule.variable.shown if isinstance(rule.variable, Computed) else rule.variable
     return f"setting `{name.removeprefix(SETTING)}`" if name.startswith(SETTING) else f"`{name}`"
 
 
 def _value(rule: Rule) -> str:
-    if isinstance(rule.value, str):
-        return f"`{rule.value}`"
-    return rule.shown[1] or "as the machine needs"
+    return rule.value.shown if isinstance(rule.value, Computed) else f"`{rule.value}`"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -145,7 +140,7 @@ def _cell(text: str) -> str:
 
 def changes() -> str:
     """What is done otherwise after a failure: because of what, where, and what it does to the promise."""
-    rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in CHANGES)
+    rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in mitigations.changes())
     return _table(("seen", "change", "what is done", "where", "promise", "source"), rows)
 
 

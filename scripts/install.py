@@ -4,7 +4,7 @@
     python scripts/install.py --dry-run [--facts FILE]
 
 A torch that is in ``.venv`` and can use this machine's GPU is kept. Run again, it does nothing until the project, the
-GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.py``.
+GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.toml``.
 
 Environment (both win over the table, and are remembered until ``--repair``):
     LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.
@@ -52,9 +52,13 @@ def torch_command(choice: WheelChoice, upgrade: bool = False) -> list[str]:
     return ["-m", "pip", "install", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
 
 
-def package_command(dev: bool) -> list[str]:
-    """What installs this package, editable, with everything it needs, and torch kept as it is."""
-    return ["-m", "pip", "install", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", ".[dev]" if dev else "."]
+def package_command(dev: bool, cpu: bool) -> list[str]:
+    """What installs this package, editable, with everything it needs, and torch kept as it is.
+
+    A torch for a GPU brings its own Triton; another one must not take its place.
+    """
+    what = "." if not dev else ".[dev,triton]" if cpu else ".[dev]"
+    return ["-m", "pip", "install", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", what]
 
 
 def useless(venv: Venv, found: Found) -> str | None:
@@ -157,12 +161,13 @@ def verified(venv: Venv, choice: WheelChoice) -> Found:
     return found
 
 
-def install_package(venv: Venv, release: str, dev: bool) -> None:
+def install_package(venv: Venv, found: Found, dev: bool) -> None:
     """Install this package beside torch, which the constraint keeps as it is."""
     say("installing lora-rocm and its packages")
-    venv.constraint.write_text(f"torch=={release}\n", encoding="utf-8")
-    if not venv.run(*package_command(dev)):
-        what = f"The packages could not be installed beside torch {release} (pip says why above)."
+    venv.constraint.write_text(f"torch=={found.release}\n", encoding="utf-8")
+    cpu = found.torch is not None and not (found.torch.hip or found.torch.cuda)
+    if not venv.run(*package_command(dev, cpu)):
+        what = f"The packages could not be installed beside torch {found.release} (pip says why above)."
         fix = (
             f"Common: no network, a full disk, or a torch that is too old (needed: {ANY_TORCH}; {again('--upgrade')})."
         )
@@ -209,7 +214,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
         verified(venv, choice)  # another GPU, or other variables: the packages stay
     else:
         ready_torch(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
-        install_package(venv, str(verified(venv, choice).release), options.dev)
+        install_package(venv, verified(venv, choice), options.dev)
         _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
         say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
     new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
@@ -249,7 +254,7 @@ def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
         plain = torch_command(replace(choice, url=None))
         lines.append(f"  where that does not answer: {inside} {quoted(plain, windows)}")
     lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
-    lines.append(f"  {inside} {quoted(package_command(dev), windows)}")
+    lines.append(f"  {inside} {quoted(package_command(dev, choice.kind == 'cpu'), windows)}")
     lines.append(f"  {inside} -m pip check")
     return "\n".join(map(printable, lines))
 

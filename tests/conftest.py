@@ -33,6 +33,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton 3.9 complains at the end of everything that is not collected
+
+
 @pytest.fixture(autouse=True, scope="session")
 def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program's folder of all tests: nothing is kept in the user's, and nothing kept there counts."""

@@ -108,6 +108,25 @@ def test_from_nothing(stand: Stand) -> None:
     assert stand.venv.constraint.read_text(encoding="utf-8") == "torch==2.12.0+rocm7.2\n"
 
 
+CUDA_TORCH = [RUNS, {"release": "2.13.0"}, {"version": "2.13.0", "hip": None, "cuda": "13.0", "archs": ["sm_90"]}]
+
+
+@pytest.mark.parametrize(
+    ("torch", "extras"),
+    [(ROCM_TORCH, "dev"), (CUDA_TORCH, "dev"), (CPU_TORCH, "dev,triton")],
+    ids=["hip", "cuda", "cpu"],
+)
+def test_a_triton_is_installed_only_beside_a_torch_that_brings_none(
+    torch: list[Any], extras: str, stand: Stand
+) -> None:
+    with_venv(stand, torch)
+    assert stand.run("--dev") == 0 and stand.commands[-1].endswith(f"-e .[{extras}]")
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = project["optional-dependencies"]
+    assert "triton" not in text and [name for name in groups if "triton" in str(groups[name])] == ["triton"]
+
+
 def test_a_torch_that_serves_is_kept(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu(stand)
     with_venv(stand, ROCM_TORCH)
@@ -220,7 +239,7 @@ def test_the_tools_are_added_to_a_venv_without_them_and_stay(stand: Stand) -> No
     stand.run()
     assert stand.commands[-1].endswith("-e .")
     stand.run("--dev")
-    assert stand.commands[-1].endswith("-e .[dev]")
+    assert stand.commands[-1].endswith("-e .[dev,triton]")
     assert stand.run("--dev") == 0 and stand.commands == []
 
 

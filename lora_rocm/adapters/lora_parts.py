@@ -1,4 +1,4 @@
-"""Sorts a LoRA file's tensors by the endings of their names: accepted, noticed or refused.
+"""Sorts a LoRA file's tensors by the endings of their names: accepted, noticed or refused (``lora_parts.toml``).
 
 Every tensor is accounted for: it is accepted, it is named in a notice because it changes no weight of the model, or the
 file is refused. Skipping a part silently would produce images that differ from those of the file's author.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.entry import FileKind, Say
 from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.tables import read_table
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,18 @@ class Other:
     instead: str = "Use a plain LoRA or LoCon."
 
 
-REFUSED: tuple[Other, ...] = (
-    Other(r"\.hada_\w+$", "a LoHa"),
-    Other(r"\.lokr_t[12]$", "a Tucker-form LoKr", "Make it again without use_tucker (use_cp in older LyCORIS)."),
-    Other(r"\.lokr_\w+$", "a LoKr"),
-    Other(r"\.(oft_\w+|oft_\w+\.weight|boft_\w+|rescale)$", "an OFT or BOFT"),
-    Other(r"\.lora_mid\.weight$", "a Tucker-form LoCon", "Make it again without use_tucker (use_cp in older LyCORIS)."),
-    Other(r"\.([ab][12]|bm)\.weight$", "a GLoRA"),
-    Other(r"\.(on_input|ia3_l)$|^(lora|lycoris)_[^.]*\.weight$", "an IA3"),
-    Other(r"\.dora_scale$", "a weight decomposition (DoRA)", "Make it again without weight decomposition."),
-    Other(r"\.[wb]_norm$", "trained norms (LyCORIS train_norm)", "Make it again without train_norm."),
-    Other(r"\.(diff|diff_b)$", "weights or biases trained in full (LyCORIS full)", "Make it again with LoRA alone."),
-    Other(r"\.(set_weight|set_bias|reshape_weight)$", "weights that replace the model's"),
-    Other(r"\.scalar$", "factors of whole modules (LyCORIS use_scalar)", "Make it again without use_scalar."),
-    Other(r"\.lora_embedding_[AB](\.\w+)*$", "a LoRA of token embeddings"),
-    Other(r"\bbias$", "trained biases", "Make it again without biases (PEFT: bias: none, lora_bias: false)."),
-    Other(r"scale_weight$|weight_scale$|scaled_fp8$", "factors in a scaled number format", "Save it as fp16 or bf16."),
-)
-"""Checked in order: the first match describes a tensor."""
+@dataclass(frozen=True)
+class OtherTable:
+    """The file. ``noticed``: tensors that change no weight of the model."""
 
-NOTICED: tuple[Other, ...] = (
-    Other(
-        r"^bundle_emb\.",
-        "embeddings that OneTrainer bundled with the LoRA: the words that stand for them mean nothing without them",
-    ),
-)
-"""Tensors that change no weight of the model."""
+    refused: tuple[Other, ...]
+    noticed: tuple[Other, ...]
+
+
+@cache
+def others() -> OtherTable:
+    """The table. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("lora_parts.toml"), OtherTable)
 
 
 def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say) -> dict[str, dict[str, Tensor]]:
@@ -89,13 +77,13 @@ def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say)
 def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: FileKind, say: Say) -> None:
     found: dict[Other | None, list[str]] = {}
     for name in names:
-        kinds = (kind for kind in (*NOTICED, *REFUSED) if re.search(kind.pattern, name))
+        kinds = (kind for kind in (*others().noticed, *others().refused) if re.search(kind.pattern, name))
         found.setdefault(next(kinds, None), []).append(name)
-    for kind in NOTICED:
+    for kind in others().noticed:
         if kind in found:
             say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
-    refused = next((kind for kind in REFUSED if kind in found), None)
+    refused = next((kind for kind in others().refused if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
         raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
     if not has_any and refused is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lora_rocm import __version__
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.archs import arch_of, triton_of, triton_refusal
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.settings import VARIABLE, Settings
 from lora_rocm.rules.environment import EnvPlan, EnvRow, plan
@@ -114,6 +114,10 @@ def _machine(situation: Situation) -> Iterator[str]:
             yield UNKNOWN_GPU
     runtime = f", HIP {torch.hip}" if torch is not None and torch.hip else ""
     yield printable(f"PyTorch: {torch.version}{runtime}") if torch is not None else "PyTorch: not installed"
+    triton = triton_of(situation.facts.libraries)
+    refusal = triton_refusal(triton[1], gpu.gfx) if gpu is not None and gpu.gfx and triton is not None else None
+    if refusal is not None:
+        yield f"{refusal}. Steps use plain PyTorch, which computes the same."
     if gpu is not None:
         refused = situation.profile == "fast" and not is_fast(situation)
         profile = "fast" if is_fast(situation) else "safe"

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-from lora_rocm.doctor.cures import REPORT, unset
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.cures import unset
+from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.hardware.archs import NO_RCCL, arch_of
 from lora_rocm.hardware.gpu_select import set_by_user, visible
 from lora_rocm.hardware.wheels import named
-from lora_rocm.rules.environment import RULES, EnvPlan
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import EnvPlan, rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import Situation
 
-OWN = "decision of this project, docs/amd.md"
 MOST_UNREAD = 20
 
 
@@ -22,15 +21,7 @@ def _unknown(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu = situation.gpu
     if gpu is None or arch_of(gpu.gfx) is not None:
         return None
-    return Finding(
-        "unknown-gpu",
-        "harms",
-        "This GPU is not in the table of architectures",
-        f"{named(gpu)}, PCI {gpu.pci_id or 'id unknown'}",
-        "nothing is known about it: the plan is the safest there is, slower than need be, and training may still fail",
-        (f"Please report it with the file that this writes: {REPORT}",),
-        "lora_rocm/hardware/archs.py",
-    )
+    return finding("unknown-gpu", situation, card=named(gpu), pci_id=gpu.pci_id or "id unknown")
 
 
 def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -40,14 +31,14 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
     name, value = selection.hide_with
     others = Counter(named(gpu) for gpu in situation.facts.amd_gpus if gpu != selection.gpu)
     shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in others.items())
-    return Finding(
+    return finding(
         "gpu-chosen",
-        "note",
-        f"Of {others.total() + 1} AMD GPUs a run uses {named(selection.gpu)}",
-        f"also there: {shown}",
-        f"the others are hidden from it ({name}={value}); set {name} yourself to choose otherwise",
-        (),
-        "lora_rocm/hardware/gpu_select.py",
+        situation,
+        number=others.total() + 1,
+        card=named(selection.gpu),
+        shown=shown,
+        name=name,
+        value=value,
     )
 
 
@@ -58,29 +49,18 @@ def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
     if gpu is None or len(cards) < 2 or (facts.system != "windows" and gpu.gfx not in NO_RCCL):
         return None
     where = "on Windows" if facts.system == "windows" else f"for {gpu.gfx}"
-    return Finding(
-        "no-rccl",
-        "note",
-        f"{len(cards)} equal GPUs, and a run can use only one",
-        f"{len(cards)} x {named(gpu)}; there is no RCCL {where}",
-        "training on several GPUs needs RCCL; a run on each GPU by itself works",
-        (),
-        "TheRock docs/development/windows_support.md; TheRock#150",
-    )
+    return finding("no-rccl", situation, number=len(cards), card=named(gpu), where=where)
 
 
 def _by_uuid(situation: Situation, plan: EnvPlan) -> Finding | None:
     facts, environ = situation.facts, situation.environ
     if situation.gpu is None or len(facts.amd_gpus) < 2 or visible(facts, environ) is not None:
         return None
-    return Finding(
+    return finding(
         "gpu-by-uuid",
-        "note",
-        "The GPU of a run is chosen by UUID, and which one that is cannot be told from here",
-        "; ".join(f"{name}={environ[name]}" for name in set_by_user(facts, environ)),
-        f"the plan is one for {named(situation.gpu)}: for another GPU it may be wrong",
-        ("With a number (0 is the first) in place of the UUID the plan fits the GPU that it names.",),
-        "lora_rocm/hardware/gpu_select.py",
+        situation,
+        variables="; ".join(f"{name}={environ[name]}" for name in set_by_user(facts, environ)),
+        card=named(situation.gpu),
     )
 
 
@@ -118,15 +98,7 @@ def _replaced(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
 def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
     if not any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows):
         return None
-    return Finding(
-        "owner-ipc",
-        "note",
-        "HIP_DISABLE_IPC=1 is set, and no runtime was found that reads it",
-        "searched: rocm-systems, clr, rccl, TheRock, aiter",
-        "none known; the rule behind it is kept in code: no tensor of a GPU ever crosses to another process",
-        (),
-        OWN,
-    )
+    return finding("owner-ipc", situation)
 
 
 def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -135,15 +107,7 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     windows = situation.facts.system == "windows"
     known = "Windows does not read it" if windows else "on Linux it is the card's own version and changes nothing"
-    return Finding(
-        "owner-gfx1151",
-        "note",
-        f"{row.variable}={row.value} is set, which no program needs",
-        "the variable is read by libhsakmt (Linux) only",
-        f"none: {known}; it is there to replace a wrong value that other programs leave behind (11.0.0 crashes)",
-        (),
-        f"{OWN}; TheRock#1719; libhsakmt src/topology.c",
-    )
+    return finding("owner-gfx1151", situation, row=row, known=known)
 
 
 def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -155,19 +119,20 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
         lines.append("kernel log: not readable for this user")
     if not lines:
         return None
-    return Finding(
+    return finding(
         "unread",
-        "note",
-        "Some facts could not be read" if len(lines) > 1 else "One fact could not be read",
-        "; ".join(lines[:MOST_UNREAD]) + (f"; and {more} more" if (more := len(lines) - MOST_UNREAD) > 0 else ""),
-        f"what depends on {'them' if len(lines) > 1 else 'it'} was not checked",
-        ("sudo dmesg | grep -iE 'amdgpu|kfd'",) if log_unread else (),
+        situation,
+        cure=("sudo dmesg | grep -iE 'amdgpu|kfd'",) if log_unread else (),
+        title="Some facts could not be read" if len(lines) > 1 else "One fact could not be read",
+        lines="; ".join(lines[:MOST_UNREAD]),
+        more=f"; and {more} more" if (more := len(lines) - MOST_UNREAD) > 0 else "",
+        them="them" if len(lines) > 1 else "it",
     )
 
 
 CHOICE_CHECKS: dict[str, Check] = {
-    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in RULES if rule.over_user},
-    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in HARMS},
+    **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in rules() if rule.over_user},
+    **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in harms()},
     "unknown-gpu": _unknown,
 }
 NOTES: dict[str, Check] = {

@@ -1,4 +1,4 @@
-"""Remedies as lines to type, by distribution, operating system and shell.
+"""Remedies as lines to type, by distribution (``cures.toml``), operating system and shell.
 
 Sentences end with a full stop; commands do not. Kernel parameters are appended to the command line, because the kernel
 takes the last of two values.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.packages import installer
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.rules.rule import Situation
@@ -18,78 +22,42 @@ from lora_rocm.rules.rule import Situation
 REPORT = "lora-rocm doctor --report machine.md"
 KNOWN = "Known: "
 """Starts a sentence about a known fault of a remedy."""
-RESTART = "Restart the machine."
+OTHER = "other"
 
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "ubuntu": ("ubuntu", "linuxmint", "zorin", "elementary", "neon", "tuxedo"),
-    "debian": ("debian", "kali", "raspbian", "devuan", "mx"),
-    "pop": ("pop",),
-    "fedora": ("fedora", "nobara", "ultramarine", "rhel", "centos", "rocky", "almalinux", "ol"),
-    "arch": ("arch", "archarm", "manjaro", "endeavouros", "cachyos", "garuda", "artix"),
-    "suse": ("opensuse", "opensuse-leap", "opensuse-tumbleweed", "opensuse-slowroll", "sles", "sled"),
-    "ostree": ("bazzite", "silverblue", "kinoite", "aurora", "bluefin"),
-}
-"""IDs of os-release, grouped by the tools of the distributions."""
-
-GRUB_DEFAULTS = r"""sudo sed -i 's/^\(GRUB_CMDLINE_LINUX_DEFAULT="[^"]*\)"/\1 {parameter}"/' /etc/default/grub"""
-KERNEL_PARAMETER: dict[str, tuple[str, ...]] = {
-    "ubuntu": (GRUB_DEFAULTS, "sudo update-grub", RESTART),
-    "debian": (GRUB_DEFAULTS, "sudo update-grub", RESTART),
-    "pop": ('sudo kernelstub --add-options "{parameter}"', RESTART),
-    "fedora": ('sudo grubby --update-kernel=ALL --args="{parameter}"', RESTART),
-    "arch": (
-        GRUB_DEFAULTS,
-        "sudo grub-mkconfig -o /boot/grub/grub.cfg",
-        "With systemd-boot instead of GRUB: add {parameter} to the line options in /boot/loader/entries/*.conf.",
-        RESTART,
-    ),
-    "suse": (GRUB_DEFAULTS, "sudo grub2-mkconfig -o /boot/grub2/grub.cfg", RESTART),
-    "ostree": ('sudo rpm-ostree kargs --append-if-missing="{parameter}"', RESTART),
-}
-OTHER_PARAMETER = ("Add {parameter} to the kernel's command line in your boot loader.", RESTART)
-
-KERNEL: dict[str, tuple[str, ...]] = {
-    "ubuntu": (
-        "sudo apt update && sudo apt install {hwe}",
-        "Or a mainline kernel: https://kernel.ubuntu.com/mainline/",
-    ),
-    "debian": (
-        "Add the suite {codename}-backports to the sources of apt: https://backports.debian.org/Instructions/",
-        "sudo apt update && sudo apt install -t {codename}-backports linux-image-amd64",
-    ),
-    "pop": ("sudo apt update && sudo apt full-upgrade",),
-    "fedora": ("sudo dnf upgrade --refresh kernel",),
-    "arch": ("sudo pacman -Syu",),
-    "suse": ("sudo zypper refresh && sudo zypper update kernel-default",),
-    "ostree": ("sudo rpm-ostree upgrade",),
-}
-FIRMWARE: dict[str, tuple[str, ...]] = {
-    "ubuntu": ("sudo apt update && sudo apt install --only-upgrade linux-firmware",),
-    "debian": ("sudo apt update && sudo apt install firmware-amd-graphics",),
-    "pop": ("sudo apt update && sudo apt install --only-upgrade linux-firmware",),
-    "fedora": ("sudo dnf upgrade --refresh linux-firmware amd-gpu-firmware",),
-    "arch": ("sudo pacman -Syu",),
-    "suse": ("sudo zypper refresh && sudo zypper update kernel-firmware-amdgpu",),
-    "ostree": ("sudo rpm-ostree upgrade",),
-}
 DEBIAN_CODENAMES = {"12": "bookworm", "13": "trixie", "14": "forky"}
 
 
-def family(facts: HostFacts) -> str:
-    """The key of ``FAMILIES`` for the distribution; empty if it is unknown."""
+@dataclass(frozen=True)
+class Family:
+    """Lines to type on some distributions, named by their IDs of os-release."""
+
+    id: str
+    distributions: tuple[str, ...]
+    kernel_parameter: tuple[str, ...]
+    kernel: tuple[str, ...]
+    firmware: tuple[str, ...]
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """The families; ``OTHER``, for a distribution that no other names, comes last. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("cures.toml"), Family)
+
+
+def family(facts: HostFacts) -> Family:
+    """The tools of the distribution."""
     name = facts.linux.distribution if facts.linux is not None else ""
-    return next((family for family, names in FAMILIES.items() if name in names), "")
+    return next(row for row in families() if name in row.distributions or row.id == OTHER)
 
 
 def kernel_parameter(facts: HostFacts, parameter: str) -> tuple[str, ...]:
     """Lines that add ``parameter`` ("iommu=pt") to the kernel's command line."""
-    lines = KERNEL_PARAMETER.get(family(facts), OTHER_PARAMETER)
-    return tuple(line.replace("{parameter}", parameter) for line in lines)
+    return tuple(line.replace("{parameter}", parameter) for line in family(facts).kernel_parameter)
 
 
 def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     """Lines that install the distribution's newest kernel; ``wanted`` names a good version."""
-    lines = KERNEL.get(family(facts), ("Install a newer kernel with the tools of your distribution.",))
+    lines = family(facts).kernel
     version = facts.linux.distribution_version if facts.linux is not None else ""
     lasting = re.fullmatch(r"[0-9][02468]\.04", version) is not None
     names = {
@@ -103,8 +71,7 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
 
 def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     """Lines that update the GPU's firmware."""
-    lines = FIRMWARE.get(family(facts), ("Update linux-firmware with the tools of your distribution.",))
-    return (*lines, f"Restart. {wanted}")
+    return (*family(facts).firmware, f"Restart. {wanted}")
 
 
 def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:

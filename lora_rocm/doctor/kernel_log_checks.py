@@ -6,7 +6,7 @@ from functools import partial
 
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.rules.environment import EnvPlan
-from lora_rocm.rules.kernel_log import PATTERNS, Pattern, pattern_of
+from lora_rocm.rules.kernel_log import Pattern, pattern_of, patterns
 from lora_rocm.rules.rule import Situation
 
 
@@ -27,4 +27,4 @@ def _check(pattern: Pattern, situation: Situation, plan: EnvPlan) -> Finding | N
     return Finding(pattern.id, pattern.level, pattern.title, evidence, effect, cure, pattern.source)
 
 
-LOG_CHECKS: dict[str, Check] = {pattern.id: partial(_check, pattern) for pattern in PATTERNS}
+LOG_CHECKS: dict[str, Check] = {pattern.id: partial(_check, pattern) for pattern in patterns()}

@@ -1,28 +1,30 @@
-"""Known bad drivers, kernels and firmware: a table of version ranges, and the function that reads it.
-
-The source of each row is the report it names; nothing was reproduced by this project.
-"""
+"""Known bad drivers, kernels and firmware: ``known_bad.toml``, a table of version ranges, and what reads it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
-from lora_rocm.rules.amd_rules import SDMA_BAD, SDMA_BAD_BELOW, SDMA_BAD_FROM
+from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
-Cure = Callable[[Situation], tuple[str, ...]]
+Cure = Callable[[Situation, str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Bad:
-    """One range: ``low`` <= version < ``below``. Of the rows about one ``subject`` only the first match is reported."""
+    """One range: ``low`` <= version < ``below``. Of the rows about one ``subject`` only the first match is reported.
+
+    good: the version to get, or the line to type.
+    eased_by: a planned variable that mitigates it.
+    """
 
     id: str
     subject: str
@@ -35,9 +37,17 @@ class Bad:
     effect: str
     cure: Cure
     source: str
+    good: str = ""
     distributions: tuple[str, ...] = ()
     eased_by: str = ""
-    """A planned variable that mitigates it."""
+
+
+@dataclass(frozen=True)
+class BadTable:
+    """The file. ``where``: subject -> its evidence, with places for the facts of the machine."""
+
+    where: Mapping[str, str]
+    bad: tuple[Bad, ...]
 
 
 def kernel(situation: Situation) -> str | None:
@@ -81,182 +91,19 @@ def _rocm(situation: Situation) -> str | None:
     return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
 
 
-def _adrenalin_cure(situation: Situation) -> tuple[str, ...]:
-    return ("Install an Adrenalin newer than 26.7.1, or 26.3.1: https://www.amd.com/en/support/download/drivers.html",)
+FUNCTIONS = {
+    **by_name(_adrenalin, _drm, _firmware_date, kernel, _kernel_of_unread_drm, _mes, _rocm),
+    "as_written": lambda situation, line: (line,),
+    "install_torch": lambda situation, good: install_torch(situation),
+    "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),
+    "newer_kernel": lambda situation, good: newer_kernel(situation.facts, good),
+}
 
 
-def _firmware_cure(situation: Situation) -> tuple[str, ...]:
-    return newer_firmware(situation.facts, "Good: linux-firmware 20260110 (MES 0x80) or newer.")
-
-
-def _kernel_cure(wanted: str) -> Cure:
-    return lambda situation: newer_kernel(situation.facts, wanted)
-
-
-def _self_test_cure(situation: Situation) -> tuple[str, ...]:
-    return ("lora-rocm doctor",)
-
-
-BAD: tuple[Bad, ...] = (
-    Bad(
-        "kernel-strix-halo-debian",
-        "kernel",
-        kernel,
-        (6, 12),
-        (6, 13),
-        When(systems=("linux",), wsl=False, gfx=("gfx1151",), hip_from="7.2", hip_below="7.3"),
-        "harms",
-        "This Debian kernel and ROCm 7.2 do not go together on Strix Halo",
-        "training is reported to fail; the driver of this kernel is older than the fixes for this GPU",
-        _kernel_cure("6.18.4 or newer"),
-        "ROCm#6143",
-        distributions=("debian",),
-    ),
-    Bad(
-        "kernel-strix-halo",
-        "kernel",
-        kernel,
-        (0,),
-        (6, 18, 4),
-        When(systems=("linux",), wsl=False, gfx=("gfx1151",)),
-        "harms",
-        "The kernel is older than the fixes for Strix Halo",
-        "the driver may hang or fault under load (a distribution's own kernel may have the fixes all the same)",
-        _kernel_cure("6.18.4 or newer"),
-        "TheRock docs/faq.md",
-    ),
-    Bad(
-        "kernel-rdna3-sdma",
-        "kernel",
-        kernel,
-        release(SDMA_BAD_FROM),
-        release(SDMA_BAD_BELOW),
-        SDMA_BAD,
-        "harms",
-        "This kernel's copy engine (SDMA) faults with RDNA 3 cards",
-        "copies to the GPU fault or hang, and the run dies",
-        _kernel_cure("7.1 or newer; 6.12 and 6.17.9 are good, too"),
-        "ROCm/amdgpu#225, #204",
-        eased_by="HSA_ENABLE_SDMA",
-    ),
-    Bad(
-        "kernel-gfx1030-old",
-        "kernel",
-        kernel,
-        (5, 15),
-        (5, 16),
-        When(systems=("linux",), wsl=False, gfx=("gfx1030",), hip_from="6.4", hip_below="6.5"),
-        "harms",
-        "Kernel 5.15 with ROCm 6.4 gave NaN on copies to this card",
-        "batches may arrive on the GPU as NaN; the guard stops the run",
-        _kernel_cure("anything newer than 5.15"),
-        "ROCm#6123",
-    ),
-    Bad(
-        "drm-old",
-        "drm",
-        _drm,
-        (0,),
-        (3, 64),
-        When(systems=("linux",), wsl=False, hip_from="7.14"),
-        "harms",
-        "The amdgpu driver is older than this ROCm wants",
-        "allocating memory can hang for ever (hipMemSetAccess)",
-        _kernel_cure("6.17 or newer (interface 3.64)"),
-        "rocm-systems#9820; pytorch#192259",
-    ),
-    Bad(
-        "drm-unread",
-        "drm",
-        _kernel_of_unread_drm,
-        (0,),
-        (6, 13),
-        When(systems=("linux",), wsl=False, hip_from="7.14"),
-        "harms",
-        "This kernel's amdgpu driver is older than this ROCm wants",
-        "allocating memory can hang for ever (hipMemSetAccess)",
-        _kernel_cure("6.17 or newer (interface 3.64)"),
-        "rocm-systems#9820; pytorch#192259 (seen with kernel 6.12)",
-    ),
-    Bad(
-        "firmware-mes",
-        "firmware",
-        _mes,
-        (0x83,),
-        (0x84,),
-        When(systems=("linux",), wsl=False, gfx=("gfx1151",)),
-        "harms",
-        "The GPU's scheduler firmware (MES) 0x83 hangs",
-        "the GPU hangs in the middle of a run and is reset",
-        _firmware_cure,
-        "ROCm#5724",
-    ),
-    Bad(
-        "firmware-20251125",
-        "firmware",
-        _firmware_date,
-        (20251125,),
-        (20251126,),
-        When(systems=("linux",), wsl=False, gfx=("gfx1151",)),
-        "harms",
-        "linux-firmware 20251125 hangs Strix Halo",
-        "the GPU hangs in the middle of a run and is reset",
-        _firmware_cure,
-        "ROCm#5724",
-    ),
-    Bad(
-        "adrenalin-rdna4",
-        "adrenalin",
-        _adrenalin,
-        (26, 5, 1),
-        (26, 7, 2),
-        When(systems=("windows",), generations=("rdna4",)),
-        "slows",
-        "This Adrenalin driver pages the memory of RDNA 4 cards out",
-        "after about ten idle seconds the model is moved to main memory, and the next step is slow",
-        _adrenalin_cure,
-        "TheRock#7221",
-    ),
-    Bad(
-        "rocm-conv",
-        "rocm",
-        _rocm,
-        (10, 0),
-        (10, 0, 1),
-        When(systems=("linux",), gfx=("gfx1151",)),
-        "harms",
-        "Convolutions of ROCm 10.0.0 fail on Strix Halo",
-        'every convolution ends in "Invalid elapsed time"; the self-test switches MIOpen off where it sees this',
-        _self_test_cure,
-        "MIOpen#3964",
-    ),
-    Bad(
-        "rocm-conv-windows",
-        "rocm",
-        _rocm,
-        (7, 1),
-        (7, 3),
-        When(systems=("windows",)),
-        "harms",
-        "Convolutions of this ROCm are known to be wrong on Windows",
-        "images are encoded to garbage, NaN or zeros; the self-test switches MIOpen off where it sees this",
-        install_torch,
-        "rocm-libraries#3339; TheRock#2458",
-    ),
-    Bad(
-        "rocm-batched-windows",
-        "rocm",
-        _rocm,
-        (7, 14),
-        (7, 14, 1),
-        When(systems=("windows",), gfx=("gfx1151", "gfx1201")),
-        "note",
-        "Batched products of ROCm 7.14.0 are reported to crash on this GPU under Windows",
-        "plain attention is made of them, and training would end there; the self-test tries them and says what it saw",
-        _self_test_cure,
-        "ROCm#6517 (gfx1151); TheRock#7403 (gfx1201)",
-    ),
-)
+@cache
+def bad_table() -> BadTable:
+    """The table. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("known_bad.toml"), BadTable, FUNCTIONS)
 
 
 def _holds(row: Bad, situation: Situation) -> bool:
@@ -270,30 +117,22 @@ def _holds(row: Bad, situation: Situation) -> bool:
 
 
 def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
-    first = next((other for other in BAD if other.subject == row.subject and _holds(other, situation)), None)
-    if first is not row:
+    of_subject = (other for other in bad_table().bad if other.subject == row.subject)
+    if next((other for other in of_subject if _holds(other, situation)), None) is not row:
         return None
     effect = row.effect
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
     if eased is not None:
         effect += f"; lora-rocm runs with {eased.variable}={eased.value} against it, which costs speed"
-    return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, row.cure(situation), row.source)
-
-
-WHERE = {
-    "kernel": "kernel {linux.kernel} ({linux.distribution} {linux.distribution_version})",
-    "drm": "interface {linux.drm_version} of the amdgpu driver, kernel {linux.kernel}, HIP {torch.hip}",
-    "firmware": "MES firmware {gpu.mes_firmware}; package linux-firmware {linux.firmware_package}",
-    "adrenalin": "Adrenalin {gpu.driver_product}, driver {gpu.driver}",
-    "rocm": "HIP {torch.hip} of torch {torch.version}",
-}
+    cure = row.cure(situation, row.good)
+    return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, cure, row.source)
 
 
 def _evidence(row: Bad, situation: Situation) -> str:
     facts = situation.facts
-    text = WHERE[row.subject].format(linux=facts.linux, gpu=situation.gpu, torch=facts.torch)
+    text = bad_table().where[row.subject].format(linux=facts.linux, gpu=situation.gpu, torch=facts.torch)
     card = f"{situation.gpu.name} ({situation.gpu.gfx})" if situation.gpu is not None else ""
     return f"{text.replace('None', 'unknown').replace(' )', ')')}; {card}"
 
 
-KNOWN_BAD_CHECKS: dict[str, Check] = {row.id: partial(_check, row) for row in BAD}
+KNOWN_BAD_CHECKS: dict[str, Check] = {row.id: partial(_check, row) for row in bad_table().bad}

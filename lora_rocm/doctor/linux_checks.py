@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from lora_rocm.doctor.cures import kernel_parameter
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.hardware.facts import DeviceFile, HostFacts, Linux
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
-AMD_LINUX_DOCS = "https://rocm.docs.amd.com/projects/install-on-linux/"
 CONTAINER_FLAGS = (
     "docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render "
     "--security-opt seccomp=unconfined ...",
     "(podman: --device /dev/kfd --device /dev/dri --group-add keep-groups.)",
 )
-NO_GPU = "no program reaches the GPU: torch sees none, and training cannot start on it"
 
 
 def _native(situation: Situation) -> Linux | None:
@@ -39,9 +37,7 @@ def _driver(situation: Situation, plan: EnvPlan) -> Finding | None:
         )
     else:
         cure = (*cure, "Remove a blacklist line or nomodeset that this finds, then restart.")
-    return Finding(
-        "amdgpu-not-loaded", "breaks", "The amdgpu driver is not loaded", evidence, NO_GPU, cure, AMD_LINUX_DOCS
-    )
+    return finding("amdgpu-not-loaded", situation, cure=cure, evidence=evidence)
 
 
 def _kfd_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -56,7 +52,7 @@ def _kfd_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
     else:
         return None
     evidence = f"{linux.kfd.path} does not exist"
-    return Finding("kfd-missing", "breaks", title, evidence, NO_GPU, cure, AMD_LINUX_DOCS)
+    return finding("kfd-missing", situation, cure=cure, title=title, evidence=evidence)
 
 
 def _closed(files: tuple[DeviceFile, ...]) -> list[str]:
@@ -73,15 +69,7 @@ def _permission(situation: Situation, plan: EnvPlan) -> Finding | None:
     if not closed:
         return None
     groups = ", ".join(linux.groups) or "none of render, video"
-    return Finding(
-        "no-permission",
-        "breaks",
-        "This user may not use the GPU",
-        f"no read and write permission on {', '.join(closed)}; groups of this user: {groups}",
-        NO_GPU,
-        _permission_cure(linux),
-        AMD_LINUX_DOCS,
-    )
+    return finding("no-permission", situation, cure=_permission_cure(linux), files=", ".join(closed), groups=groups)
 
 
 def _permission_cure(linux: Linux) -> tuple[str, ...]:
@@ -104,14 +92,10 @@ def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if any(node.exists for node in linux.render_nodes):
         return None
-    return Finding(
+    return finding(
         "render-node-missing",
-        "breaks",
-        "There is no render node",
-        "/dev/dri has no file renderD*, /dev/kfd is there",
-        NO_GPU,
-        CONTAINER_FLAGS if linux.container else ("sudo dmesg | grep -i amdgpu", "ls -l /dev/dri"),
-        AMD_LINUX_DOCS,
+        situation,
+        cure=CONTAINER_FLAGS if linux.container else ("sudo dmesg | grep -i amdgpu", "ls -l /dev/dri"),
     )
 
 
@@ -126,14 +110,11 @@ def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
         "sudo dmesg | grep -iE 'kfd|atomic'",
         "grep gfx_target_version /sys/class/kfd/kfd/topology/nodes/*/properties",
     )
-    return Finding(
+    return finding(
         "kfd-node-missing",
-        "breaks",
-        "The compute driver does not list this GPU",
-        f"{gpu.name} is on the bus ({gpu.pci_address or 'address unknown'}), and no node of /sys/class/kfd is it",
-        NO_GPU,
-        CONTAINER_FLAGS if linux.container else cure,
-        "Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c",
+        situation,
+        cure=CONTAINER_FLAGS if linux.container else cure,
+        address=gpu.pci_address or "address unknown",
     )
 
 
@@ -141,30 +122,14 @@ def _cwsr(situation: Situation, plan: EnvPlan) -> Finding | None:
     linux = _native(situation)
     if linux is None or linux.boot_parameters.get("amdgpu.cwsr_enable") != "0":
         return None
-    return Finding(
-        "cwsr",
-        "note",
-        "The GPU cannot interrupt compute kernels: amdgpu.cwsr_enable=0 is set",
-        "/proc/cmdline: amdgpu.cwsr_enable=0",
-        "a workaround for hangs of older kernels and firmware; with it a long kernel holds up the desktop",
-        ("Remove it from the kernel's command line once kernel and firmware are good, and restart.",),
-        "Linux Documentation/gpu/amdgpu/module-parameters",
-    )
+    return finding("cwsr", situation)
 
 
 def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu = situation.gpu
     if _native(situation) is None or gpu is None or gpu.pcie_atomics is not False:
         return None
-    return Finding(
-        "pcie-atomics",
-        "harms",
-        "The slot of the GPU has no PCIe atomics",
-        f"io_links of KFD node {gpu.node} ({gpu.name}): atomics are not supported",
-        "some GPUs are not usable without them, others print wrong values from kernels",
-        ("Move the card to a slot that is wired to the processor (usually the first), without a riser or adapter.",),
-        "ROCm installation guide, PCIe atomics; pytorch#103973",
-    )
+    return finding("pcie-atomics", situation)
 
 
 def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -176,14 +141,12 @@ def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
     if "pt" in iommu.split(",") or linux.boot_parameters.get("amd_iommu") == "off":
         return None
     cure = kernel_parameter(situation.facts, "iommu=pt")
-    return Finding(
+    return finding(
         "iommu",
-        "note",
-        f"{len(cards)} cards, and the IOMMU is not in pass-through mode",
-        f"/proc/cmdline: {f'iommu={iommu}' if iommu else 'no iommu=pt'}",
-        "copies from card to card may give zeros or hang; training on one card does not make any",
-        ("On the host of this container:", *cure) if linux.container else cure,
-        "rccl src/init.cc; pytorch#84803, #87363",
+        situation,
+        cure=("On the host of this container:", *cure) if linux.container else cure,
+        cards=len(cards),
+        found=f"iommu={iommu}" if iommu else "no iommu=pt",
     )
 
 
@@ -196,18 +159,7 @@ def _wsl_dxg(situation: Situation, plan: EnvPlan) -> Finding | None:
     linux = situation.facts.linux
     if linux is None or not linux.wsl or linux.dxg or situation.gpu is None:
         return None
-    return Finding(
-        "wsl-dxg",
-        "breaks",
-        "WSL passes no GPU through",
-        "/dev/dxg does not exist",
-        NO_GPU,
-        (
-            "Install the newest Adrenalin driver on Windows: https://www.amd.com/en/support/download/drivers.html",
-            "wsl.exe --update && wsl.exe --shutdown",
-        ),
-        "https://learn.microsoft.com/windows/wsl/tutorials/gpu-compute",
-    )
+    return finding("wsl-dxg", situation)
 
 
 def _wsl_librocdxg(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -216,15 +168,7 @@ def _wsl_librocdxg(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if facts.linux.rocm_version is not None or any("rocdxg" in name for name in facts.libraries):
         return None
-    return Finding(
-        "wsl-librocdxg",
-        "harms",
-        "AMD's library for GPUs in WSL was not found",
-        "no ROCm in /opt/rocm, so no librocdxg.so",
-        "without it torch sees no GPU in WSL",
-        ("Install it: https://github.com/ROCm/librocdxg", "ls /opt/rocm/lib/librocdxg.so"),
-        "ROCm/librocdxg README",
-    )
+    return finding("wsl-librocdxg", situation)
 
 
 LINUX_CHECKS: dict[str, Check] = {

@@ -7,7 +7,7 @@ Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.p
 from __future__ import annotations
 
 from lora_rocm.doctor.cures import family, kernel_parameter
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import GIB, PAGE_BYTES, host_reserve
@@ -24,8 +24,6 @@ LEAST_MEMORY_BYTES = 20 * GIB
 FREE_MEMORY_BYTES = 8 * GIB
 """A base model such as SDXL is a file of 7 GB that is read into main memory."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
-OURS = "the limit is our estimate"
-TTM_SOURCE = f"TheRock docs/faq.md; unsloth#7960; {OURS}"
 
 
 def _apu(situation: Situation, system: str) -> Gpu | None:
@@ -57,14 +55,14 @@ def _gtt(situation: Situation, plan: EnvPlan) -> Finding | None:
     if "amdgpu.gttsize" in boot:
         evidence += f"; amdgpu.gttsize={boot['amdgpu.gttsize']} alone is deprecated and does not raise the limit"
     cure = kernel_parameter(situation.facts, f"ttm.pages_limit={could_gib * GIB // PAGE_BYTES}")
-    return Finding(
+    return finding(
         "gtt",
-        "harms" if pool < COMFORTABLE_BYTES else "slows",
-        f"The GPU may map {size_text(pool)} of memory, where {could_gib} GiB are possible",
-        evidence,
-        "a run that needs more is refused or has to save memory, which is slower",
-        (*cure, "It is a limit: memory that the GPU does not use stays free for other programs."),
-        TTM_SOURCE,
+        situation,
+        level="harms" if pool < COMFORTABLE_BYTES else "slows",
+        cure=cure,
+        pool=size_text(pool),
+        could_gib=could_gib,
+        evidence=evidence,
     )
 
 
@@ -77,17 +75,13 @@ def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
     if memory >= COMFORTABLE_BYTES and (_mappable(situation, gpu) or 0) < gpu.vram_bytes:
         return None
     parameter = f"ttm.pages_limit={could_gib * GIB // PAGE_BYTES}"
-    return Finding(
+    return finding(
         "carve-out",
-        "harms" if memory < COMFORTABLE_BYTES else "slows",
-        "The BIOS sets more memory aside for the GPU than is good",
-        f"carve-out {size_text(gpu.vram_bytes)}, main memory that is left {size_text(memory)}",
-        "torch uses the larger of carve-out and mapped memory; the other lies idle, and loading a model may swap",
-        (
-            "In the BIOS: set UMA frame buffer (dedicated graphics memory) to the smallest, 512 MB.",
-            *kernel_parameter(situation.facts, parameter),
-        ),
-        TTM_SOURCE,
+        situation,
+        level="harms" if memory < COMFORTABLE_BYTES else "slows",
+        cure=kernel_parameter(situation.facts, parameter),
+        vram=size_text(gpu.vram_bytes),
+        main_memory=size_text(memory),
     )
 
 
@@ -106,17 +100,15 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
         if too_much
         else "what does not fit goes to shared memory without a word, which is reported to be slow"
     )
-    return Finding(
+    return finding(
         "dedicated-memory",
-        "harms" if too_much else "slows",
-        f"The GPU has {size_text(gpu.vram_bytes)} of dedicated memory, of {size_text(together)} in all",
-        f"dedicated {size_text(gpu.vram_bytes)} (driver), main memory {size_text(memory)}",
-        effect,
-        (
-            f"AMD Software: Adrenalin, Performance, Tuning, Variable Graphics Memory: about {good_gib} GB.",
-            "Then restart Windows. Without that page: UMA frame buffer in the BIOS.",
-        ),
-        f"Lemonade FAQ; radeon-ryzen documentation, limitations of Windows; {OURS}",
+        situation,
+        level="harms" if too_much else "slows",
+        vram=size_text(gpu.vram_bytes),
+        together=size_text(together),
+        main_memory=size_text(memory),
+        effect=effect,
+        good_gib=good_gib,
     )
 
 
@@ -127,14 +119,8 @@ def _main_memory(situation: Situation, plan: EnvPlan) -> Finding | None:
     if facts.swap_bytes is None and facts.memory_bytes >= LEAST_MEMORY_BYTES // 2:
         return None
     swap = f", swap {size_text(facts.swap_bytes)}" if facts.swap_bytes is not None else ""
-    return Finding(
-        "main-memory",
-        "harms",
-        "Main memory is small for loading a base model",
-        f"main memory {size_text(facts.memory_bytes)}{swap}",
-        "a model such as SDXL is read into main memory first: the system may kill the run",
-        _swap_cure(situation),
-        OURS,
+    return finding(
+        "main-memory", situation, cure=_swap_cure(situation), main_memory=size_text(facts.memory_bytes), swap=swap
     )
 
 
@@ -145,14 +131,12 @@ def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
     if total is None or free is None or total < 2 * FREE_MEMORY_BYTES or free >= FREE_MEMORY_BYTES:
         return None
     shared = situation.gpu is not None and situation.gpu.integrated
-    return Finding(
+    return finding(
         "memory-in-use",
-        "slows",
-        "Other programs hold most of the main memory",
-        f"{size_text(free)} are free of {size_text(total)}",
-        "loading a base model swaps" + (", and the GPU gets less of the memory that it shares" if shared else ""),
-        ("Close other programs, browsers first, then look again: lora-rocm doctor",),
-        OURS,
+        situation,
+        free=size_text(free),
+        total=size_text(total),
+        more=", and the GPU gets less of the memory that it shares" if shared else "",
     )
 
 
@@ -169,7 +153,7 @@ def _swap_cure(situation: Situation) -> tuple[str, ...]:
             "In %UserProfile%\\.wslconfig on Windows, below [wsl2]: memory=24GB and swap=32GB.",
             "wsl.exe --shutdown",
         )
-    if family(situation.facts) in ("fedora", "ostree"):  # btrfs, which cannot swap to a plain file
+    if family(situation.facts).id in ("fedora", "ostree"):  # btrfs, which cannot swap to a plain file
         return ("sudo btrfs filesystem mkswapfile --size 32g /swapfile", "sudo swapon /swapfile")
     make = "sudo fallocate -l 32G /swapfile && sudo chmod 600 /swapfile && sudo mkswap /swapfile"
     return (make, "sudo swapon /swapfile")
@@ -180,14 +164,11 @@ def _shm(situation: Situation, plan: EnvPlan) -> Finding | None:
     if linux is None or linux.shm_bytes is None or linux.shm_bytes >= SHM_BYTES:
         return None
     docker = "Start the container with: docker run --shm-size 8g ..."
-    return Finding(
+    return finding(
         "shm",
-        "note",
-        "Shared memory is small",
-        f"/dev/shm holds {size_text(linux.shm_bytes)}",
-        "runs with runtime.workers above 0, or on several GPUs, may die with a bus error; by default there are none",
-        (docker,) if linux.container else ("sudo mount -o remount,size=8G /dev/shm",),
-        f"https://docs.pytorch.org/docs/stable/multiprocessing.html; {OURS}",
+        situation,
+        cure=(docker,) if linux.container else ("sudo mount -o remount,size=8G /dev/shm",),
+        shm=size_text(linux.shm_bytes),
     )
 
 
@@ -195,15 +176,7 @@ def _disk(situation: Situation, plan: EnvPlan) -> Finding | None:
     free = situation.facts.disk_free_bytes
     if free is None or free >= DISK_BYTES:
         return None
-    return Finding(
-        "disk",
-        "harms",
-        "The disk is nearly full",
-        f"{size_text(free)} are free where lora-rocm keeps its files",
-        "a base model (SDXL: 7 GB), caches and checkpoints need room; a run stops when the disk is full",
-        ("lora-rocm cache stats", "Free at least 20 GB, or put runs and cache on another disk."),
-        OURS,
-    )
+    return finding("disk", situation, free=size_text(free))
 
 
 MEMORY_CHECKS: dict[str, Check] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.mitigation_store import FORGET, said
 from lora_rocm.rules.rule import Situation
@@ -21,15 +21,7 @@ def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
         effect = (
             "runs go on where they failed; some of these changes cost speed. A new driver, torch or GPU begins anew"
         )
-    return Finding(
-        "remembered",
-        "note",
-        title,
-        evidence,
-        effect,
-        ("When the cause is gone, this forgets all of it:", FORGET),
-        "lora_rocm/rules/mitigations.py",
-    )
+    return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
 
 
 REMEMBERED_CHECKS: dict[str, Check] = {"remembered": _remembered}

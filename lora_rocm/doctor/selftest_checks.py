@@ -3,78 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 from lora_rocm.doctor.cures import REPORT, install_torch
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.finding import Check, Finding, finding
+from lora_rocm.foundation.tables import read_rows
 from lora_rocm.hardware.selftest_result import Result
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 SHOWN = 3
-OTHERS = "other"
+OTHER = "other"
 
 
 @dataclass(frozen=True)
 class Group:
     """A group of the self-test. ``rules``: rules of the plan that answer a failure."""
 
-    name: str
+    id: str
     title: str
     effect: str
     rules: tuple[str, ...] = ()
 
 
-GROUPS: tuple[Group, ...] = (
-    Group(
-        "copies",
-        "Copies between main memory and GPU do not arrive as sent",
-        "batches would arrive wrong: the guard finds that, sends them again, and ends a run that it cannot save",
-        ("verdict-pinning", "verdict-heap-copy", "verdict-copies-without-sdma"),
-    ),
-    Group("memory", "Memory of the GPU changes after it was written", "weights and batches would be damaged in place"),
-    Group(
-        "gemm",
-        "Matrix products are wrong or crash",
-        "every layer is made of them: the LoRA would be trained on wrong numbers",
-        ("verdict-precision",),
-    ),
-    Group(
-        "conv",
-        "Convolutions are wrong or crash",
-        "images would be encoded wrong, and a U-Net trained on wrong numbers",
-        ("verdict-miopen", "verdict-conv-without-gemm"),
-    ),
-    Group(
-        "attention",
-        "A kernel for attention is wrong or crashes",
-        "with that kernel the LoRA would be trained on wrong numbers",
-        ("verdict-attention",),
-    ),
-    Group(
-        "training",
-        "A small training step fails",
-        "loss or weights were wrong: a run would fail or learn nothing",
-        ("verdict-precision", "verdict-training-without-caching"),
-    ),
-)
-NAMED = tuple(group.name for group in GROUPS)
-OTHER = Group(OTHERS, "Other checks of the self-test failed", "what they look at does not work on this machine")
+@cache
+def groups() -> tuple[Group, ...]:
+    """The groups; ``OTHER`` is every one without a row. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("selftest_checks.toml"), Group)
 
 
 def _unusable(situation: Situation, plan: EnvPlan) -> Finding | None:
     verdict = situation.verdict
     if verdict is None or not verdict.unusable:
         return None
-    return Finding(
-        "selftest-unusable",
-        "breaks",
-        "This GPU cannot be trained on with this software",
-        f"self-test of torch {verdict.stack.torch}, driver {verdict.stack.driver}: {verdict.unusable}",
-        "every run would be wrong or fail",
-        _cure(situation),
-        "self-test of this machine",
-    )
+    return finding("selftest-unusable", situation, cure=_cure(situation), verdict=verdict)
 
 
 def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -88,8 +51,8 @@ def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None
     if answers:
         effect += f". What is done about it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
     return Finding(
-        f"selftest-{group.name}",
-        "slows" if answers and group.name in ("attention", "conv") else "harms",
+        f"selftest-{group.id}",
+        "slows" if answers and group.id in ("attention", "conv") else "harms",
         group.title,
         _shown(failed),
         effect,
@@ -99,7 +62,7 @@ def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None
 
 
 def _belongs(name: str, group: Group) -> bool:
-    return name == group.name if group is not OTHER else name not in NAMED
+    return name == group.id or (group.id == OTHER and all(name != named.id for named in groups()))
 
 
 def _shown(failed: list[Result]) -> str:
@@ -118,19 +81,17 @@ def _remedies(situation: Situation, plan: EnvPlan) -> Finding | None:
     if verdict is None or not verdict.remedies:
         return None
     rows = [row for row in plan.rows if row.rule.removeprefix("verdict-") in verdict.remedies]
-    return Finding(
+    return finding(
         "selftest-remedies",
-        "slows",
-        "This machine needs variables that cost speed",
-        f"self-test: better with {', '.join(f'{row.variable}={row.value}' for row in rows) or verdict.remedies[0]}",
-        "; ".join(row.why for row in rows) or "training works, but slower",
-        ("Nothing: every run gets them. A newer driver or torch may make them needless: lora-rocm doctor",),
-        "; ".join(dict.fromkeys(row.source for row in rows)),
+        situation,
+        variables=", ".join(f"{row.variable}={row.value}" for row in rows) or verdict.remedies[0],
+        effect="; ".join(row.why for row in rows) or "training works, but slower",
+        source="; ".join(dict.fromkeys(row.source for row in rows)),
     )
 
 
 TESTED_CHECKS: dict[str, Check] = {
     "selftest-unusable": _unusable,
-    **{f"selftest-{group.name}": partial(_failed, group) for group in (*GROUPS, OTHER)},
+    **{f"selftest-{group.id}": partial(_failed, group) for group in groups()},
     "selftest-remedies": _remedies,
 }

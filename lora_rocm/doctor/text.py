@@ -10,7 +10,7 @@ from lora_rocm.doctor.cures import KNOWN, REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.hardware.wheels import SECOND_CLASS
+from lora_rocm.hardware.wheels import wheel_table
 from lora_rocm.rules.rule import Level, Situation
 
 WIDTH = 110
@@ -55,9 +55,9 @@ def second_class_text(situation: Situation) -> str:
         return ""
     facts = situation.facts
     if any(gpu.vendor == "nvidia" for gpu in facts.gpus):
-        return SECOND_CLASS["cuda"]
+        return wheel_table().second_class["cuda"]
     none = "Apple's GPU is not used" if facts.system == "macos" else "there is no AMD GPU to use"
-    return f"{none}, so training runs on the CPU; {SECOND_CLASS['cpu']}"
+    return f"{none}, so training runs on the CPU; {wheel_table().second_class['cpu']}"
 
 
 def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str = "") -> str:

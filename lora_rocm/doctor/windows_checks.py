@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import PureWindowsPath
 
-from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.facts import Library, Windows
 from lora_rocm.hardware.memory_budget import GIB
@@ -49,16 +49,7 @@ def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if (built[0] - driver[0]) * 12 + built[1] - driver[1] < OLDER_BY_MONTHS:
         return None
-    return Finding(
-        "stale-dll",
-        "harms",
-        "Windows may load an old HIP from the driver in place of the wheel's",
-        f"{copy.path} {copy.version or 'of unknown version'} of Adrenalin {gpu.driver_product}, older than HIP "
-        f"{situation.facts.torch.hip} of the installed torch (built in 20{built[0]}, month {built[1]})",
-        "the GPU may not be found, or kernels end in hipErrorInvalidDeviceFunction",
-        (f"Install the newest Adrenalin driver: {DRIVER_PAGE}", "lora-rocm doctor"),
-        "ROCm#6517; lemonade#3409; that three months are too old is our estimate",
-    )
+    return finding("stale-dll", situation, copy=copy, version=copy.version or "of unknown version", built=built)
 
 
 def _file(library: Library) -> str:
@@ -81,15 +72,7 @@ def _shadow(situation: Situation, plan: EnvPlan) -> Finding | None:
     if not other:
         return None
     shown = ", ".join(f"{lib.path} {lib.version or '(version unknown)'}" for lib in other)
-    return Finding(
-        "shadowed-dll",
-        "harms",
-        "Another HIP library lies on PATH",
-        f"{shown}; torch needs HIP {situation.facts.torch.hip if situation.facts.torch else ''}",
-        "Windows may load it in place of the wheel's: the GPU is not found, or kernels fail",
-        ("sysdm.cpl", f"Advanced, Environment Variables: remove {PureWindowsPath(other[0].path).parent} from Path."),
-        "TheRock#1200, #651",
-    )
+    return finding("shadowed-dll", situation, shown=shown, folder=PureWindowsPath(other[0].path).parent)
 
 
 def _hip_sdk(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -99,19 +82,7 @@ def _hip_sdk(situation: Situation, plan: EnvPlan) -> Finding | None:
     sdk = re.search(r"(\d+)\.(\d+)", windows.hip_path)
     if sdk is not None and (int(sdk[1]), int(sdk[2])) == hip[:2]:
         return None
-    return Finding(
-        "hip-sdk",
-        "harms",
-        "HIP_PATH points to a HIP SDK of another version",
-        f"HIP_PATH={windows.hip_path}; torch brings HIP {'.'.join(map(str, hip[:2]))}",
-        "libraries and kernel files of the SDK can be taken for those of the wheel",
-        (
-            r'reg delete "HKLM\SYSTEM\CurrentControlSet\Control\Session Manager\Environment" /v HIP_PATH /f',
-            "(In a window opened as administrator.) Or uninstall the HIP SDK in appwiz.cpl: training does not need it.",
-            "Then open a new window.",
-        ),
-        "TheRock#1200, #651; ROCm/hip#3899",
-    )
+    return finding("hip-sdk", situation, version=".".join(map(str, hip[:2])))
 
 
 def _page_file(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -122,18 +93,13 @@ def _page_file(situation: Situation, plan: EnvPlan) -> Finding | None:
     if memory + windows.page_file_bytes >= needed:
         return None
     size_mb = -(-(needed - memory) // GIB) * 1024
-    return Finding(
+    return finding(
         "page-file",
-        "harms",
-        "The page file is too small",
-        f"page file {size_text(windows.page_file_bytes)}, main memory {size_text(memory)}, "
-        f"GPU {size_text(gpu.vram_bytes or 0)}",
-        "Windows backs GPU memory with page file: allocations fail although memory is free",
-        (
-            "SystemPropertiesPerformance",
-            f"Advanced, Virtual memory, Change: custom size, {size_mb} MB for both. {RESTART}",
-        ),
-        "radeon-ryzen documentation, limitations of Windows; Lemonade FAQ; the size is our estimate",
+        situation,
+        page_file=size_text(windows.page_file_bytes),
+        main_memory=size_text(memory),
+        vram=size_text(gpu.vram_bytes or 0),
+        size_mb=size_mb,
     )
 
 
@@ -149,49 +115,21 @@ def _tdr(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
     if delay is not None and delay >= GOOD_TDR_DELAY_S:
         cure = (f"Install the newest Adrenalin driver: {DRIVER_PAGE}", "lora-rocm doctor")
-    return Finding(
-        "driver-resets",
-        "harms",
-        "Windows has reset the display driver",
-        f"{windows.tdr_events} events 4101 in the System log in 7 days; TdrDelay {delay or 'is the default, 2'} s",
-        "a kernel that runs longer than TdrDelay counts as hung: the reset ends the run (it resumes at its checkpoint)",
-        cure,
-        "https://learn.microsoft.com/windows-hardware/drivers/display/tdr-registry-keys; ROCm#4729; 60 s is our choice",
-    )
+    return finding("driver-resets", situation, cure=cure, delay=delay or "is the default, 2")
 
 
 def _short_tdr(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = _windows(situation)
     if windows is None or windows.tdr_events or windows.tdr_delay_s is None or windows.tdr_delay_s >= 2:
         return None
-    return Finding(
-        "tdr-delay",
-        "harms",
-        "The time limit for the display driver is below Windows' default",
-        f"TdrDelay {windows.tdr_delay_s} s in the registry; the default is 2 s",
-        "kernels that run longer end in a reset of the driver, and the run with them",
-        (
-            r"reg add HKLM\SYSTEM\CurrentControlSet\Control\GraphicsDrivers /v TdrDelay /t REG_DWORD "
-            f"/d {GOOD_TDR_DELAY_S} /f",
-            f"(In a window opened as administrator.) {RESTART}",
-        ),
-        "https://learn.microsoft.com/windows-hardware/drivers/display/tdr-registry-keys",
-    )
+    return finding("tdr-delay", situation)
 
 
 def _smart_app_control(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = _windows(situation)
     if windows is None or windows.smart_app_control != "on":
         return None
-    return Finding(
-        "smart-app-control",
-        "harms",
-        "Smart App Control is on",
-        "VerifiedAndReputablePolicyState in the registry is 1",
-        "it blocks the wheels' libraries, which are not signed: importing torch fails",
-        ("explorer windowsdefender://smartapp", "Choose Off. (Some builds of Windows cannot switch it on again.)"),
-        "AMD, PyTorch on Windows, prerequisites",
-    )
+    return finding("smart-app-control", situation)
 
 
 def _vc_runtime(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -201,33 +139,14 @@ def _vc_runtime(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
     if windows is None or windows.vc_runtime is not None or unread:
         return None
-    return Finding(
-        "vc-runtime",
-        "breaks",
-        "The Visual C++ runtime is missing",
-        "vcruntime140.dll is not in System32",
-        "importing torch fails: a library it needs is not found",
-        ("winget install --exact --id Microsoft.VCRedist.2015+.x64",),
-        "https://learn.microsoft.com/cpp/windows/latest-supported-vc-redist",
-    )
+    return finding("vc-runtime", situation)
 
 
 def _long_paths(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = situation.facts.windows
     if windows is None or windows.long_paths is not False:
         return None
-    return Finding(
-        "long-paths",
-        "note",
-        "Windows allows paths of 260 letters only",
-        "LongPathsEnabled in the registry is 0",
-        "downloads and caches in deep folders may fail to be written",
-        (
-            r"reg add HKLM\SYSTEM\CurrentControlSet\Control\FileSystem /v LongPathsEnabled /t REG_DWORD /d 1 /f",
-            "(In a window opened as administrator.)",
-        ),
-        "https://learn.microsoft.com/windows/win32/fileio/maximum-file-path-limitation",
-    )
+    return finding("long-paths", situation)
 
 
 WINDOWS_CHECKS: dict[str, Check] = {

@@ -60,7 +60,8 @@ class Verdict:
 
     Attributes:
         fast: results without the variables of the profile "safe"; empty if that was not tried.
-        remedies: ids of ``selftest_rules.REMEDIES`` that were applied for ``results``; training needs them too.
+        remedies: ids of remedies (``rules/selftest_rules.toml``) that were applied for ``results``; training needs
+            them too.
     """
 
     stack: Stack

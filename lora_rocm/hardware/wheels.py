@@ -1,7 +1,6 @@
-"""Chooses the torch for a machine, its package index and the reason: tables, and one function that reads them.
+"""Chooses the torch for a machine, its package index and the reason: ``wheels.toml``, and a function that reads it.
 
-Standard library only: the installer uses it before anything is installed. Sources of the rows: TheRock RELEASES.md and
-SUPPORTED_GPUS.md, AMD's playbooks (which name the exact versions), PyTorch's wheel indexes, and the reports named.
+Standard library only: the installer uses it before anything is installed.
 """
 
 from __future__ import annotations
@@ -9,16 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from lora_rocm.errors import MachineError, UserError
+from lora_rocm.foundation.tables import read_table
 from lora_rocm.hardware.archs import arch_of, has_kernels
 from lora_rocm.hardware.facts import Gpu, HostFacts, System, Torch
 from lora_rocm.hardware.gpu_select import Selection, select
 
 Kind = Literal["rocm", "cuda", "cpu"]
 
-REVIEWED = "2026-11-21"
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
@@ -34,82 +35,14 @@ class Index:
     """
 
     id: str
-    url: str | None
     kind: Kind
     systems: tuple[System, ...]
     torch: str
     what: str
     source: str
+    reviewed: str
+    url: str | None = None
     rocm: str = ""
-    reviewed: str = REVIEWED
-
-
-WHL, PYTORCH = "https://download.pytorch.org/whl/", "pytorch.org, Get Started"
-PLAIN = "torch==2.13.0"
-
-INDEXES: tuple[Index, ...] = (
-    Index(
-        "pytorch",
-        WHL + "rocm7.2",
-        "rocm",
-        ("linux",),
-        PLAIN,
-        "PyTorch's own wheels with ROCm 7.2",
-        "pytorch .ci/docker/manywheel/build.sh; TheRock#7805 (none for Windows)",
-        rocm="7.2",
-    ),
-    Index(
-        "amd",
-        "https://repo.amd.com/rocm/whl-multi-arch/",
-        "rocm",
-        ("linux", "windows"),
-        "torch[device-{gfx}]==2.12.0+rocm7.14.0",
-        "AMD's multi-arch wheels with ROCm 7.14",
-        "TheRock RELEASES.md; AMD playbooks, fine-tuning (exact versions); torchruntime#34 (list of the extras)",
-        rocm="7.14",
-    ),
-    Index(
-        "amd-next",
-        "https://stable.repo.amd.com/rocm/whl-next/",
-        "rocm",
-        ("linux", "windows"),
-        "torch[device-{gfx}]==2.13.0+rocm10.0.0",
-        "AMD's multi-arch wheels with ROCm 10.0 (only where asked for)",
-        "ultralytics#24137; Comfy-Org/docs#1656. Not the default: new, and faults are open (rocm-libraries#12349)",
-        rocm="10.0",
-    ),
-    Index(
-        "amd-nightly",
-        "https://rocm.nightlies.amd.com/whl-multi-arch/",
-        "rocm",
-        ("linux", "windows"),
-        "torch[device-{gfx}]>=2.12",
-        "AMD's nightly builds (only where asked for)",
-        "TheRock RELEASES.md; TheRock#5289 (torch without the extra has no device code)",
-        rocm="nightly",
-    ),
-    Index("cuda", None, "cuda", ("linux",), PLAIN, "the default package index, whose torch is built for CUDA", PYTORCH),
-    Index("cuda-windows", WHL + "cu130", "cuda", ("windows",), PLAIN, "PyTorch's wheels with CUDA 13.0", PYTORCH),
-    Index("cpu", WHL + "cpu", "cpu", ("linux", "windows"), PLAIN, "PyTorch's wheels for the CPU", PYTORCH),
-    Index("macos", None, "cpu", ("macos",), PLAIN, "the default package index", PYTORCH),
-)
-BY_ID = {index.id: index for index in INDEXES}
-
-UNSERVED: dict[str, str] = {
-    "gfx803": "the last ROCm with kernels for it is far too old",
-    "gfx900": "no index has an extra or kernels for it (lemonade#2768)",
-    "gfx906": "ROCm 6.3, too old for this program, was the last with good kernels for it (unsloth), and AMD's index "
-    "has no extra for it (lemonade#2768)",
-}
-"""Architectures without a usable wheel on any system."""
-
-AS_CPU: dict[str, str] = {
-    "gfx1036": "it has two compute units and is there to show a desktop: the CPU beside it is faster",
-    "gfx902": "no index has kernels for it (lemonade#2768)",
-    "gfx909": "no index has kernels for it (lemonade#2768)",
-    "gfx90c": "no index has kernels for it (lemonade#2768)",
-}
-"""Integrated graphics that are used only if asked for; otherwise the machine counts as one without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -122,41 +55,45 @@ class Known:
     what: str
 
 
-KNOWN: tuple[Known, ...] = (
-    Known(
-        "amd",
-        "windows",
-        ("gfx1151",),
-        "batched matrix products of ROCm 7.14.0 were reported to fail on this GPU under Windows (ROCm#6517). The "
-        f"self-test (lora-rocm doctor) shows it; if so, set {INDEX_VARIABLE}=amd-next and install with --upgrade",
-    ),
-    Known(
-        "amd",
-        "windows",
-        ("gfx1201",),
-        "with ROCm 7.14.0 the second 16-bit matrix product of a process fails on this GPU under Windows (ROCm#6461); "
-        "lora-rocm sets ROCBLAS_USE_HIPBLASLT=0, which was reported to cure it",
-    ),
-)
+@dataclass(frozen=True)
+class LeadsTo:
+    """The kind of torch behind a requirement or URL that is not in the table."""
 
-SECOND_CLASS: dict[Kind, str] = {
-    "rocm": "",
-    "cuda": "lora-rocm is made for AMD GPUs; NVIDIA is a second-class citizen here: the code runs, nobody tunes for it",
-    "cpu": "the CPU is a second-class citizen here: good for the demo, the tests and tiny models, too slow for SDXL",
-}
-WSL = (
-    "under WSL the GPU is reached through AMD's librocdxg, which has to be installed inside WSL, and a driver on the "
-    "Windows side that knows it; AMD names RX 7000, RX 9000 and Ryzen AI for it, and not every card of these is seen "
-    "there (ROCm#6119)"
-)
-OLDEST_DRM = {"7.14": (3, 64)}
-"""Oldest version of amdgpu's interface that a ROCm needs (AMD's release notes, by way of TheRock)."""
-LEADS_TO: tuple[tuple[str, Kind], ...] = (
-    (r"\+rocm|/rocm|amd\.com", "rocm"),
-    (r"\+cpu|/cpu\b", "cpu"),
-    (r"\+cu\d|/cu\d", "cuda"),
-)
-"""The kind of torch behind a requirement or URL that is not in the table."""
+    pattern: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class WheelTable:
+    """The file.
+
+    wsl: a warning about WSL.
+    second_class: a note about torch of a kind.
+    unserved: architecture -> why no system has a usable wheel for it.
+    as_cpu: integrated graphics that are used only if asked for -> why.
+    oldest_drm: ROCm -> the oldest version of amdgpu's interface that it needs.
+    """
+
+    wsl: str
+    second_class: Mapping[Kind, str]
+    unserved: Mapping[str, str]
+    as_cpu: Mapping[str, str]
+    oldest_drm: Mapping[str, tuple[int, ...]]
+    index: tuple[Index, ...]
+    known: tuple[Known, ...]
+    leads_to: tuple[LeadsTo, ...]
+
+
+@cache
+def wheel_table() -> WheelTable:
+    """The table. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("wheels.toml"), WheelTable)
+
+
+@cache
+def indexes() -> Mapping[str, Index]:
+    """The indexes by name."""
+    return {index.id: index for index in wheel_table().index}
 
 
 @dataclass(frozen=True)
@@ -207,10 +144,10 @@ def choose(facts: HostFacts, environ: Mapping[str, str]) -> WheelChoice:
     if use.kind == "rocm" and use.gpu is not None:
         return _rocm(facts, use.gpu, use.notes)
     if use.kind == "cuda":
-        index = BY_ID["cuda-windows" if facts.system == "windows" else "cuda"]
+        index = indexes()["cuda-windows" if facts.system == "windows" else "cuda"]
     else:
-        index = BY_ID["macos" if facts.system == "macos" else "cpu"]
-    notes = (*use.notes, SECOND_CLASS[use.kind])
+        index = indexes()["macos" if facts.system == "macos" else "cpu"]
+    notes = (*use.notes, wheel_table().second_class[use.kind])
     return WheelChoice(index.torch, index.url, use.why, use.kind, notes=notes, else_default=index.id == "cpu")
 
 
@@ -233,7 +170,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
     nvidia = next((gpu for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
     amd = None if facts.system == "macos" else selection.gpu
     if amd is not None and not selection.by_user:
-        weak = AS_CPU.get(amd.gfx or "")
+        weak = wheel_table().as_cpu.get(amd.gfx or "")
         hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
         if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
             note = f"{named(amd)} is left out: the NVIDIA card beside it serves.{hint}"
@@ -270,17 +207,17 @@ def named(gpu: Gpu) -> str:
 
 def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
     arch, windows = arch_of(gpu.gfx), facts.system == "windows"
-    if gpu.gfx in UNSERVED:
-        raise _no_wheel(gpu, UNSERVED[gpu.gfx])
+    if unserved := wheel_table().unserved.get(gpu.gfx or ""):
+        raise _no_wheel(gpu, unserved)
     if arch is None:
         why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
         warning = "a download of about 10 GB; whether it has kernels for this GPU is seen only after the installation"
-        made = WheelChoice(BY_ID["amd"].torch.format(gfx="all"), BY_ID["amd"].url, why, "rocm", gpu.gfx, (warning,))
-        return _warned(facts, gpu, BY_ID["amd"], replace(made, notes=notes))
-    if arch.pytorch_org and facts.system == "linux" and not facts.is_wsl:
-        index, why = BY_ID["pytorch"], f"{named(gpu)}: {BY_ID['pytorch'].what} have kernels for it."
-    else:
-        index, why = BY_ID["amd"], f"{named(gpu)}: {BY_ID['amd'].what} have kernels for it."
+        index = indexes()["amd"]
+        made = WheelChoice(index.torch.format(gfx="all"), index.url, why, "rocm", gpu.gfx, (warning,))
+        return _warned(facts, gpu, index, replace(made, notes=notes))
+    index = indexes()["pytorch" if arch.pytorch_org and facts.system == "linux" and not facts.is_wsl else "amd"]
+    why = f"{named(gpu)}: {index.what} have kernels for it."
+    if index.id == "amd":
         if facts.is_wsl:
             why += " Those of download.pytorch.org may abort under WSL (unsloth#11212)."
         elif arch.override and not windows:
@@ -295,16 +232,16 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
 
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
     """The choice with warnings about its known faults on this machine."""
-    warnings, arch = list(choice.warnings), arch_of(gpu.gfx)
+    table, warnings, arch = wheel_table(), list(choice.warnings), arch_of(gpu.gfx)
     status = arch and (arch.amd_windows if facts.system == "windows" else arch.amd_linux)
     if arch is not None and index.id != "pytorch" and status == "building":
         system = facts.system.capitalize()
         warnings.append(
             f"{arch.gfx}, {system}: AMD says only that its wheels build, not that they are ready for release"
         )
-    warnings += [k.what for k in KNOWN if (k.index, k.system) == (index.id, facts.system) and gpu.gfx in k.gfx]
-    warnings += [WSL] * facts.is_wsl
-    oldest = OLDEST_DRM.get(index.rocm)
+    warnings += [k.what for k in table.known if (k.index, k.system) == (index.id, facts.system) and gpu.gfx in k.gfx]
+    warnings += [table.wsl] * facts.is_wsl
+    oldest = table.oldest_drm.get(index.rocm)
     drm = facts.linux.drm_version if facts.linux is not None else None
     found = re.match(r"(\d+)\.(\d+)", drm or "")
     if oldest is not None and found is not None and (int(found[1]), int(found[2])) < oldest:
@@ -323,12 +260,13 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
     """The choice by the user's two variables. They win; objections become warnings."""
-    known = BY_ID.get(place) or next((index for index in INDEXES if index.url and _same(index.url, place)), None)
+    of_url = (index for index in indexes().values() if index.url and _same(index.url, place))
+    known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
         what = f"{TORCH_VARIABLE} is no requirement of torch."
         raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
     if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
-        what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(BY_ID)}."
+        what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(indexes())}."
         raise UserError("torch-index-variable", what, where=place, fix=f"For example: {INDEX_VARIABLE}=amd")
     gpu = use.gpu if use.gpu is not None and use.gpu.vendor == "amd" else None
     gfx = gpu.gfx if gpu is not None else None
@@ -348,9 +286,9 @@ def _same(one: str, other: str) -> bool:
 
 
 def _leads_to(requirement: str, url: str | None, system: System) -> Kind | None:
-    for pattern, kind in LEADS_TO:
-        if re.search(pattern, f"{requirement} {url or ''}"):
-            return kind
+    for row in wheel_table().leads_to:
+        if re.search(row.pattern, f"{requirement} {url or ''}"):
+            return row.kind
     if url is not None:
         return None
     return "cuda" if system == "linux" else "cpu"  # builds in the default index

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_takes, triton_versions
-from lora_rocm.rules.rule import release
+from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_refusal
 
 Form = Literal["eager", "triton"]
 
@@ -40,11 +39,7 @@ def refusal(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "there is no Triton for this PyTorch (that for AMD GPUs on Windows comes without)"
     gfx, installed = _gfx(device), triton_version()
-    if gfx is not None and installed is not None and triton_takes(release(installed), gfx) is False:
-        taking = triton_versions(gfx)
-        others = "no version that is known here does" if taking == "none" else f"Triton {taking} does"
-        return f"Triton {installed} compiles nothing for this GPU ({gfx}); {others}"
-    return None
+    return None if gfx is None or installed is None else triton_refusal(installed, gfx)
 
 
 def _gfx(device: torch.device) -> str | None:

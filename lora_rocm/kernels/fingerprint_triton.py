@@ -37,17 +37,19 @@ def add_fingerprints(
 ):
     """One program per tile and buffer."""
     tile, buffer = tl.program_id(0), tl.program_id(1)
-    words, count = words_0, count_0.to(tl.int64)  # large counts arrive as int64, and all need one type
+    address, count = words_0.to(tl.int64), count_0.to(tl.int64)  # large counts arrive as int64, and all need one type
     if buffer == 1:
-        words, count = words_1, count_1.to(tl.int64)
+        address, count = words_1.to(tl.int64), count_1.to(tl.int64)
     elif buffer == 2:
-        words, count = words_2, count_2.to(tl.int64)
+        address, count = words_2.to(tl.int64), count_2.to(tl.int64)
     elif buffer == 3:
-        words, count = words_3, count_3.to(tl.int64)
+        address, count = words_3.to(tl.int64), count_3.to(tl.int64)
     elif buffer == 4:
-        words, count = words_4, count_4.to(tl.int64)
+        address, count = words_4.to(tl.int64), count_4.to(tl.int64)
     elif buffer == 5:
-        words, count = words_5, count_5.to(tl.int64)
+        address, count = words_5.to(tl.int64), count_5.to(tl.int64)
+    # Numbers are chosen, because Triton 3.6 cannot compile a choice of pointers for AMD GPUs.
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
     first = tile.to(tl.int64) * TILE
     if first < count:
         place = tl.arange(0, TILE)

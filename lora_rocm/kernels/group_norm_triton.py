@@ -23,7 +23,11 @@ BLOCK = 64
 SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a combining program holds at once
-WARPS = 8  # with 4, Triton 3.6 spills registers on wave-32 GPUs; 3.8 and 3.9 do not
+WARPS = 8
+"""With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9), and gfx942 runs no
+more waves. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted
+(benchmarks/registers.py), not measured.
+"""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Recognises files of other trainers by their keys, for users who pass one as a recipe.
+"""Recognises files of other trainers by their keys (``foreign.toml``), for users who pass one as a recipe.
 
 Nothing is executed and no other file is read. The text is at most as long as a recipe may be.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, repeat
+from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import Problem
-from lora_rocm.recipe.peer_names import SAME_VALUE
+from lora_rocm.foundation.tables import read_table
+from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe
 
 MAX_NAMED = 6
@@ -27,7 +30,7 @@ NAMES_IN_OTHER_TRAINERS = "docs/recipe.md, 'Names in other trainers'"
 
 @dataclass(frozen=True)
 class Trainer:
-    """Marks of another trainer's file. Keys are dotted, in lower case, without list indices.
+    """Marks of another trainer's file.
 
     Attributes:
         file: name of the kind of file, with an article.
@@ -36,73 +39,21 @@ class Trainer:
     """
 
     file: str
-    any_of: frozenset[str] = frozenset()
-    all_of: frozenset[str] = frozenset()
+    any_of: tuple[str, ...] = ()
+    all_of: tuple[str, ...] = ()
 
 
-def _keys(*names: str) -> frozenset[str]:
-    return frozenset(names)
+@dataclass(frozen=True)
+class ForeignTable:
+    """The file. ``scripts``: text in a file that is no mapping -> name of the kind of file."""
+
+    scripts: Mapping[str, str]
+    trainer: tuple[Trainer, ...]
 
 
-# The first match decides: special formats come before general ones that share their keys.
-TRAINERS: tuple[Trainer, ...] = (
-    Trainer("a configuration of ai-toolkit", _keys("config.process", "config.process.network"), _keys("job", "config")),
-    Trainer(
-        "a configuration of OneTrainer",
-        _keys("training_method", "concept_file_name", "layer_filter_preset", "base_model_name"),
-    ),
-    Trainer("the concepts of OneTrainer", all_of=_keys("path", "image", "text", "text.prompt_source")),
-    Trainer("the samples of OneTrainer", all_of=_keys("prompt", "diffusion_steps", "cfg_scale")),
-    Trainer(
-        "a configuration of diffusion-pipe",
-        _keys("pipeline_stages", "micro_batch_size_per_gpu", "model.transformer_path", "model.diffusers_path"),
-    ),
-    Trainer("a dataset file of diffusion-pipe", _keys("directory.path", "directory.num_repeats")),
-    Trainer(
-        "a configuration of SimpleTuner",
-        _keys(
-            "data_backend_config",
-            "model_flavour",
-            "checkpoint_step_interval",
-            "dataloader_config",
-            "trainer_extra_args",
-            "validation_num_inference_steps",
-            "config_backend",
-            "lycoris_config",
-        ),
-    ),  # fmt: skip
-    Trainer("a dataset file of SimpleTuner", _keys("instance_data_dir", "cache_dir_vae", "caption_strategy")),
-    Trainer("a configuration of musubi-tuner", _keys("dit", "dit_high_noise", "timestep_boundary")),
-    Trainer("a dataset file of musubi-tuner", _keys("datasets.image_directory", "datasets.video_directory")),
-    Trainer(
-        "a configuration of kohya's sd-scripts or its GUI",
-        _keys(
-            "network_dim",
-            "network_alpha",
-            "network_module",
-            "train_data_dir",
-            "lora_type",
-            "general_args",
-            "network_args",
-            "unet_lr",
-            "train_batch_size",
-            "max_data_loader_n_workers",
-            "max_token_length",
-            "save_every_n_epochs",
-            "optimizer_type",
-            "pretrained_model_name_or_path",
-        ),
-    ),  # fmt: skip
-    Trainer(
-        "a dataset file of kohya's sd-scripts",
-        _keys("datasets.subsets", "datasets.subsets.image_dir", "subsets.image_dir", "datasets.image_dir"),
-    ),
-)
-SCRIPTS = {
-    "train_network.py": "a command line of kohya's sd-scripts",
-    "train_dreambooth_lora": "a command line of diffusers' examples",
-    "train_text_to_image_lora": "a command line of diffusers' examples",
-}
+@cache
+def _table() -> ForeignTable:
+    return read_table(Path(__file__).with_name("foreign.toml"), ForeignTable)
 
 
 def recognised(text: str, path: str, value: Any) -> Problem | None:
@@ -118,11 +69,11 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
     data = value if isinstance(value, dict | list) else _mapping(text)
     paths = frozenset(islice(_paths(data), MAX_KEYS))
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
-    for trainer in TRAINERS:
-        if trainer.any_of & names or (trainer.all_of and trainer.all_of <= names):
+    for trainer in _table().trainer:
+        if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of)):
             return _problem(path, trainer.file, _renamed(paths))
     if not isinstance(value, dict):
-        for script, what in SCRIPTS.items():
+        for script, what in _table().scripts.items():
             if script in text:
                 return _problem(path, what, "")
     return None
@@ -170,7 +121,7 @@ def _is_ours(data: Any) -> bool:
 
 
 def _renamed(paths: frozenset[str]) -> str:
-    found = {path.rpartition(".")[2] for path in paths} & SAME_VALUE.keys()
-    rows = [f"{name} is {SAME_VALUE[name]}" for name in SAME_VALUE if name in found and "." in SAME_VALUE[name]]
+    found = {path.rpartition(".")[2] for path in paths}
+    rows = [f"{name} is {key}" for name, key in peer_names().same_value.items() if name in found and "." in key]
     more = ", ..." if len(rows) > MAX_NAMED else ""
     return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""

@@ -12,7 +12,7 @@ from typing import Any
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
-from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
+from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import MOVED, TEXT_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
@@ -204,10 +204,10 @@ def _moved_table() -> str:
 def _names_table() -> str:
     """Names of other trainers by our key, then alphabetically those that need more than another name."""
     by_key: dict[str, list[str]] = {}
-    for name, key in SAME_VALUE.items():
+    for name, key in peer_names().same_value.items():
         by_key.setdefault(key, []).append(f"`{name}`")
     by_sentence: dict[str, list[str]] = {}
-    for name, sentence in sorted(ADVICE.items()):
+    for name, sentence in sorted(advice().items()):
         by_sentence.setdefault(sentence, []).append(f"`{name}`")
     return "\n".join([
         NAMES_HEAD,

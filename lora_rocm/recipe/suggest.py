@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from lora_rocm.recipe.peer_names import ADVICE, PER_EPOCH, SAME_VALUE
+from lora_rocm.recipe.peer_names import PER_EPOCH, advice, peer_names
 from lora_rocm.recipe.schema import DataSection, DataSource, Recipe
 
 MAX_KEY_LETTERS = 64
@@ -83,11 +83,12 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
     if section == "data" and plain in DataSource.model_fields:
         entry = f"{{{plain}: {value}}}" if plain == "dataset" else f"{{dataset: ..., {plain}: {value}}}"
         return f"Write data.sources: [{entry}]"
+    same_value = peer_names().same_value
     for known in (f"{section.partition('.')[0]}.{plain}", plain):
-        if known in SAME_VALUE:
-            return f"Did you mean {_for(SAME_VALUE[known], siblings, section)}? (Other trainers call it {name}.)"
-        if known in ADVICE:
-            return ADVICE[known]
+        if known in same_value:
+            return f"Did you mean {_for(same_value[known], siblings, section)}? (Other trainers call it {name}.)"
+        if known in advice():
+            return advice()[known]
     if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]

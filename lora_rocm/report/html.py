@@ -17,52 +17,14 @@ MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 MAX_ROWS = 200
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2129; --soft: #5d6675; --page: #fbfbfa; --card: #ffffff; --line: #dfe2e7;
-  --accent: #c2410c; --raw: #c9ced6; --good: #15803d; --bad: #b91c1c; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7e9ee; --soft: #9aa3b2; --page: #14161a; --card: #1c1f25;
-  --line: #333842; --accent: #fb923c; --raw: #4a505c; --good: #4ade80; --bad: #f87171; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, "Segoe UI", sans-serif; color: var(--ink); background: var(--page); margin: 0; }
-main { max-width: 980px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 26px; margin: 0 0 4px; }
-h2 { font-size: 18px; margin: 0 0 10px; }
-h3 { font-size: 15px; margin: 14px 0 6px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 18px;
-  margin-top: 16px; }
-p { margin: 6px 0; }
-.soft { color: var(--soft); }
-.good { color: var(--good); }
-.bad { color: var(--bad); }
-.big { font-size: 30px; font-weight: 600; }
-table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; padding: 4px 10px 4px 0; vertical-align: top; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 500; }
-img { max-width: 100%; border-radius: 4px; display: block; }
-.wide { overflow-x: auto; }
-.wide table { width: auto; }
-.wide td, .wide th { border: 0; padding: 3px; overflow-wrap: normal; min-width: 64px; }
-.wide th { max-width: 150px; }
-.wide img { max-width: none; width: 150px; }
-pre, code { font: 13px/1.45 ui-monospace, Consolas, monospace; }
-pre { overflow-x: auto; margin: 6px 0; }
-svg { width: 100%; height: auto; }
-svg text { font-size: 11px; fill: var(--soft); }
-.grid { stroke: var(--line); }
-polyline { fill: none; stroke-width: 1.8; stroke: var(--accent); }
-polyline.raw { stroke: var(--raw); stroke-width: 1; }
-circle { fill: var(--accent); }
-circle.raw { fill: var(--raw); }
-"""
-
 
 def page(title: str, sections: Iterable[str]) -> str:
     """A whole, self-contained HTML document."""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head><body><main>\n"
         + "\n".join(part for part in sections if part)
         + "\n</main></body></html>\n"
     )

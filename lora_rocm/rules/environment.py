@@ -13,21 +13,21 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.settings import VARIABLE, Settings
-from lora_rocm.rules.amd_rules import AMD_RULES
-from lora_rocm.rules.general_rules import GENERAL_RULES
-from lora_rocm.rules.harmful_values import HARMS
-from lora_rocm.rules.memory_rules import MEMORY_RULES
-from lora_rocm.rules.mitigations import CHANGE_RULES
+from lora_rocm.rules.amd_rules import amd_table
+from lora_rocm.rules.general_rules import general_rules
+from lora_rocm.rules.harmful_values import harms
+from lora_rocm.rules.memory_rules import memory_rules
+from lora_rocm.rules.mitigations import change_rules
 from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
-from lora_rocm.rules.selftest_rules import VERDICT_RULES
+from lora_rocm.rules.selftest_rules import verdict_rules
 
-RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES + CHANGE_RULES
 PACKAGES = (
     "torch",
     "transformers",
@@ -40,6 +40,12 @@ PACKAGES = (
     "Pillow",
     "pydantic",
 )
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """All rules, in the order in which they apply."""
+    return general_rules() + amd_table().rule + memory_rules() + verdict_rules() + change_rules()
 
 
 @dataclass(frozen=True)
@@ -103,26 +109,22 @@ class EnvPlan:
 def plan(situation: Situation) -> EnvPlan:
     """Plan the environment for one start of a heavy process on this machine."""
     planned: dict[str, EnvRow] = {}  # the last rule for a variable wins; those of the self-test come late
-    for rule in RULES:
-        if not rule.when.holds(situation):
-            continue
-        value = rule.value if isinstance(rule.value, str) else rule.value(situation)
-        if value is not None:
-            row = _row(rule, value, situation)
-            planned[row.variable] = row
+    for rule in rules():
+        found = rule.planned(situation)
+        if found is not None:
+            planned[found[0]] = _row(rule, *found, situation)
     rows = tuple(planned.values())
     gone = {row.variable for row in rows if row.replaced is not None}
     warnings = [
         Warned(harm.id, name, value, harm.what, harm.source, harm.level)
-        for harm in HARMS
+        for harm in harms()
         for name, value in harm.found(situation)
         if name not in gone
     ]
     return EnvPlan(rows, tuple(warnings))
 
 
-def _row(rule: Rule, value: str, situation: Situation) -> EnvRow:
-    variable = rule.variable if isinstance(rule.variable, str) else rule.variable(situation)
+def _row(rule: Rule, variable: str, value: str, situation: Situation) -> EnvRow:
     why = rule.why + (rule.evidence(situation) if rule.evidence is not None else "")
     row = EnvRow(rule.id, variable, value, why, rule.source, reviewed=rule.reviewed)
     theirs = situation.environ.get(variable)

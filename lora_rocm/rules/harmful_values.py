@@ -1,367 +1,198 @@
-"""Harmful values that users set on AMD. They stay, and the user is warned; the remedy is to unset them."""
+"""Values of the user that harm: ``harmful_values.toml``, and the tests that it names, of value and situation."""
 
 from __future__ import annotations
 
-from lora_rocm.hardware.gpu_select import CUDA, HIP, ROCR, VISIBILITY
-from lora_rocm.rules.amd_rules import NHWC_SLOW, OVERRIDE, RDNA, SDMA_BAD, STRIX_HALO
-from lora_rocm.rules.harmful_tests import (
-    ALLOCATOR,
-    at_least,
-    bad_options,
-    chooses_apu,
-    empty,
-    expandable,
-    expandable_at_all,
-    hidden_by,
-    hides_all,
-    is_off,
-    is_on,
-    is_set,
-    is_temporary,
-    longer_than_rocr,
-    malformed_override,
-    other_card,
-    other_generation,
-    shadows_wheel,
-)
-from lora_rocm.rules.rule import Harm, When
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
-LINUX, WINDOWS = When(systems=("linux",)), When(systems=("windows",))
-OVERRIDES = (OVERRIDE, f"{OVERRIDE}_*")
-CORRUPTS = "ROCm#6603; pytorch#195202, #192259"
-FLAGS = "ROCm/clr rocclr/utils/flags.hpp"
-MIOPEN = "https://rocm.docs.amd.com/projects/MIOpen/en/latest/how-to/debug-log.html"
+from lora_rocm.foundation.tables import by_name, read_rows
+from lora_rocm.hardware.archs import arch_of, has_kernels
+from lora_rocm.hardware.facts import Gpu
+from lora_rocm.hardware.gpu_select import ROCR, visible
+from lora_rocm.rules.amd_rules import OVERRIDE, STRIX_HALO, override_rules
+from lora_rocm.rules.rule import Harm, Situation
 
-HARMS: tuple[Harm, ...] = (
-    Harm(
-        "override-malformed",
-        OVERRIDES,
-        malformed_override,
-        "anything but three numbers (10.3.0)",
-        "The runtime refuses the value, and with it the GPU: none is found.",
-        "libhsakmt src/topology.c",
-        LINUX,
-        "breaks",
-    ),
-    Harm(
-        "override-generation",
-        OVERRIDES,
-        other_generation,
-        "of another generation (11.0.0 on gfx1201)",
-        "The GPU is driven as one of another generation: newer runtimes refuse it, older ones crash or reset the GPU.",
-        "rocm-systems#5686, #3461",
-        LINUX,
-        "breaks",
-    ),
-    Harm(
-        "override-card",
-        OVERRIDES,
-        other_card,
-        "of another card of the same generation, where the table does not plan it (11.5.1 on gfx1150)",
-        "Kernels for another card run on this one: invalid device function, page faults or wrong numbers.",
-        "likelovewant/ROCmLibs#37; unsloth#8480; pytorch#106728",
-        LINUX,
-    ),
-    Harm(
-        "override-windows",
-        OVERRIDES,
-        lambda value, situation: situation.gpu is not None and situation.gpu.gfx != STRIX_HALO,
-        "any",
-        "Windows does not read it: a card that needs it here needs another PyTorch instead.",
-        "TheRock#1719",
-        WINDOWS,
-        "note",
-    ),
-    Harm(
-        "alloc-expandable-split",
-        ALLOCATOR,
-        expandable(with_split=True),
-        "expandable_segments:True with max_split_size_mb",
-        "Tensors in use read back as zeros (19 of 20 runs of the report): the LoRA is trained on them.",
-        "ROCm#6603",
-        When(hip_from="7.0"),
-        "breaks",
-    ),
-    Harm(
-        "alloc-expandable",
-        ALLOCATOR,
-        expandable(with_split=False),
-        "expandable_segments:True",
-        "On ROCm 7 it is honoured silently; NaN in training and hangs are reported.",
-        CORRUPTS,
-        When(hip_from="7.0"),
-    ),
-    Harm(
-        "alloc-expandable-old",
-        ALLOCATOR,
-        expandable_at_all,
-        "expandable_segments:True",
-        "This ROCm ignores it; a newer one would honour it and may lose data.",
-        CORRUPTS,
-        When(hip_below="7.0"),
-        "note",
-    ),
-    Harm(
-        "alloc-value",
-        ALLOCATOR,
-        bad_options,
-        "no name:value pairs; max_split_size_mb under 20; garbage_collection_threshold outside 0 to 1",
-        "torch refuses it at the first allocation on the GPU: training does not start.",
-        "torch c10/core/AllocatorConfig.h",
-        level="breaks",
-    ),
-    Harm(
-        "alloc-two-hip",
-        ALLOCATOR[1:2],
-        hidden_by(*ALLOCATOR[:1]),
-        "any, beside PYTORCH_CUDA_ALLOC_CONF",
-        "torch reads only PYTORCH_CUDA_ALLOC_CONF of the two; what stands here is not used.",
-        "torch c10/cuda/CUDAAllocatorConfig.h",
-        level="note",
-    ),
-    Harm(
-        "alloc-two",
-        ALLOCATOR[2:],
-        hidden_by(*ALLOCATOR[:2]),
-        "any, beside PYTORCH_CUDA_ALLOC_CONF or PYTORCH_HIP_ALLOC_CONF",
-        "torch reads the older names first; what stands here is not used.",
-        "torch c10/cuda/CUDAAllocatorConfig.h",
-        level="note",
-    ),
-    Harm(
-        "alloc-new-name",
-        ALLOCATOR[2:],
-        is_set,
-        "any",
-        "This torch does not know the name (PYTORCH_HIP_ALLOC_CONF is its name there).",
-        "unsloth-zoo (switches at torch 2.10)",
-        When(torch_below="2.10"),
-        "note",
-    ),
-    Harm(
-        "no-caching",
-        ("PYTORCH_NO_HIP_MEMORY_CACHING", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-        is_on,
-        "1",
-        "Every allocation goes to the driver: training is several times slower. Only a last resort after page faults.",
-        "https://docs.pytorch.org/docs/stable/notes/hip.html; ROCm#6647",
-        level="slows",
-    ),
-    Harm(
-        "hipblaslt-on",
-        ("TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT"),
-        is_on,
-        "1",
-        "hipBLASLt faults or computes wrong numbers at the thin products of a LoRA on many RDNA stacks.",
-        "rocm-libraries#7992, #11714, #9962; ROCm#6461, #6595",
-        When(generations=RDNA, unknown_too=True, safe_profile=True),
-    ),
-    Harm(
-        "addmm-hipblaslt-on",
-        ("DISABLE_ADDMM_HIP_LT",),
-        is_off,
-        "0",
-        "Products with a bias go to hipBLASLt, which faults at the thin products of a LoRA.",
-        "pytorch#114329; unsloth-zoo __init__.py",
-        When(generations=RDNA, unknown_too=True, safe_profile=True, torch_below="2.12"),
-    ),
-    Harm(
-        "visible-none",
-        VISIBILITY,
-        hides_all,
-        "a list that names no AMD GPU",
-        "Every AMD GPU is hidden from training, which would run on the CPU.",
-        "ROCm/clr rocclr/device/rocm/rocdevice.cpp",
-        When(amd=False),
-        "breaks",
-    ),
-    Harm(
-        "visible-longer",
-        (HIP,),
-        longer_than_rocr,
-        "a longer list than ROCR_VISIBLE_DEVICES",
-        "torch raises an error when it counts the GPUs.",
-        "torch/cuda/__init__.py (_parse_visible_devices)",
-        LINUX,
-        "breaks",
-    ),
-    Harm(
-        "visible-empty",
-        (HIP, CUDA),
-        empty,
-        "empty",
-        "HIP takes an empty list for no list and uses the GPU, while torch counts none: the two disagree.",
-        "ROCm/clr rocclr/device/rocm/rocdevice.cpp; torch/cuda/__init__.py",
-    ),
-    Harm(
-        "visible-apu",
-        VISIBILITY,
-        chooses_apu,
-        "the APU, beside a card",
-        "Training uses the graphics of the processor, and the card beside it idles.",
-        "unsloth#7776",
-        level="slows",
-    ),
-    Harm(
-        "visible-rocr-windows",
-        (ROCR,),
-        is_set,
-        "any",
-        "Windows does not read it; HIP_VISIBLE_DEVICES is the name there.",
-        "ROCm/clr rocclr/device/pal/paldevice.cpp",
-        When(systems=("windows",), several_gpus=True),
-        "note",
-    ),
-    Harm(
-        "sdma-on",
-        ("HSA_ENABLE_SDMA",),
-        is_on,
-        "1",
-        "With this kernel the copy engine faults on RDNA 3 cards, up to a reset of the GPU.",
-        "ROCm/amdgpu#225, #204",
-        SDMA_BAD,
-    ),
-    Harm(
-        "dxg-off",
-        ("HSA_ENABLE_DXG_DETECTION",),
-        is_off,
-        "0",
-        "In WSL no GPU is found with it.",
-        "rocm-systems#7320",
-        When(amd=False, systems=("linux",), wsl=True),
-        "breaks",
-    ),
-    Harm(
-        "opt-rocm",
-        ("LD_LIBRARY_PATH",),
-        shadows_wheel,
-        "/opt/rocm...",
-        "Libraries of another ROCm are loaded in place of those that PyTorch brings: crashes, missing kernels.",
-        "rocm-libraries#11530; https://rocm.docs.amd.com",
-        When(systems=("linux",), wsl=False),
-    ),
-    Harm(
-        "attention-nan",
-        ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
-        is_on,
-        "1",
-        "The fused attention of this AOTriton gives NaN on this card.",
-        "AOTriton release 0.11b",
-        When(gfx=("gfx1100",), aotriton_from="0.11", aotriton_below="0.11.1"),
-    ),
-    Harm(
-        "nhwc-on",
-        ("PYTORCH_MIOPEN_SUGGEST_NHWC",),
-        is_on,
-        "1",
-        "Convolutions are done channels-last, which is much slower on this card.",
-        "pytorch#170947",
-        When(generations=NHWC_SLOW),
-        "slows",
-    ),
-    Harm(
-        "serialized",
-        ("AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY", "HIP_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING"),
-        is_on,
-        "1 to 3",
-        "The processor waits for every kernel or copy: for finding an error only.",
-        FLAGS,
-        level="slows",
-    ),
-    Harm(
-        "miopen-no-cache",
-        ("MIOPEN_DISABLE_CACHE",),
-        is_on,
-        "1",
-        "Kernels are compiled again in every run: minutes before the first step.",
-        "https://rocm.docs.amd.com/projects/MIOpen/en/latest/conceptual/cache.html",
-        level="slows",
-    ),
-    Harm(
-        "miopen-search",
-        ("MIOPEN_FIND_MODE",),
-        lambda value, situation: value.strip().upper() not in ("2", "FAST"),
-        "other than 2 or FAST",
-        "MIOpen tries every convolution at length: minutes for each shape, and driver timeouts are reported.",
-        "ROCm#4729, #4742",
-        When(generations=RDNA, unknown_too=True),
-    ),
-    Harm(
-        "miopen-temporary",
-        ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"),
-        is_temporary,
-        "a temporary folder",
-        "What MIOpen found and compiled is lost when the folder is emptied.",
-        "https://rocm.docs.amd.com/projects/MIOpen/en/latest/conceptual/cache.html",
-        level="slows",
-    ),
-    Harm("miopen-log", ("MIOPEN_ENABLE_LOGGING",), is_on, "1", "Every call is logged.", MIOPEN, level="slows"),
-    Harm(
-        "log-level",
-        ("MIOPEN_LOG_LEVEL", "AMD_LOG_LEVEL"),
-        at_least(5),
-        "5 or more",
-        "The log grows with every kernel.",
-        f"{MIOPEN}; {FLAGS}",
-        level="slows",
-    ),
-    Harm(
-        "compile-on",
-        ("TORCHDYNAMO_DISABLE",),
-        is_off,
-        "0",
-        "torch.compile needs Triton, whose support of AMD on Windows has only begun.",
-        "triton-lang/triton-windows README",
-        WINDOWS,
-        "note",
-    ),
-    Harm(
-        "tunable-op",
-        ("PYTORCH_TUNABLEOP_ENABLED",),
-        is_on,
-        "1",
-        "Each shape of a product is tuned when it is first met; with images in buckets that goes on for long.",
-        "torch/cuda/tunable.py",
-        level="slows",
-    ),
-    Harm("dev-kernarg", ("HIP_FORCE_DEV_KERNARG",), is_set, "any", "Needless: it is the default.", FLAGS, level="note"),
-    Harm(
-        "hw-queues",
-        ("GPU_MAX_HW_QUEUES",),
-        lambda value, situation: value.strip() != "4",
-        "other than 4",
-        "Fewer or more queues than the default help only in looking for a hang.",
-        FLAGS,
-        level="note",
-    ),
-    Harm(
-        "scratch",
-        ("HSA_NO_SCRATCH_RECLAIM",),
-        is_on,
-        "1",
-        "Memory that kernels borrowed is never given back.",
-        "rocr-runtime core/util/flag.h",
-        LINUX,
-        "note",
-    ),
-    Harm(
-        "xnack",
-        ("HSA_XNACK",),
-        is_on,
-        "1",
-        "Page migration is for programs that ask for it; torch does not.",
-        "rocr-runtime core/util/flag.h",
-        LINUX,
-        "note",
-    ),
-    Harm(
-        "pal",
-        ("PAL_*",),
-        is_set,
-        "any",
-        "Switches for those who write the driver; nothing is known that training gains.",
-        FLAGS,
-        WINDOWS,
-        "note",
-    ),
-)
+Test = Callable[[str, Situation], bool]
+Numbers = tuple[int, ...]
+
+# In the order in which torch reads them: the first one that is set wins.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OPTION = r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)"
+LEGAL: dict[str, Callable[[str], bool]] = {
+    "expandable_segments": lambda text: text.lower() in ("true", "false"),
+    "max_split_size_mb": lambda text: text.isdecimal() and int(text) >= 20,
+    "garbage_collection_threshold": lambda text: re.fullmatch(r"0?\.\d*[1-9]\d*", text) is not None,
+    "roundup_power2_divisions": lambda text: text.startswith("[") or (text.isdecimal() and int(text).bit_count() == 1),
+}
+
+
+def is_on(value: str, situation: Situation) -> bool:
+    """Whether a switch is on."""
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def is_off(value: str, situation: Situation) -> bool:
+    """Whether a switch is off."""
+    return not is_on(value, situation)
+
+
+def is_set(value: str, situation: Situation) -> bool:
+    """True for any value."""
+    return True
+
+
+def at_least(limit: int) -> Test:
+    """A test whether the value is a number of at least ``limit``."""
+    return lambda value, situation: value.strip().isdecimal() and int(value) >= limit
+
+
+def _numbers(value: str) -> Numbers | None:
+    """Major, minor and stepping of an override as libhsakmt parses it; None if it refuses the value."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", value)
+    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    return numbers if numbers and numbers[0] <= 63 and max(numbers[1:]) <= 255 else None
+
+
+def _own_numbers(gpu: Gpu) -> Numbers | None:
+    found = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", gpu.gfx or "")
+    return (int(found[1]), int(found[2], 16), int(found[3], 16)) if found else None
+
+
+def _overridden(value: str, situation: Situation) -> list[Gpu]:
+    """The GPUs of this run that ``value`` applies to. Strix Halo is left out; the owner's rules handle it."""
+    environ = situation.environ
+    reached = visible(situation.facts, environ) if situation.selection.by_user else None
+    gpus = reached or ([situation.gpu] if situation.gpu else [])
+    counts = {gpu: environ.get(f"{OVERRIDE}_{gpu.node}", environ.get(OVERRIDE)) for gpu in gpus}
+    return [gpu for gpu in gpus if gpu.gfx != STRIX_HALO and counts[gpu] == value]
+
+
+def malformed_override(value: str, situation: Situation) -> bool:
+    """Whether libhsakmt refuses the value."""
+    return _numbers(value) is None and bool(_overridden(value, situation))
+
+
+def other_generation(value: str, situation: Situation) -> bool:
+    """Whether the value turns a GPU of this run into one of another major version."""
+    theirs = _numbers(value)
+    own = [_own_numbers(gpu) for gpu in _overridden(value, situation)]
+    return theirs is not None and any(numbers is not None and numbers[0] != theirs[0] for numbers in own)
+
+
+def other_card(value: str, situation: Situation) -> bool:
+    """Whether the value turns a GPU of this run into another of its generation without a known need."""
+    theirs = _numbers(value)
+    if theirs is None or other_generation(value, situation):
+        return False
+    return any(
+        _own_numbers(gpu) not in (None, theirs) and not _works(value, gpu, situation)
+        for gpu in _overridden(value, situation)
+    )
+
+
+def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
+    """Whether the value is the planned one, or a known working one if torch's architectures are unknown."""
+    planned = [found[1] for rule in override_rules() if (found := rule.planned(situation)) is not None]
+    torch, arch = situation.facts.torch, arch_of(gpu.gfx)
+    lacking = has_kernels(torch.arch_list if torch else None, gpu.gfx) is not True
+    return value in planned or (lacking and arch is not None and arch.override == value)
+
+
+def _options(value: str) -> dict[str, str] | None:
+    """The options of an allocator variable; None if torch refuses the value."""
+    if value.strip() and not re.fullmatch(f"{OPTION}(,{OPTION})*,?", value):
+        return None
+    return {name: text.strip() for name, text in re.findall(OPTION, value)}
+
+
+def _counts(value: str, situation: Situation) -> bool:
+    return value == next((situation.environ[name] for name in ALLOCATOR if name in situation.environ), None)
+
+
+def expandable(with_split: bool) -> Test:
+    """A test whether expandable_segments is on, with or without max_split_size_mb."""
+
+    def harmful(value: str, situation: Situation) -> bool:
+        options = _options(value) or {}
+        asked = options.get("expandable_segments", "").lower() == "true"
+        return asked and _counts(value, situation) and ("max_split_size_mb" in options) is with_split
+
+    return harmful
+
+
+def expandable_at_all(value: str, situation: Situation) -> bool:
+    """Whether expandable_segments is on."""
+    return expandable(True)(value, situation) or expandable(False)(value, situation)
+
+
+def bad_options(value: str, situation: Situation) -> bool:
+    """Whether torch refuses the value."""
+    options = _options(value)
+    if not _counts(value, situation):
+        return False
+    return options is None or any(not LEGAL[name](text) for name, text in options.items() if name in LEGAL)
+
+
+def hidden_by(*others: str) -> Test:
+    """A test whether one of ``others`` is set too and read instead."""
+    return lambda value, situation: any(name in situation.environ for name in others)
+
+
+def hides_all(value: str, situation: Situation) -> bool:
+    """Whether no AMD GPU is left."""
+    return situation.selection.by_user and situation.gpu is None and bool(situation.facts.amd_gpus)
+
+
+def chooses_apu(value: str, situation: Situation) -> bool:
+    """Whether an APU is chosen although there is a discrete GPU.
+
+    Strix Halo is left out: it has more memory than most cards.
+    """
+    gpu, cards = situation.gpu, [gpu for gpu in situation.facts.amd_gpus if gpu.integrated is False]
+    is_small = gpu is not None and gpu.integrated is True and gpu.gfx != STRIX_HALO
+    return situation.selection.by_user and is_small and bool(cards) and bool(value)
+
+
+def longer_than_rocr(value: str, situation: Situation) -> bool:
+    """Whether HIP's list is longer than ROCr's."""
+    rocr = situation.environ.get(ROCR)
+    return rocr is not None and len(value.split(",")) > len(rocr.split(","))
+
+
+def empty(value: str, situation: Situation) -> bool:
+    """Whether the value is blank."""
+    return not value.strip()
+
+
+def shadows_wheel(value: str, situation: Situation) -> bool:
+    """Whether the path has ROCm libraries that compete with torch's own."""
+    torch = situation.facts.torch
+    has_rocm = torch is not None and torch.hip is not None
+    return has_rocm and any(folder.startswith("/opt/rocm") for folder in value.split(":"))
+
+
+def is_temporary(value: str, situation: Situation) -> bool:
+    """Whether the folder is emptied regularly."""
+    return value.startswith(("/tmp", "/var/tmp", "/dev/shm")) or "\\temp\\" in value.lower()
+
+
+TESTS = {
+    **by_name(bad_options, chooses_apu, empty, expandable_at_all, hides_all, is_off, is_on, is_set, is_temporary),
+    **by_name(longer_than_rocr, malformed_override, other_card, other_generation, shadows_wheel),
+    "at_least_5": at_least(5),
+    "beside_cuda_name": hidden_by(*ALLOCATOR[:1]),
+    "beside_older_names": hidden_by(*ALLOCATOR[:2]),
+    "expandable_with_split": expandable(with_split=True),
+    "expandable_without_split": expandable(with_split=False),
+    "not_4": lambda value, situation: value.strip() != "4",
+    "not_strix_halo": lambda value, situation: situation.gpu is not None and situation.gpu.gfx != STRIX_HALO,
+    "searches_long": lambda value, situation: value.strip().upper() not in ("2", "FAST"),
+}
+
+
+@cache
+def harms() -> tuple[Harm, ...]:
+    """The harmful values. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("harmful_values.toml"), Harm, TESTS)

@@ -24,7 +24,7 @@ from lora_rocm.hardware.gpu_select import Selection
 from lora_rocm.hardware.selftest_result import Stack
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.mitigation_records import Kept, Remembered, Workload
-from lora_rocm.rules.mitigations import BY_ID, Size, known
+from lora_rocm.rules.mitigations import Size, changes_by_id, known
 from lora_rocm.rules.rule import Situation
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
     old = _read(path)
     entries = list(old.entries)
     for change_id in change_ids:
-        change = BY_ID[change_id]
+        change = changes_by_id()[change_id]
         if change.size is not None and situation.recipe is None:
             continue
         workload = workload_of(situation.recipe, change.size) if change.size and situation.recipe else None
@@ -164,7 +164,7 @@ def said(entries: Iterable[Kept]) -> list[str]:
 
 
 def _said(change: str, workload: Workload | None, same: list[Kept]) -> str:
-    what = BY_ID[change].text if change in BY_ID else "a change of another version of this program"
+    what = changes_by_id()[change].text if change in changes_by_id() else "a change of another version of this program"
     times = f", {len(same)} times" if len(same) > 1 else ""
     because = ", ".join(dict.fromkeys(entry.seen for entry in same))
     runs = f"; for runs of this size: {workload.text}" if workload is not None else ""
@@ -178,7 +178,7 @@ def notices(situation: Situation) -> list[str]:
         return []
     workloads = workloads_of(situation.recipe)
     mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id in workloads]
-    known = [entry for entry in mine if entry.change in situation.changes and entry.change in BY_ID]
+    known = [entry for entry in mine if entry.change in situation.changes and entry.change in changes_by_id()]
     texts = [f"Remembered from a run before, {text}" for text in said(known)]
     if texts:
         texts.append(f"To try again without: {FORGET}")

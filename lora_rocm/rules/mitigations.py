@@ -1,22 +1,27 @@
 """Mitigations: the changes that are made at the next start because of a failure in a run.
 
-One table. A mitigation is a set of rules like all others: ``environment.plan`` applies those in ``Situation.changes``,
-so ``lora-rocm env --explain`` shows them. The user's own values win here too: a mitigation that would alter nothing is
-skipped.
+The table is ``mitigations.toml``; the functions that it names are here. A mitigation is a set of rules like all others:
+``environment.plan`` applies those in ``Situation.changes``, so ``lora-rocm env --explain`` shows them. The user's own
+values win here too: a mitigation that would alter nothing is skipped.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from lora_rocm.errors import RestartCode
+from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.rules.rule import Rule, Situation, When
-from lora_rocm.rundir.event_types import ChangeEvent
+from lora_rocm.rules.rule import Computed, Rule, Situation, When, text_of
+
+if TYPE_CHECKING:
+    from lora_rocm.rundir.event_types import ChangeEvent
 
 Seen = Literal[
     "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
@@ -56,17 +61,13 @@ SEEN_OF_CODE: dict[RestartCode, Seen] = {
 }
 """Error codes after which a new start, with or without mitigations, may help. After any other error there is none."""
 
-ALWAYS = When(amd=False)
-
 
 @dataclass(frozen=True)
 class Sets:
     """One variable, or a "setting:" with its value as JSON. ``when``: None means that of the mitigation."""
 
     variable: str
-    value: str | Callable[[Situation], str]
-    shown: str = ""
-    """The value as text if it depends on the situation."""
+    value: str | Computed
     when: When | None = None
 
 
@@ -94,7 +95,7 @@ class Change:
     sets: tuple[Sets, ...]
     text: str
     source: str
-    when: When = ALWAYS
+    when: When = field(default_factory=When)
     phases: tuple[str, ...] = ()
     applies: Callable[[Situation], bool] = field(default=lambda situation: True)
     most: int = 1
@@ -107,8 +108,10 @@ def seen_of_code(code: str) -> Seen | None:
 
 
 def change_event(change_id: str, seen: str) -> ChangeEvent:
-    """The event for a row of ``CHANGES`` that was made, and because of what."""
-    row = BY_ID[change_id]
+    """The event for a row that was made, and because of what."""
+    from lora_rocm.rundir.event_types import ChangeEvent  # importing it takes longer than the plan
+
+    row = changes_by_id()[change_id]
     return ChangeEvent(id=row.id, effect=row.effect, seen=seen, text=row.text)
 
 
@@ -153,180 +156,26 @@ def _can_be_halved(situation: Situation) -> bool:
     return situation.recipe is not None and parts(situation) < situation.recipe.train.batch_size
 
 
-def _recomputes_not(situation: Situation) -> bool:
+def _keeps_activations(situation: Situation) -> bool:
     return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
 
 
-# Tried in this order: exact ones before others for the same failure. caching-off comes late, because it makes every
-# step several times slower.
-CHANGES: tuple[Change, ...] = (
-    Change(
-        "workers-0",
-        ("loader-hang", "died"),
-        "exact",
-        (Sets("setting:loader_workers", "0"),),
-        "batches are read without worker processes",
-        "pytorch#130610, #27278 and ultralytics#26085: loader workers that hang, on any vendor's machines",
-        applies=_has_workers,
-    ),
-    Change(
-        "copies-unpinned",
-        ("corruption", "hang", "loader-hang"),
-        "exact",
-        (Sets("setting:copy_method", json.dumps("unpinned")),),
-        "batches are copied to the GPU from ordinary memory, not from pinned memory",
-        "cupy#5138 (wrong bytes from pinned memory on ROCm); pinning is a part of reading a batch",
-        applies=_pins,
-    ),
-    Change(
-        "copies-blocking",
-        ("corruption", "hang"),
-        "exact",
-        (Sets("setting:copy_method", json.dumps("clone")),),
-        "each copy to the GPU is made from a buffer of its own and waited for",
-        "llama.cpp#26543, #28211 (host memory read too early on gfx1151; blocking cures it)",
-        applies=_on_gpu,
-    ),
-    Change(
-        "sdma-off",
-        ("corruption", "hang", "died"),
-        "exact",
-        (Sets("HSA_ENABLE_SDMA", "0"),),
-        "copies are made by shaders instead of the copy engines",
-        "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
-        When(systems=("linux",)),
-        applies=_on_gpu,
-    ),
-    Change(
-        "p2p-off",
-        ("sum", "hang"),
-        "rounding",
-        (Sets("NCCL_P2P_DISABLE", "1"),),
-        "GPUs that train together exchange gradients through main memory, not from card to card",
-        "rocm-systems#11348; ROCm/vllm#390; pytorch#84803",
-        When(amd=False, systems=("linux",), several_ranks=True),
-        applies=_on_gpu,
-    ),
-    Change(
-        "graphs-off",
-        ("graph", "hang", "illegal-access", "died"),
-        "rounding",
-        (Sets("setting:graphs", "false"),),
-        "steps are launched kernel by kernel, not replayed as a graph",
-        "pytorch#197017, #197377 (memset nodes of captured graphs go wrong on ROCm 7.0)",
-        phases=("load", "step"),
-        applies=_captures,
-    ),
-    Change(
-        "triton-off",
-        ("illegal-access", "nonfinite", "hang", "died"),
-        "rounding",
-        (Sets("setting:triton", "false"),),
-        "norms, gates and sums do without this program's own Triton kernels",
-        "decision of this project: nobody has run them on every card; plain PyTorch computes the same",
-        phases=("load", "step"),
-        applies=_on_gpu,
-    ),
-    Change(
-        "hipblaslt-off",
-        ("illegal-access", "canary", "hang", "died"),
-        "rounding",
-        (
-            Sets("TORCH_BLAS_PREFER_HIPBLASLT", "0"),
-            Sets("ROCBLAS_USE_HIPBLASLT", "0"),
-            Sets("DISABLE_ADDMM_HIP_LT", "1", when=When(torch_below="2.12")),
-        ),
-        "matrix products do without hipBLASLt",
-        "rocm-libraries#7992; ROCm#6647, #6461",
-        When(),
-        applies=_on_gpu,
-    ),
-    Change(
-        "miopen-gemm-off",
-        ("canary",),
-        "rounding",
-        (Sets("MIOPEN_DEBUG_CONV_GEMM", "0"),),
-        "MIOpen does without its solvers that go through a matrix product",
-        "rocm-libraries#3339",
-        When(systems=("windows",)),
-        applies=_on_gpu,
-    ),
-    Change(
-        "miopen-off",
-        ("canary", "illegal-access"),
-        "rounding",
-        (Sets("setting:miopen", "false"),),
-        "convolutions do without MIOpen",
-        "rocm-libraries#3339; MIOpen#3964; only where the self-test saw torch's own convolutions pass",
-        When(),
-        applies=_convolves_without_miopen,
-    ),
-    Change(
-        "attention-float32",
-        ("nonfinite", "canary", "illegal-access"),
-        "rounding",
-        (Sets("setting:attention", json.dumps("math")),),
-        "attention is computed plainly and in float32",
-        "pytorch#132004; torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed (off: sums in float32)",
-        applies=_on_gpu,
-        size="training",
-    ),
-    Change(
-        "caching-off",
-        ("illegal-access",),
-        "exact",
-        (Sets("PYTORCH_NO_HIP_MEMORY_CACHING", "1"),),
-        "every allocation goes to the driver (several times slower; the last resort)",
-        "ROCm#6647 (page fault in a LoRA step: 3 of 3 runs passed with it, 7 of 7 failed without)",
-        When(),
-        applies=_on_gpu,
-    ),
-    Change(
-        "image-tiling",
-        ("out-of-memory",),
-        "rounding",
-        (Sets("setting:image_tiling", "true"),),
-        "training images are encoded in tiles",
-        "diffusers, AutoencoderKL.enable_tiling",
-        phases=("cache",),
-        size="training",
-    ),
-    Change(
-        "preview-tiling",
-        ("out-of-memory",),
-        "rounding",
-        (Sets("setting:preview_tiling", "true"),),
-        "previews are decoded in tiles",
-        "diffusers, AutoencoderKL.enable_tiling",
-        phases=("preview", "export"),
-        size="previews",
-    ),
-    Change(
-        "micro-batch-halved",
-        ("out-of-memory",),
-        "rounding",
-        (Sets("setting:micro_batch_parts", lambda situation: json.dumps(parts(situation)), "`2`, `4`, `8` ..."),),
-        "a batch is computed in half as large parts, with the same samples and noise; the effective batch stays",
-        "arXiv 1811.06965 (micro-batches)",
-        phases=("compile", "step", "checkpoint"),
-        applies=_can_be_halved,
-        most=16,
-        size="training",
-    ),
-    Change(
-        "checkpointing",
-        ("out-of-memory",),
-        "rounding",
-        (Sets("setting:checkpointing", "true"),),
-        "activations are computed again in the backward pass instead of kept",
-        "arXiv 1604.06174",
-        phases=("compile", "step", "checkpoint"),
-        applies=_recomputes_not,
-        size="training",
-    ),
-)
+FUNCTIONS = {
+    **by_name(_can_be_halved, _captures, _convolves_without_miopen, _has_workers, _keeps_activations, _on_gpu, _pins),
+    "parts": lambda situation: json.dumps(parts(situation)),
+}
 
-BY_ID: dict[str, Change] = {change.id: change for change in CHANGES}
+
+@cache
+def changes() -> tuple[Change, ...]:
+    """The mitigations, in the order in which they are tried. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("mitigations.toml"), Change, FUNCTIONS)
+
+
+@cache
+def changes_by_id() -> Mapping[str, Change]:
+    """The mitigations by name."""
+    return {change.id: change for change in changes()}
 
 
 def known(names: Iterable[str]) -> tuple[str, ...]:
@@ -338,7 +187,7 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
     found = []
     for name in names:
         counts[name] += 1
-        if name in BY_ID and counts[name] <= BY_ID[name].most:
+        if name in changes_by_id() and counts[name] <= changes_by_id()[name].most:
             found.append(name)
     return tuple(found)
 
@@ -346,7 +195,7 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 def made(situation: Situation) -> list[Change]:
     """The mitigations in force, each once, in the order of the table. Unknown names are left out."""
     counts = Counter(situation.changes)
-    return [change for change in CHANGES if counts[change.id]]
+    return [change for change in changes() if counts[change.id]]
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
@@ -358,7 +207,7 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     """
     return [
         change
-        for change in CHANGES
+        for change in changes()
         if seen in change.seen
         and (not change.phases or phase in change.phases)
         and situation.changes.count(change.id) < change.most
@@ -371,19 +220,12 @@ def _rules(change: Change) -> Iterator[Rule]:
     for number, row in enumerate(change.sets, 1):
         name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
         why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
-        shown = ("", row.shown or f"`{row.value}`")
-        when = row.when or change.when
-        value, evidence = _planned(change, row), _when(change)
-        yield Rule(name, row.variable, value, why, change.source, when, shown=shown, evidence=evidence)
+        value = Computed(_planned(change, row), f"`{row.value}`" if isinstance(row.value, str) else row.value.shown)
+        yield Rule(name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change))
 
 
 def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
-    def planned(situation: Situation) -> str | None:
-        if change.id not in situation.changes:
-            return None
-        return row.value if isinstance(row.value, str) else row.value(situation)
-
-    return planned
+    return lambda situation: text_of(row.value, situation) if change.id in situation.changes else None
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
@@ -397,4 +239,7 @@ def _when(change: Change) -> Callable[[Situation], str]:
     return evidence
 
 
-CHANGE_RULES: tuple[Rule, ...] = tuple(rule for change in CHANGES for rule in _rules(change))
+@cache
+def change_rules() -> tuple[Rule, ...]:
+    """What the mitigations set, as rules."""
+    return tuple(rule for change in changes() for rule in _rules(change))

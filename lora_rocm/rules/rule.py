@@ -1,7 +1,7 @@
 """The structure of a rule: where it holds, what it sets, why, and the source.
 
-The rows are in ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and ``harmful_values``;
-``environment.plan`` applies them.
+The rows are TOML files: ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and ``harmful_values``,
+each beside the module with the functions that it names. ``environment.plan`` applies them.
 """
 
 from __future__ import annotations
@@ -141,30 +141,47 @@ def is_fast(situation: Situation) -> bool:
     return situation.profile == "fast" and situation.verdict is not None and situation.verdict.clears_fast
 
 
-Text = str | Callable[[Situation], str]
-Value = str | Callable[[Situation], str | None]
+@dataclass(frozen=True)
+class Computed:
+    """A text that depends on the machine.
+
+    by: None (from the function) means that the rule does not apply after all.
+    shown: the text for the documentation.
+    """
+
+    by: Callable[[Situation], str | None]
+    shown: str
 
 
 @dataclass(frozen=True)
 class Rule:
     """One row.
 
-    value: None (from the function) means that the rule does not apply after all.
     over_user: it replaces even a value of the user.
     """
 
     id: str
-    variable: Text
-    value: Value
+    variable: str | Computed
+    value: str | Computed
     why: str
     source: str
     when: When = field(default_factory=When)
     over_user: bool = False
     reviewed: str = "2026-11-21"
-    shown: tuple[str, str] = ("", "")
-    """Variable and value as text for the documentation, if they depend on the machine."""
     evidence: Callable[[Situation], str] | None = None
     """Evidence for the rule on this machine, appended to ``why`` in the plan."""
+
+    def planned(self, situation: Situation) -> tuple[str, str] | None:
+        """The variable and its value on this machine; None if the rule does not apply."""
+        if not self.when.holds(situation):
+            return None
+        variable, value = text_of(self.variable, situation), text_of(self.value, situation)
+        return None if variable is None or value is None else (variable, value)
+
+
+def text_of(text: str | Computed, situation: Situation) -> str | None:
+    """The text on this machine; None if there is none."""
+    return text if isinstance(text, str) else text.by(situation)
 
 
 Level = Literal["breaks", "harms", "slows", "note"]

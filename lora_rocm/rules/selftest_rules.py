@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
+from lora_rocm.foundation.tables import read_table
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.selftest_result import Result, Verdict
-from lora_rocm.rules.rule import Rule, Situation, When
+from lora_rocm.rules.rule import Computed, Rule, Situation, When
 
 NAMED = 3
 FUSED = ("attention.flash", "attention.efficient", "attention.cudnn")
-ANY = When(amd=False)
-"""A verdict comes from the machine itself, so the GPU's vendor does not matter."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +34,12 @@ class Remedy:
     when: When = field(default_factory=When)
 
 
-REMEDIES: tuple[Remedy, ...] = (
-    Remedy(
-        "copies-without-sdma",
-        "copies",
-        "HSA_ENABLE_SDMA",
-        "0",
-        "copies failed the self-test, and passed with the copy engines left out (shaders copy instead, slower)",
-        "ROCm docs, environment variables of ROCr; ROCm/amdgpu#225",
-        When(systems=("linux",)),
-    ),
-    Remedy(
-        "conv-without-gemm",
-        "conv",
-        "MIOPEN_DEBUG_CONV_GEMM",
-        "0",
-        "convolutions through MIOpen failed the self-test, and passed without its solvers that go through a product",
-        "rocm-libraries#3339",
-        When(systems=("windows",)),
-    ),
-    Remedy(
-        "training-without-caching",
-        "training",
-        "PYTORCH_NO_HIP_MEMORY_CACHING",
-        "1",
-        "LoRA steps failed the self-test, and passed without torch's cache of memory (slow)",
-        "ROCm#6647 (page fault in a LoRA step: 3 of 3 runs passed with it, 7 of 7 failed without)",
-        When(gfx=("gfx1200", "gfx1201")),
-    ),
-)
+@dataclass(frozen=True)
+class SelftestTable:
+    """The file."""
+
+    rule: tuple[Rule, ...]
+    remedy: tuple[Remedy, ...]
 
 
 def uses(result: Result, dtype: str) -> bool:
@@ -126,62 +104,33 @@ def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation
 
 
 def _remedy_rule(remedy: Remedy) -> Rule:
-    value, shown = _where(lambda verdict: remedy.id in verdict.remedies, remedy.value), ("", f"`{remedy.value}`")
-    return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when, shown=shown)
+    value = Computed(_where(lambda verdict: remedy.id in verdict.remedies, remedy.value), f"`{remedy.value}`")
+    return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when)
 
 
-VERDICT_RULES: tuple[Rule, ...] = (
-    Rule(
-        "verdict-precision",
-        "setting:precision",
-        _precision,
-        "bf16 where the GPU has it and its checks passed (gemm, conv, attention.math, training), else fp16, else "
-        "float32",
-        "self-test of this machine; no native bf16: ComfyUI comfy/model_management.py",
-        ANY,
-        shown=("", "`bf16`, `fp16` or `no`"),
-        evidence=_failed("gemm", "conv", "attention.math", "training", dtypes=("bf16", "fp16")),
+FUNCTIONS: Mapping[str, Callable[[Situation], str | None]] = {
+    "precision_that_passed": _precision,
+    "plain_where_fused_failed": _where(lambda verdict: any(map(verdict.failed, FUSED)), json.dumps("math")),
+    "no_pinning_where_it_failed": _where(lambda verdict: verdict.failed("copies.pinned"), "false"),
+    "no_miopen_where_it_failed": _where(avoids_miopen, "false"),
+    "heap_copy_where_mapped_failed": _where(
+        lambda verdict: verdict.failed("copies.mapped") and not verdict.failed("copies.pageable"), "true"
     ),
-    Rule(
-        "verdict-attention",
-        "setting:attention",
-        _where(lambda verdict: any(map(verdict.failed, FUSED)), json.dumps("math")),
-        "a fused attention kernel (attention.flash, efficient or cudnn) failed the self-test: plain attention instead, "
-        "which takes more memory",
-        "self-test of this machine; pytorch#132004 and AOTriton 0.11 on gfx1100 are known cases",
-        ANY,
-        shown=("", "`math`"),
-        evidence=_failed(*FUSED),
-    ),
-    Rule(
-        "verdict-pinning",
-        "setting:pin_memory",
-        _where(lambda verdict: verdict.failed("copies.pinned"), "false"),
-        "copies of pinned memory (copies.pinned) failed the self-test",
-        "self-test of this machine; llama.cpp#26543 is a known case",
-        ANY,
-        shown=("", "`false`"),
-        evidence=_failed("copies.pinned"),
-    ),
-    Rule(
-        "verdict-miopen",
-        "setting:miopen",
-        _where(avoids_miopen, "false"),
-        "convolutions failed the self-test through MIOpen (conv.miopen) and passed without it (conv.native)",
-        "self-test of this machine; rocm-libraries#3339 and MIOpen#3964 are known cases",
-        ANY,
-        shown=("", "`false`"),
-        evidence=_failed("conv.miopen"),
-    ),
-    Rule(
-        "verdict-heap-copy",
-        "setting:heap_copy",
-        _where(lambda verdict: verdict.failed("copies.mapped") and not verdict.failed("copies.pageable"), "true"),
-        "copies from mapped files (copies.mapped) failed the self-test, and copies from plain memory passed",
-        "self-test of this machine; llama.cpp#28211 is a known case",
-        ANY,
-        shown=("", "`true`"),
-        evidence=_failed("copies.mapped"),
-    ),
-    *map(_remedy_rule, REMEDIES),
-)
+    "failed_in_16_bit": _failed("gemm", "conv", "attention.math", "training", dtypes=("bf16", "fp16")),
+    "failed_fused_attention": _failed(*FUSED),
+    "failed_pinned_copies": _failed("copies.pinned"),
+    "failed_miopen": _failed("conv.miopen"),
+    "failed_mapped_copies": _failed("copies.mapped"),
+}
+
+
+@cache
+def selftest_table() -> SelftestTable:
+    """The rules and remedies of the file. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("selftest_rules.toml"), SelftestTable, FUNCTIONS)
+
+
+@cache
+def verdict_rules() -> tuple[Rule, ...]:
+    """The rules of the file, and one for each remedy."""
+    return (*selftest_table().rule, *map(_remedy_rule, selftest_table().remedy))

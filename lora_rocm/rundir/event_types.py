@@ -60,7 +60,7 @@ class Event(BaseModel):
     """The fields of every event.
 
     Attributes:
-        type: the name of the class in files.
+        type: the name of the class in files: that of the class without ``Event``, in lower case.
         time: seconds since the epoch; set when the event is written.
         session: number of the worker's start in this run directory; set when the event is written.
     """
@@ -70,6 +70,10 @@ class Event(BaseModel):
     type: ClassVar[str]
     time: Number = 0.0
     session: Whole = 0
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+        cls.type = cls.__name__.removesuffix("Event").lower()
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
@@ -91,7 +95,6 @@ Emit = Callable[[Event], object]
 class StartEvent(Event):
     """A worker started. resumed_from: the checkpoint's number of updates."""
 
-    type = "start"
     pid: Whole
     device: Text
     torch: Text
@@ -109,7 +112,6 @@ class PhaseEvent(Event):
         seconds: the phase's duration, at its end.
     """
 
-    type = "phase"
     phase: Text
     state: Text
     seconds: Number
@@ -118,7 +120,6 @@ class PhaseEvent(Event):
 class DataEvent(Event):
     """The result of the data phase."""
 
-    type = "data"
     samples: Whole
     set_aside: list[Problem]
     notices: list[Text]
@@ -130,7 +131,6 @@ class DataEvent(Event):
 class CacheEvent(Event):
     """Progress of caching. what: an entry's progress name; sizes, hashes, texts: files are only examined."""
 
-    type = "cache"
     what: Text
     done: Whole
     total: Whole
@@ -145,7 +145,6 @@ class CacheEvent(Event):
 class CompileEvent(Event):
     """Progress of compiling. done, total: bucket shapes. size: the shape that is compiled now, else empty."""
 
-    type = "compile"
     size: Text
     done: Whole
     total: Whole
@@ -154,7 +153,6 @@ class CompileEvent(Event):
 class RepairedEvent(Event):
     """A damaged cache entry was encoded again. kind: image, text. item: the image or caption."""
 
-    type = "repaired"
     kind: Text
     item: Text
     reason: Text
@@ -172,7 +170,6 @@ class StepEvent(Event):
         optimizer: values that the optimizer logs (``UpdateStats.logged``), by name.
     """
 
-    type = "step"
     updates: Whole
     max_train_steps: Whole
     iteration: Whole
@@ -195,7 +192,6 @@ class StepEvent(Event):
 class IncidentEvent(Event):
     """A fault that the loop handled itself. kind: transfer, nonfinite, fp16-overflow, out-of-memory."""
 
-    type = "incident"
     kind: Text
     iteration: Whole | None
     samples: list[Text] | None
@@ -206,7 +202,6 @@ class IncidentEvent(Event):
 class CanaryEvent(Event):
     """The canary ran: calculations with known answers. checks: their names. detail: the failure, else empty."""
 
-    type = "canary"
     updates: Whole
     passed: bool
     checks: list[Text]
@@ -217,7 +212,6 @@ class CanaryEvent(Event):
 class ValidationEvent(Event):
     """The loss over held-out samples."""
 
-    type = "validation"
     updates: Whole
     loss: NumberOrNull
 
@@ -225,7 +219,6 @@ class ValidationEvent(Event):
 class CheckpointEvent(Event):
     """A checkpoint was written, and a LoRA file beside it."""
 
-    type = "checkpoint"
     updates: Whole
     path: Text
     lora: Text | None
@@ -234,7 +227,6 @@ class CheckpointEvent(Event):
 class PreviewEvent(Event):
     """One preview round. images: paths relative to the run directory."""
 
-    type = "preview"
     updates: Whole
     images: list[Text]
 
@@ -242,7 +234,6 @@ class PreviewEvent(Event):
 class ConceptEvent(Event):
     """The concept score (``train.concept_score``)."""
 
-    type = "concept"
     score: Number
     control: NumberOrNull
     detail: Anything
@@ -251,7 +242,6 @@ class ConceptEvent(Event):
 class ExportEvent(Event):
     """A LoRA file was written and read back."""
 
-    type = "export"
     format: Text
     path: Text
     max_difference: NumberOrNull
@@ -261,14 +251,12 @@ class ExportEvent(Event):
 class NoticeEvent(Event):
     """A message for the user."""
 
-    type = "notice"
     text: Text
 
 
 class ChangeEvent(Event):
     """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: the failure that it answers."""
 
-    type = "change"
     id: Text
     effect: Text
     seen: Text
@@ -287,7 +275,6 @@ class FailureEvent(Event):
         kernel_log: lines of the system's log since the worker's start.
     """
 
-    type = "failure"
     seen: Text
     phase: Text
     activity: Text | None
@@ -310,7 +297,6 @@ class RestartEvent(Event):
         attempt: see ``train.loop.Position``.
     """
 
-    type = "restart"
     number: Whole
     spent: Number
     budget: Number
@@ -323,7 +309,6 @@ class RestartEvent(Event):
 class ErrorEvent(Event):
     """The worker, or another child, ends with this error (``errors.LoraRocmError``)."""
 
-    type = "error"
     code: Text
     what: Text
     where: Text
@@ -334,7 +319,6 @@ class ErrorEvent(Event):
 class EndEvent(Event):
     """The worker exits. reason: done or stopped."""
 
-    type = "end"
     reason: Text
     updates: Whole
     exit_code: Whole
@@ -350,21 +334,18 @@ The events below are written by children without a run directory. These also wri
 class DrawnEvent(Event):
     """Previews outside a training run. images: absolute paths."""
 
-    type = "drawn"
     images: list[Text]
 
 
 class ChecksEvent(Event):
     """The names of all checks of a self-test."""
 
-    type = "checks"
     names: list[Text]
 
 
 class CheckEvent(Event):
     """A check of the self-test starts."""
 
-    type = "check"
     name: Text
     timeout_s: Number
 
@@ -372,7 +353,6 @@ class CheckEvent(Event):
 class ResultEvent(Event):
     """A check of the self-test has ended."""
 
-    type = "result"
     name: Text
     status: Text
     seconds: Number
@@ -389,7 +369,6 @@ class _Figures(Event):
 class MachineEvent(_Figures):
     """The machine that is measured. gpus: the bus of each."""
 
-    type = "machine"
     device: Text
     gpu: bool
     torch: Text
@@ -404,14 +383,12 @@ class MachineEvent(_Figures):
 class LinkEvent(Event):
     """The links between devices."""
 
-    type = "link"
     links: Anything
 
 
 class BeginEvent(Event):
     """The measurement of a row starts."""
 
-    type = "begin"
     number: Whole
     limit_s: Number
     fields: Anything
@@ -420,7 +397,6 @@ class BeginEvent(Event):
 class RowEvent(_Figures):
     """The measurement of a row has ended. problem: why there are no figures, else null."""
 
-    type = "row"
     number: Whole
     problem: Text | None
 

@@ -10,7 +10,7 @@ from typing import Any
 from lora_rocm.errors import GaveUpError, LoraRocmError, RestartCode, WorkerHungError
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.kernel_log import device_fault, killed_for_memory
-from lora_rocm.rules.mitigations import BY_ID, Change, Seen, candidates, known, seen_of_code
+from lora_rocm.rules.mitigations import Change, Seen, candidates, changes_by_id, known, seen_of_code
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.event_types import FailureEvent
 from lora_rocm.supervisor.hang_detection import Hung
@@ -197,7 +197,7 @@ def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
 
 def relieved(changes: Iterable[str], phase: str) -> bool:
     """Whether one of these changes is an answer to out-of-memory in this phase."""
-    rows = (BY_ID[change] for change in changes if change in BY_ID)
+    rows = (changes_by_id()[change] for change in changes if change in changes_by_id())
     return any("out-of-memory" in row.seen and phase in row.phases for row in rows)
 
 
@@ -276,6 +276,6 @@ def account(history: History, reason: str, changes: Iterable[str]) -> str:
         places = ", ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "")
         times = "once" if count == 1 else f"{count} times"
         lines.append(f"    {times}: {WORDS[seen] if seen else 'failed'} (phase {phase}, after step {places})")
-    tried = [BY_ID[change].text for change in dict.fromkeys(changes) if change in BY_ID]
+    tried = [changes_by_id()[change].text for change in dict.fromkeys(changes) if change in changes_by_id()]
     lines.append("  changed on the way: " + ("; ".join(tried) if tried else "nothing"))
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
-from lora_rocm.rules.selftest_rules import REMEDIES, Remedy
+from lora_rocm.rules.selftest_rules import Remedy, selftest_table
 from lora_rocm.rundir.exit_status import describe_exit, died
 from lora_rocm.supervisor.process import Event, heavy_command
 from lora_rocm.supervisor.subprocesses import follow_tool
@@ -80,7 +80,7 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
     started = time.monotonic()
     plain = replace(situation, profile="safe", verdict=None)
     verdict = Verdict(stack, _tested(plain, say, command))
-    for remedy in REMEDIES:
+    for remedy in selftest_table().remedy:
         if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):
             verdict = _with_remedy(remedy, plain, verdict, say, command)
     # Test the profile "fast" only if its groups pass

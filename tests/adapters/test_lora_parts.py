@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.adapters.lora_entry import LORA
-from lora_rocm.adapters.lora_parts import NOTICED, REFUSED, grouped
+from lora_rocm.adapters.lora_parts import grouped, others
 from lora_rocm.errors import AdapterError
 
 DORA = "a weight decomposition (DoRA)"
@@ -60,9 +60,9 @@ def test_other_parts_are_named_alone_and_beside_a_lora(ending: str) -> None:
 
 def test_every_row_of_the_table_has_an_example() -> None:
     said = [refused({f"lora_x.{ending}": torch.zeros(1)}).what for ending in EXAMPLES]
-    of_others = [row for row in REFUSED if row.what != DORA]
+    of_others = [row for row in others().refused if row.what != DORA]
     assert all(any(row.what in text for text in said) for row in of_others)
-    assert len(of_others) == len(REFUSED) - 1, "a LoRA takes a weight decomposition: of other kinds it is refused"
+    assert len(of_others) == len(others().refused) - 1, "a LoRA takes a weight decomposition; other kinds refuse it"
 
 
 def test_what_no_table_knows_is_refused_by_its_name() -> None:
@@ -118,4 +118,4 @@ def test_no_tensor_is_ever_left_out_in_silence(names: set[str], with_lora: bool)
     lone_alphas = {name for name in left if name.endswith(".alpha")}
     assert all(name.startswith("bundle_emb.") for name in left - lone_alphas)
     assert len(said) == bool(lone_alphas) + bool(left - lone_alphas)
-    assert len(NOTICED) == 1
+    assert len(others().noticed) == 1

@@ -141,6 +141,15 @@ def test_an_unknown_gpu_is_said_to_get_the_safe_plan(name: str) -> None:
     assert env.UNKNOWN_GPU not in plan_text(None, (), machine("linux-rx7900xtx"), None, explain=False)
 
 
+@pytest.mark.parametrize(("version", "told"), [("3.9.0", True), ("3.8.0", False), ("3.12.0", False)])
+def test_a_triton_that_refuses_the_gpu_is_named(version: str, told: bool) -> None:
+    made = situation("linux-rx6800xt")
+    facts = replace(made.facts, libraries={"triton-rocm": version})
+    text = described(replace(made, facts=facts), plan(made), None, explain=True)
+    said = f"Triton {version} compiles nothing for this GPU (gfx1030); Triton 3.6 to 3.8 does. Steps use plain PyTorch"
+    assert (said in text) is told
+
+
 def test_the_profile_is_named() -> None:
     cleared = fast("linux-rx7900xtx")
     assert "Profile: fast\n" in described(cleared, plan(cleared), None, explain=False)

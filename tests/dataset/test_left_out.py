@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from lora_rocm.dataset import folders
-from lora_rocm.dataset.file_kinds import COMPANIONS, HARMLESS_SUFFIXES, UNREAD_FORMATS, companion_match
+from lora_rocm.dataset.file_kinds import companion_match, kinds
 from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.image_io import readable_extensions
 from lora_rocm.dataset.left_out import Exclusion
 from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
+
+HARMLESS = frozenset(kinds().harmless_suffixes)
 
 
 def names(found: folders.Folder) -> list[str]:
@@ -58,27 +60,27 @@ def test_files_whose_names_say_nothing_are_named(tmp_path: Path, make: SimpleNam
 
 
 def test_no_suffix_is_of_two_kinds() -> None:
-    suffixes = [suffix for unread in UNREAD_FORMATS for suffix in unread.suffixes]
-    assert len(suffixes) == len(set(suffixes)) and HARMLESS_SUFFIXES.isdisjoint(suffixes)
-    assert all(suffix == suffix.lower() and suffix.startswith(".") for suffix in (*suffixes, *HARMLESS_SUFFIXES))
-    assert HARMLESS_SUFFIXES.isdisjoint(readable_extensions())
+    suffixes = [suffix for unread in kinds().unread for suffix in unread.suffixes]
+    assert len(suffixes) == len(set(suffixes)) and HARMLESS.isdisjoint(suffixes)
+    assert all(suffix == suffix.lower() and suffix.startswith(".") for suffix in (*suffixes, *HARMLESS))
+    assert HARMLESS.isdisjoint(readable_extensions())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_file_is_an_image_or_has_its_word(tmp_path: Path, make: SimpleNamespace, seed: int) -> None:
     """Of a folder of anything: what is trained on, what is counted and what is harmless is all there is."""
     rng = random.Random(seed)
-    kinds = [*readable_extensions(), *HARMLESS_SUFFIXES, *(s for unread in UNREAD_FORMATS for s in unread.suffixes)]
+    suffixes = [*readable_extensions(), *HARMLESS, *(s for unread in kinds().unread for s in unread.suffixes)]
     make.image(tmp_path / "sure.png")
     places = ["", "sub/", "masks/", "_controls/", "10_x/"]
     for number in range(40):
-        end = rng.choice([rng.choice(kinds), rng.choice([".png", "-masklabel.png", "", ".what"])])
+        end = rng.choice([rng.choice(suffixes), rng.choice([".png", "-masklabel.png", "", ".what"])])
         path = tmp_path / f"{rng.choice(places)}{rng.choice(['sure', number])}{end}"
         path.parent.mkdir(exist_ok=True)
         path.touch()
     found = walk(tmp_path, ".txt")
     said = sum(int(notice.split()[0]) for notice in found.notices if "left out" in notice or "not used" in notice)
-    harmless = sum(path.suffix in HARMLESS_SUFFIXES for path in tmp_path.rglob("*") if path.is_file())
+    harmless = sum(path.suffix in HARMLESS for path in tmp_path.rglob("*") if path.is_file())
     assert len(names(found)) + said + harmless == sum(path.is_file() for path in tmp_path.rglob("*"))
 
 
@@ -129,7 +131,7 @@ def test_ordinary_names_are_no_masks(name: str) -> None:
 
 
 def test_the_table_of_companions_has_no_name_twice() -> None:
-    folders_named = [name for row in COMPANIONS for name in (*row.folders, *row.paired_folders)]
+    folders_named = [name for row in kinds().companion for name in (*row.folders, *row.paired_folders)]
     assert len(folders_named) == len(set(folders_named)) and all(name == name.lower() for name in folders_named)
 
 

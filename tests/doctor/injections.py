@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.doctor.selftest_checks import GROUPS, OTHER
+from lora_rocm.doctor.selftest_checks import groups
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
-from lora_rocm.rules.environment import RULES, EnvPlan, EnvRow, Warned, plan
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import EnvPlan, EnvRow, Warned, plan, rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Remembered
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
@@ -146,7 +146,7 @@ INJECTIONS: dict[str, Injection] = {
     "long-paths": lambda: on(WINDOWS, windows={"long_paths": False}),
     "unknown-gpu": lambda: on(LINUX, gpu={"gfx": "gfx1299"}),
     "selftest-unusable": lambda: case(LINUX, Verdict(STACK, WRONG_EVERYWHERE)),
-    **{f"selftest-{group.name}": failed(f"{group.name}.bf16") for group in (*GROUPS, OTHER)},
+    **{f"selftest-{group.id}": failed(f"{group.id}.bf16") for group in groups()},
     "selftest-remedies": lambda: case(LINUX, Verdict(STACK, (), (), ("copies-without-sdma",))),
     "kernel-strix-halo-debian": lambda: on(APU, linux=DEBIAN_612),
     "kernel-strix-halo": lambda: on(APU, linux=STRIX_615),
@@ -191,8 +191,8 @@ INJECTIONS: dict[str, Injection] = {
     "owner-ipc": lambda: case(LINUX),
     "owner-gfx1151": lambda: case(APU),
     "unread": lambda: on(LINUX, unread=(Unread("/proc/meminfo", "permission denied"),)),
-    **{f"variable-{harm.id}": warned(harm.id) for harm in HARMS},
-    **{f"replaced-{rule.id}": replaced(rule.id) for rule in RULES if rule.over_user},
+    **{f"variable-{harm.id}": warned(harm.id) for harm in harms()},
+    **{f"replaced-{rule.id}": replaced(rule.id) for rule in rules() if rule.over_user},
 }
 EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel", "rocm-batched-windows"}
 """Notes that belong to a healthy machine."""

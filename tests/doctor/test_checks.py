@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lora_rocm.doctor.checks import CHECKS, as_intended, findings
-from lora_rocm.doctor.finding import LEVELS, Finding
-from lora_rocm.doctor.known_bad import BAD
+from lora_rocm.doctor.finding import LEVELS, Finding, texts
+from lora_rocm.doctor.known_bad import bad_table
 from lora_rocm.hardware.facts import DeviceFile, Unread
-from lora_rocm.rules.environment import RULES
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Workload
 from tests.doctor.injections import (
     APU,
@@ -78,11 +78,15 @@ def test_comes_in_order_of_harm_and_never_twice(machine: str) -> None:
 
 
 def test_every_harm_and_every_rule_over_the_user_is_in_the_table() -> None:
-    assert {f"variable-{harm.id}" for harm in HARMS} <= set(CHECKS)
-    assert {f"replaced-{rule.id}" for rule in RULES if rule.over_user} <= set(CHECKS)
+    assert {f"variable-{harm.id}" for harm in harms()} <= set(CHECKS)
+    assert {f"replaced-{rule.id}" for rule in rules() if rule.over_user} <= set(CHECKS)
 
 
-@pytest.mark.parametrize("row", BAD, ids=lambda row: row.id)
+def test_every_text_belongs_to_a_check() -> None:
+    assert texts().keys() <= CHECKS.keys()
+
+
+@pytest.mark.parametrize("row", bad_table().bad, ids=lambda row: row.id)
 def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
     assert row.source and row.low < row.below  # type: ignore[attr-defined]
 

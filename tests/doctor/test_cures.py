@@ -12,10 +12,8 @@ import pytest
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.cures import (
     DEBIAN_CODENAMES,
-    FAMILIES,
-    FIRMWARE,
-    KERNEL,
-    KERNEL_PARAMETER,
+    OTHER,
+    families,
     kernel_parameter,
     newer_kernel,
 )
@@ -72,13 +70,13 @@ def test_a_kernel_parameter_is_added_at_the_end(tmp_path: Path, before: str) -> 
     assert after == ["GRUB_TIMEOUT=0", f'GRUB_CMDLINE_LINUX_DEFAULT="{before} iommu=pt"', 'GRUB_CMDLINE_LINUX=""']
 
 
-@pytest.mark.parametrize("table", [KERNEL_PARAMETER, KERNEL, FIRMWARE])
-def test_every_family_is_in_every_table(table: dict[str, tuple[str, ...]]) -> None:
-    assert set(table) == set(FAMILIES)
+def test_every_family_has_all_lines_and_the_one_for_others_comes_last() -> None:
+    assert all(row.kernel_parameter and row.kernel and row.firmware for row in families())
+    assert [row.id for row in families()].index(OTHER) == len(families()) - 1
 
 
 def test_no_distribution_is_in_two_families() -> None:
-    names = [name for family in FAMILIES.values() for name in family]
+    names = [name for row in families() for name in row.distributions]
     assert len(names) == len(set(names)) and DEBIAN_CODENAMES
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import findings
-from lora_rocm.doctor.kernel_log_checks import PATTERNS, pattern_of
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.probe.detection import probe
+from lora_rocm.rules.kernel_log import pattern_of, patterns
 from tests.doctor.injections import INJECTIONS, case
 from tests.golden import HOSTS
 from tests.hardware.fake_machine import linux_machine
@@ -51,7 +51,7 @@ def test_a_line_of_the_log_means_what_it_means(line: str, wanted: str | None) ->
 
 
 def test_every_pattern_has_a_line() -> None:
-    assert {wanted for _, wanted in LINES} - {None} == {pattern.id for pattern in PATTERNS}
+    assert {wanted for _, wanted in LINES} - {None} == {pattern.id for pattern in patterns()}
 
 
 def test_the_probe_keeps_every_line_that_means_something(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_the_probe_keeps_every_line_that_means_something(tmp_path: Path) -> None
     told = [line for line, wanted in LINES if wanted is not None]
     assert [line for line in facts.linux.kernel_log if line in told] == told
     found = {finding.id for finding in findings(*case(replace(facts, variables={})))}
-    assert {pattern.id for pattern in PATTERNS} <= found
+    assert {pattern.id for pattern in patterns()} <= found
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.id)
+@pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: pattern.id)
 def test_the_injected_lines_are_of_their_pattern(pattern: object) -> None:
     situation, _ = INJECTIONS[pattern.id]()  # type: ignore[attr-defined]
     assert situation.facts.linux is not None and situation.facts.linux.kernel_log is not None

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import findings
-from lora_rocm.doctor.software_checks import BESIDE
+from lora_rocm.doctor.software_checks import software_table
 from lora_rocm.hardware.probe.sources import Look, Sources
 from lora_rocm.hardware.probe.torch_files import installed
 from tests.doctor.injections import APU, LINUX, on
 
 
-@pytest.mark.parametrize("package", sorted({row.package for row in BESIDE} | {"torchvision"}))
+@pytest.mark.parametrize("package", sorted({row.package for row in software_table().beside} | {"torchvision"}))
 def test_the_probe_looks_for_every_library_that_the_doctor_speaks_of(package: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}-1.2.3.dist-info").mkdir()
     look = Look(Sources("linux", environ={}, site_packages=(tmp_path,), app_dir=tmp_path / "app"))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lora_rocm.hardware.archs import ARCHS, BY_GFX, GENERIC, arch_of, has_kernels
+from lora_rocm.hardware.archs import ARCHS, BY_GFX, GENERIC, arch_of, has_kernels, triton_of, triton_takes
 from tests.golden import machines
 from tests.hardware.situations import facts_of
 
@@ -40,6 +40,28 @@ def test_only_cards_without_kernels_in_the_wheels_have_an_override() -> None:
 )
 def test_kernels(arch_list: tuple[str, ...] | None, gfx: str | None, known: bool | None) -> None:
     assert has_kernels(arch_list, gfx) is known
+
+
+@pytest.mark.parametrize(
+    ("version", "gfx", "takes"),
+    [
+        ("3.9.0", "gfx1030", False),
+        ("3.8.0+rocm7.2", "gfx1030", True),
+        ("3.7.1", "gfx906", False),
+        ("3.9.0", "gfx1100", True),
+        ("3.9.0", "gfx900", False),
+        ("3.9.0", "gfx1299", None),
+        ("3.12.0", "gfx1030", None),
+        ("unknown", "gfx1030", None),
+    ],
+)
+def test_which_triton_takes_which_architecture(version: str, gfx: str, takes: bool | None) -> None:
+    assert triton_takes(version, gfx) is takes
+
+
+def test_triton_is_found_under_all_its_names() -> None:
+    assert triton_of({"torch": "2.13.0", "Triton-ROCm": "3.7.1"}) == ("triton_rocm", "3.7.1")
+    assert triton_of({"tritonclient": "2.0"}) is None
 
 
 def test_generic_targets_name_known_architectures_of_one_major_version() -> None:

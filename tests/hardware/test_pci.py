@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.hardware.archs import BY_GFX
-from lora_rocm.hardware.pci import BY_ID, GFX_IDS, NAMES, gfx_of_id, gfx_of_name, product_name
+from lora_rocm.hardware.pci import by_id, gfx_of_id, gfx_of_name, pci_table, product_name
 
 IDS_TEXT = """# List of AMDGPU IDs
 1.0.0
@@ -17,15 +17,15 @@ garbage
 
 
 def test_every_architecture_of_the_table_has_ids_and_a_name_and_no_other_has() -> None:
-    assert set(GFX_IDS) == set(BY_GFX)
-    named = {gfx for _, gfx in NAMES}
+    assert set(pci_table().ids) == set(BY_GFX)
+    named = {row.gfx for row in pci_table().names}
     assert named <= set(BY_GFX)
     assert set(BY_GFX) - named == {"gfx1033", "gfx1036"}  # their adapters are called "AMD Radeon(TM) Graphics"
 
 
 def test_no_id_is_of_two_architectures() -> None:
-    devices = [device for line in GFX_IDS.values() for device in line.split()]
-    assert len(devices) == len(set(devices)) == len(BY_ID)
+    devices = [device for line in pci_table().ids.values() for device in line.split()]
+    assert len(devices) == len(set(devices)) == len(by_id())
     assert all(len(device) == 4 and int(device, 16) for device in devices)
 
 

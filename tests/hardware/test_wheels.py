@@ -18,17 +18,17 @@ from lora_rocm.hardware.archs import ARCHS
 from lora_rocm.hardware.facts import Gpu, HostFacts, Linux, Torch, facts_from_json, load_facts
 from lora_rocm.hardware.wheels import (
     ANY_TORCH,
-    AS_CPU,
-    BY_ID,
-    INDEXES,
-    UNSERVED,
     WheelChoice,
     choose,
+    indexes,
     makeshift,
     mismatch,
+    wheel_table,
 )
 from tests.golden import HOSTS, machines
 
+BY_ID, UNSERVED, AS_CPU = indexes(), wheel_table().unserved, wheel_table().as_cpu
+INDEXES = wheel_table().index
 INDEX = "LORA_ROCM_TORCH_INDEX"
 ROOT = Path(__file__).parents[2]
 AMD = "https://repo.amd.com/rocm/whl-multi-arch/"

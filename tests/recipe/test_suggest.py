@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.recipe.kinds import kinds_of
-from lora_rocm.recipe.peer_names import ADVICE, SAME_VALUE
+from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import DataSource, LoraSection, TrainSection
 from lora_rocm.recipe.suggest import (
     NEED_THEIR_SECTION,
@@ -23,6 +23,7 @@ from lora_rocm.recipe.suggest import (
 from tests.recipe.peer_keys import NOTHING_LIKE_IT, ONLY_WITH_THEIR_SECTION, RIGHT
 
 RECIPE = kinds_of({}).recipe
+SAME_VALUE, ADVICE = peer_names().same_value, advice()
 KEYS = tuple(all_keys(RECIPE))
 LEAVES = {key.rpartition(".")[2] for key in KEYS}
 TOP, LORA, TRAIN = (list(model.model_fields) for model in (RECIPE, LoraSection, TrainSection))

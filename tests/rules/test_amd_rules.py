@@ -12,9 +12,9 @@ import pytest
 
 from lora_rocm.hardware.archs import ARCHS
 from lora_rocm.hardware.facts import Gpu, HostFacts
-from lora_rocm.rules.amd_rules import AMD_RULES
-from lora_rocm.rules.environment import RULES, EnvPlan, plan
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.amd_rules import amd_table
+from lora_rocm.rules.environment import EnvPlan, plan, rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import Situation
 from lora_rocm.supervisor.multi_gpu import with_gpus
 from tests.golden import HOSTS, machines
@@ -123,7 +123,7 @@ VARIATIONS: dict[str, Situation] = {
 
 @pytest.mark.parametrize("name", machines())
 def test_every_rule_fires_where_it_names_the_machine_and_nowhere_else(name: str) -> None:
-    machine, own = Machine(name), {rule.id for rule in AMD_RULES}
+    machine, own = Machine(name), {rule.id for rule in amd_table().rule}
     assert set(ORACLE) == own
     assert fired(situation(name)) & own == {rule for rule, fires in ORACLE.items() if fires(machine)}
 
@@ -132,17 +132,23 @@ def test_every_rule_fires_somewhere() -> None:
     seen = set().union(*(fired(situation(name)) for name in machines()))
     for rule, made in VARIATIONS.items():
         assert rule in fired(made), rule
-    assert {rule.id for rule in AMD_RULES} == (seen & set(ORACLE)) | set(VARIATIONS)
+    assert {rule.id for rule in amd_table().rule} == (seen & set(ORACLE)) | set(VARIATIONS)
 
 
 def test_rules_and_harms_say_why_who_says_so_and_when_they_were_reviewed() -> None:
-    reviewed = [date.fromisoformat(row.reviewed) for row in (*RULES, *HARMS)]
+    reviewed = [date.fromisoformat(row.reviewed) for row in (*rules(), *harms())]
     assert (max(reviewed) - min(reviewed)).days <= 365
-    assert all(rule.why and rule.source and rule.id for rule in RULES)
-    assert all(harm.what and harm.source and harm.values for harm in HARMS)
-    for table in (RULES, HARMS):
+    assert all(rule.why and rule.source and rule.id for rule in rules())
+    assert all(harm.what and harm.source and harm.values for harm in harms())
+    for table in (rules(), harms()):
         assert len({row.id for row in table}) == len(table)
-    assert all(rule.shown[1] or isinstance(rule.value, str) for rule in AMD_RULES), "docs need a value in words"
+    computed = [text for rule in rules() for text in (rule.variable, rule.value) if not isinstance(text, str)]
+    assert computed and all(text.shown for text in computed), "docs need a value in words"
+
+
+def test_the_copy_engine_is_switched_off_where_it_harms() -> None:
+    (rule,), (harm,) = ([row for row in rows if row.id in ("sdma", "sdma-on")] for rows in (rules(), harms()))
+    assert rule.when == harm.when and rule.when.kernel_below is not None
 
 
 @pytest.mark.parametrize("exported", [None, "11.0.0", "11.5.1", "rubbish", ""])
@@ -199,7 +205,7 @@ def test_ipc_is_off_whatever_the_user_has(exported: str) -> None:
 
 
 def test_only_the_owners_rules_replace_what_the_user_set() -> None:
-    assert {rule.id for rule in RULES if rule.over_user} == {"owner-ipc", "owner-gfx1151", "owner-gfx1151-node"}
+    assert {rule.id for rule in rules() if rule.over_user} == {"owner-ipc", "owner-gfx1151", "owner-gfx1151-node"}
 
 
 @pytest.mark.parametrize(

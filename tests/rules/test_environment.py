@@ -11,8 +11,8 @@ import pytest
 from lora_rocm.hardware.settings import VARIABLE, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rules.environment import RULES, EnvPlan, environment_json, plan
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.environment import EnvPlan, environment_json, plan, rules
+from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import SETTING, Situation
 from tests.golden import machines
 from tests.hardware.situations import facts_of, situation
@@ -79,7 +79,7 @@ def test_environment_json_holds_no_other_variables() -> None:
     assert saved["variables"][0]["value"] == "0" and saved["variables"][0]["planned"] == "1"
 
 
-NAMES = sorted({name.replace("*", "1") for harm in HARMS for name in harm.variables}) + ["PATH", "HOME", "PYTHONUTF8"]
+NAMES = sorted({name.replace("*", "1") for harm in harms() for name in harm.variables}) + ["PATH", "HOME", "PYTHONUTF8"]
 VALUES = [
     "",
     "0",
@@ -99,7 +99,7 @@ VALUES = [
 @pytest.mark.parametrize("name", machines())
 def test_any_environment_gives_a_plan_that_touches_only_what_it_names(name: str) -> None:
     dice = random.Random(name)
-    planned_names = {rule.variable for rule in RULES if isinstance(rule.variable, str)}
+    planned_names = {rule.variable for rule in rules() if isinstance(rule.variable, str)}
     for _ in range(60):
         environ = {key: dice.choice(VALUES) for key in dice.sample(NAMES, dice.randrange(len(NAMES)))}
         made = plan(replace(situation(name, dict(environ)), ranks=dice.choice([1, 2])))

@@ -9,8 +9,7 @@ import pytest
 
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.rules.environment import plan
-from lora_rocm.rules.harmful_tests import LEGAL
-from lora_rocm.rules.harmful_values import HARMS
+from lora_rocm.rules.harmful_values import LEGAL, harms
 from tests.golden import machines
 from tests.hardware.situations import fast, situation, with_torch
 
@@ -144,7 +143,7 @@ def test_each_warns_and_is_silent(
 
 
 def test_no_row_is_left_out() -> None:
-    assert {case[0] for case in CASES} == {harm.id for harm in HARMS}
+    assert {case[0] for case in CASES} == {harm.id for harm in harms()}
 
 
 @pytest.mark.parametrize("name", machines())

@@ -31,7 +31,7 @@ from lora_rocm.rules.mitigation_store import (
     workload_of,
     workloads_of,
 )
-from lora_rocm.rules.mitigations import BY_ID, CHANGES, candidates
+from lora_rocm.rules.mitigations import candidates, changes, changes_by_id
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from tests.families.toy_families import TOYS
@@ -188,7 +188,7 @@ def test_what_is_for_a_size_is_not_kept_where_no_recipe_tells_it(start: Situatio
     assert not file_of(start).exists()
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.id)
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.id)
 def test_none_is_kept_more_often_than_it_can_be_made(change: object, start: Situation) -> None:
     run = start
     for _ in range(change.most + 2):  # type: ignore[attr-defined]
@@ -355,13 +355,18 @@ def test_notices_name_what_is_in_force_since_when_why_and_how_to_undo_it(start: 
     made = situation_here(of_size())
     halved, sdma, undo = notices(made)
     assert (
-        BY_ID[OF_SIZE].text in halved
+        changes_by_id()[OF_SIZE].text in halved
         and f"{OF_SIZE}, 2 times" in halved
         and "times" not in sdma
         and "out-of-memory" in halved
         and "batch 4" in halved
     )
-    assert BY_ID[MACHINE].text in sdma and "hang" in sdma and "since 20" in sdma and mitigation_store.FORGET in undo
+    assert (
+        changes_by_id()[MACHINE].text in sdma
+        and "hang" in sdma
+        and "since 20" in sdma
+        and mitigation_store.FORGET in undo
+    )
     assert len(notices(situation_here(of_size(batch_size=1)))) == 2, "what is for another size is not in force"
     assert notices(start) == []
 
@@ -420,7 +425,7 @@ def test_a_workload_s_name_is_the_same_in_every_version() -> None:
 
 
 @given(
-    made=st.lists(st.tuples(st.sampled_from(sorted(BY_ID)), st.sampled_from([1, 2, 4])), max_size=12),
+    made=st.lists(st.tuples(st.sampled_from(sorted(changes_by_id())), st.sampled_from([1, 2, 4])), max_size=12),
     asked=st.sampled_from([1, 2, 4]),
 )
 def test_any_history_is_recalled_as_a_counting_model_says(
@@ -432,7 +437,7 @@ def test_any_history_is_recalled_as_a_counting_model_says(
     model: list[str] = []
     for change, batch in made:
         runs[batch] = make(runs[batch], change)
-        row = BY_ID[change]
+        row = changes_by_id()[change]
         times = min(runs[batch].changes.count(change), row.most)
         if (row.size != "training" or batch == asked) and model.count(change) < times:
             model.append(change)

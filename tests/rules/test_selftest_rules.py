@@ -11,7 +11,7 @@ from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
-from lora_rocm.rules.selftest_rules import REMEDIES, VERDICT_RULES
+from lora_rocm.rules.selftest_rules import selftest_table, verdict_rules
 from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS, machines
 
@@ -51,9 +51,9 @@ def rows(situation: Situation) -> dict[str, str]:
 
 
 def test_every_rule_has_a_reason_a_source_and_a_name_of_its_own() -> None:
-    assert len({rule.id for rule in VERDICT_RULES}) == len(VERDICT_RULES)
-    assert all(rule.why and rule.source and rule.reviewed and rule.shown[1] for rule in VERDICT_RULES)
-    assert all(remedy.why and remedy.source for remedy in REMEDIES)
+    assert len({rule.id for rule in verdict_rules()}) == len(verdict_rules())
+    assert all(rule.why and rule.source and rule.reviewed for rule in verdict_rules())
+    assert all(remedy.why and remedy.source for remedy in selftest_table().remedy)
 
 
 @pytest.mark.parametrize("name", machines())
@@ -142,7 +142,7 @@ def test_mapped_files() -> None:
     assert "setting:heap_copy" not in rows(machine("linux-rx7900xtx", verdict("copies.mapped", "copies.pageable")))
 
 
-@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: remedy.id)
+@pytest.mark.parametrize("remedy", selftest_table().remedy, ids=lambda remedy: remedy.id)
 @pytest.mark.parametrize("name", ["linux-rx9070xt", "windows-rx9070xt", "linux-strix-halo"])
 def test_a_remedy_is_set_where_it_helped_and_where_it_belongs(remedy: object, name: str) -> None:
     helped = rows(machine(name, verdict(remedies=(remedy.id,))))  # type: ignore[attr-defined]

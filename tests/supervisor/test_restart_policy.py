@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_rocm.errors import MachineError, NonFiniteError, StorageError, UserError, WorkerDiedError, WorkerHungError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rules.environment import plan
-from lora_rocm.rules.mitigations import CHANGES, SEEN_OF_CODE, Seen
+from lora_rocm.rules.mitigations import SEEN_OF_CODE, Seen, changes
 from lora_rocm.rules.rule import Situation
 from lora_rocm.supervisor.hang_detection import Hung
 from lora_rocm.supervisor.restart_policy import (
@@ -171,7 +171,7 @@ def test_what_the_user_set_stays() -> None:
 @given(st.sampled_from((AMD, WINDOWS, CPU, "nvidia-rtx4090")), st.sampled_from(list(WORDS)), st.integers(0, 2))
 def test_changes_come_to_an_end_and_each_alters_something(machine: str, seen: Seen, workers: int) -> None:
     now = on(machine, workers=workers)
-    for _ in range(sum(change.most for change in CHANGES) + 1):
+    for _ in range(sum(change.most for change in changes()) + 1):
         found = after(failure(seen), history(False, False), now)
         if not isinstance(found, Restart) or not found.changes:
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from lora_rocm.base_models.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT
 from lora_rocm.base_models.safetensors_file import Header
 from lora_rocm.errors import ModelError
 from lora_rocm.families.objectives import ddpm
+from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.terminal_text import printable
 
 UNET_PREFIX = "model.diffusion_model."
@@ -29,65 +32,46 @@ SD1, SD2, SD, SDXL = (
     "an SDXL model",
 )
 
-# (prefix of the pipeline class, description of the model); longer prefixes come first.
-PIPELINES = (
-    ("StableDiffusionXLInpaint", "an SDXL inpainting model"),
-    ("StableDiffusionXL", SDXL),
-    ("StableDiffusion3", "a Stable Diffusion 3 model"),
-    ("StableDiffusionInpaint", "an inpainting model"),
-    ("StableDiffusionPipeline", SD),
-    ("Flux2", "a FLUX.2 model"),
-    ("Flux", "a FLUX.1 model"),
-    ("Chroma", "a Chroma model"),
-    ("QwenImage", "a Qwen-Image model"),
-    ("ZImage", "a Z-Image model"),
-    ("Wan", "a Wan model"),
-    ("LTX", "an LTX-Video model"),
-    ("HunyuanVideo", "a HunyuanVideo model"),
-    ("Lumina2", "a Lumina 2 model"),
-    ("PixArt", "a PixArt model"),
-    ("HiDream", "a HiDream model"),
-    ("Cosmos", "a Cosmos model"),
-    ("Kandinsky", "a Kandinsky model"),
-)
-
-# (substrings of tensor names, description of the file). The first row whose substrings all occur decides.
-# Sources: CHECKPOINT_KEY_NAMES of diffusers, model_detection.py of ComfyUI.
-MARKERS = (
-    (("lora_down.weight",), "a LoRA file, not a base model"),
-    (("lora_A.weight",), "a LoRA file, not a base model"),
-    (("lora.down.weight",), "a LoRA file, not a base model"),
-    (("hada_w1_a",), "a LyCORIS file, not a base model"),
-    (("lokr_w",), "a LyCORIS file, not a base model"),
-    (("control_model.",), "a ControlNet"),
-    (("controlnet_cond_embedding.",), "a ControlNet"),
-    (("distilled_guidance_layer.",), "a Chroma model"),
-    (("single_stream_modulation",), "a FLUX.2 model"),
-    (("double_blocks.0.img_attn", "txt_in.individual_token_refiner"), "a HunyuanVideo model"),
-    (("double_blocks.0.img_attn",), "a FLUX.1 model"),
-    (("single_transformer_blocks.0.proj_mlp",), "a FLUX.1 model"),
-    (("joint_blocks.0.",), "a Stable Diffusion 3 model"),
-    (("txt_norm.weight", "add_q_proj"), "a Qwen-Image model"),
-    (("cap_embedder.1.", "cap_pad_token"), "a Z-Image model"),
-    (("cap_embedder.1.", "noise_refiner.0."), "a Lumina 2 model"),
-    (("head.modulation", "blocks.0.self_attn."), "a Wan model"),
-    (("condition_embedder.time_proj.", "blocks.0.attn1."), "a Wan model"),
-    (("adaln_single.", "transformer_blocks.0.scale_shift_table"), "an LTX-Video or PixArt model"),
-    (("llm_adapter.",), "an Anima model"),
-    (("txtfusion.projector",), "a Krea 2 model"),
-    (("cond_stage_model.transformer.",), SD1),
-    (("cond_stage_model.model.",), SD2),
-    (("cond_stage_model.",), SD),
-    (("edm_mean",), "a Playground v2.5 model, whose EDM training is another one"),
-    (("edm_vpred.",), "a CosXL model, whose EDM training is another one"),
-    (("model.layers.0.self_attn.q_proj.",), "a language model"),
-    (("encoder.block.0.layer.0.SelfAttention.",), "a T5 text encoder"),
-)
 NO_TEXT = "a UNet alone, without text encoders and VAE"
-# Text width that the first attention of a UNet reads -> description, for files that hold a UNet alone.
-UNETS = {768: "a Stable Diffusion 1.x UNet", 1024: "a Stable Diffusion 2.x UNet", 2048: "an SDXL UNet"}
-# (prefix of text encoder tensors, description), for checkpoints that no row of MARKERS recognises.
-TEXT_ENCODERS = (("conditioner.embedders.1.", SDXL), ("conditioner.embedders.0.model.", REFINER))
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What names of tensors have in common -> a model; all ``parts`` have to occur."""
+
+    parts: tuple[str, ...]
+    model: str
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The start of a name -> a model."""
+
+    prefix: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Unet:
+    """Text width that the first attention of a UNet reads -> a model."""
+
+    width: int
+    model: str
+
+
+@dataclass(frozen=True)
+class DetectTable:
+    """The file."""
+
+    pipelines: tuple[Prefix, ...]
+    markers: tuple[Marker, ...]
+    text_encoders: tuple[Prefix, ...]
+    unets: tuple[Unet, ...]
+
+
+@cache
+def _table() -> DetectTable:
+    return read_table(Path(__file__).with_name("detect.toml"), DetectTable)
 
 
 @dataclass(frozen=True)
@@ -96,7 +80,7 @@ class Expected:
 
     title: name for people.
     with_article: the name with its article.
-    own: descriptions in ``PIPELINES`` and ``MARKERS`` that belong to this family.
+    own: models in ``detect.toml`` that belong to this family.
     pipeline: prefix of the class in a folder's model_index.json.
     text_prefix: prefix of text encoder tensors in a one-file checkpoint that no other family has.
     has_sizes: the UNet is conditioned on sizes and pooled text (SDXL).
@@ -210,7 +194,7 @@ def _check_folder(source: Source, expected: Expected) -> None:
         raise _not_a_model(source)
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
-    known = next((what for start, what in PIPELINES if kind.startswith(start)), None)
+    known = next((row.model for row in _table().pipelines if kind.startswith(row.prefix)), None)
     known = None if known in expected.own else known
     if "transformer" in index or known is not None:
         raise _wrong(source, expected, known or f"a model for {printable(kind)[:80]}")
@@ -237,11 +221,11 @@ def _is_listed(index: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_single(source: Source, expected: Expected, header: Header) -> None:
-    for texts, what in MARKERS:
-        if what not in expected.own and all(any(text in name for name in header.tensors) for text in texts):
-            raise _wrong(source, expected, what)
+    for row in _table().markers:
+        if row.model not in expected.own and all(any(part in name for name in header.tensors) for part in row.parts):
+            raise _wrong(source, expected, row.model)
     if not _has(header, expected.text_prefix):
-        other = next((what for prefix, what in TEXT_ENCODERS if _has(header, prefix)), None)
+        other = next((row.model for row in _table().text_encoders if _has(header, row.prefix)), None)
         if other is not None and other not in expected.own:
             raise _wrong(source, expected, other)
         if _has(header, UNET_PREFIX):
@@ -265,8 +249,12 @@ def _unet_alone(header: Header, expected: Expected) -> str:
         for name, entry in header.tensors.items():
             if name.endswith(end) and len(entry.shape) == 2:
                 width = entry.shape[1]
-                return NO_TEXT if width == expected.width else UNETS.get(width, "")
+                return NO_TEXT if width == expected.width else _unet_of(width)
     return ""
+
+
+def _unet_of(width: int) -> str:
+    return next((row.model for row in _table().unets if row.width == width), "")
 
 
 def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
@@ -276,8 +264,8 @@ def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -
         raise _wrong(source, expected, what)
     if not expected.has_sizes and addition is not None:
         raise _wrong(source, expected, f"{SDXL}, or another whose UNet is conditioned on more than text")
-    if isinstance(width, int) and width != expected.width and width in UNETS:
-        raise _wrong(source, expected, UNETS[width])
+    if isinstance(width, int) and width != expected.width and (other := _unet_of(width)):
+        raise _wrong(source, expected, other)
     _check_channels(source, expected, config.get("in_channels"))
 
 

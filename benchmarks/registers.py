@@ -1,0 +1,267 @@
+"""Registers, LDS and occupancy of every Triton kernel on AMD GPUs, as the compiler counts them. Needs no GPU.
+
+usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
+
+The launches are those of training steps of SDXL and SD 1.5, forward and backward, without weights or memory: the UNets
+run on the meta device, and every launch is compiled with the arguments that the launching code gives. ``--write``
+records the counts of the installed Triton in ``benchmarks/registers``; a test compares with that file. ``--warps`` only
+prints the counts with another number of warps for the kernels of large images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from diffusers import UNet2DConditionModel  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from lora_rocm.families.ldm import fused_unet  # noqa: E402
+from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
+from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
+from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
+from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
+from lora_rocm.kernels import group_norm_triton  # noqa: E402
+from lora_rocm.kernels.backend import LAUNCH, Form  # noqa: E402
+from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerprints, launch_renew  # noqa: E402
+from lora_rocm.kernels.geglu_triton import TritonGeglu  # noqa: E402
+from lora_rocm.kernels.group_norm_triton import TritonGroupNorm, TritonResidual  # noqa: E402
+from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm  # noqa: E402
+
+RECORDED = Path(__file__).parent / "registers"
+COMMAND = "python benchmarks/registers.py --write"
+META = torch.device("meta")
+LAYOUTS = {"sdxl": LAYOUT_SDXL, "sd15": LAYOUT_SD15}
+SDXL_STEP = ("sdxl", 1, 1024, 1024)
+STEPS = (SDXL_STEP, ("sdxl", 4, 1024, 1024), ("sdxl", 1, 1152, 896), ("sd15", 1, 512, 512), ("sd15", 4, 512, 768))
+"""(family, batch size, height and width in pixels)"""
+
+
+WORD_COUNTS = ((16,) * 6, (2**30, 16), (16, 2**30, 16), (2**31, 16), (16, 2**31))
+"""Sizes of the buffers of one fingerprint. Triton compiles buffers of more than 2 GiB, and more than 2**31 words, apart
+from others.
+"""
+
+
+@dataclass(frozen=True)
+class RegisterFile:
+    """Vector registers of one SIMD, and how the waves on it share them.
+
+    Source: LLVM, lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU;
+    which architecture has 1536 registers: AMDGPU.td, Feature1_5xVGPRs.
+
+    registers: for each lane. granule: a wave gets a multiple of it. most_waves: that one SIMD can hold.
+    """
+
+    lanes: int
+    registers: int
+    granule: int
+    most_waves: int
+
+    def waves(self, vgprs: int) -> int:
+        """Occupancy: waves of a kernel on one SIMD at once, as far as its registers allow."""
+        taken = -(-max(vgprs, 1) // self.granule) * self.granule
+        return min(self.registers // taken, self.most_waves)
+
+
+RDNA_3_LARGE = RegisterFile(lanes=32, registers=1536, granule=24, most_waves=16)
+CARDS = {
+    "gfx1030": RegisterFile(lanes=32, registers=1024, granule=16, most_waves=16),
+    "gfx1100": RDNA_3_LARGE,
+    "gfx1151": RDNA_3_LARGE,
+    "gfx1201": RDNA_3_LARGE,
+    "gfx942": RegisterFile(lanes=64, registers=512, granule=8, most_waves=8),
+}
+METADATA = re.compile(r"\b(vgpr_count|\wgpr_spill_count|private_segment_fixed_size|Occupancy):\s+(\d+)")
+
+
+@dataclass(frozen=True)
+class Used:
+    """What one compiled kernel takes of a GPU."""
+
+    vgprs: int
+    lds_bytes: int
+    waves: int
+    """The occupancy that the compiler tells; ``RegisterFile.waves`` where only registers limit it."""
+    spilled: int
+    """Vector and scalar registers that the compiler keeps in memory, and bytes of scratch memory."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel: what the launching code gave."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Everything in the launch that changes the machine code, except the dtype.
+
+        Triton compiles whole numbers that are multiples of 16 apart from others.
+        """
+        words = [f"{key}={value}" for key, value in self.options.items() if key not in LAUNCH]
+        for key, value in zip(self.kernel.arg_names, self.args, strict=False):
+            if isinstance(value, int) and value % 16:
+                words.append(f"{key}%16")
+            elif isinstance(value, int) and value >= 2**31:
+                words.append(f"{key}:int64")
+            elif isinstance(value, Tensor) and value.untyped_storage().nbytes() >= 2**31:
+                words.append(f"{key}:large")
+        return " ".join([self.kernel.fn.__name__, *words])
+
+
+class NoDriver:
+    """Stands in for the driver of a GPU that is not there: kernels are compiled for it, and cannot be launched."""
+
+    def __init__(self, gfx: str) -> None:
+        self._gfx = gfx
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("hip", self._gfx, CARDS[self._gfx].lanes)
+
+    def get_current_device(self) -> str:
+        return self._gfx
+
+    def get_current_stream(self, device: str) -> None:
+        return None
+
+
+def dtype_on(gfx: str) -> torch.dtype:
+    """The dtype in which a card trains."""
+    return torch.bfloat16 if BY_GFX[gfx].bf16 else torch.float16
+
+
+def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str, Launch]:
+    """Name -> launch, of training steps and of the fingerprints of frozen weights."""
+    found: dict[str, Launch] = {}
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launch = Launch(kernel, args, options)
+        found.setdefault(launch.name, launch)
+
+    with mock.patch.object(triton.JITFunction, "run", run):
+        for family, batch, height_px, width_px in steps:
+            train(family, dtype, batch, height_px // 8, width_px // 8)
+        for counts in WORD_COUNTS:
+            fingerprint(*counts)
+    return found
+
+
+def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) -> None:
+    """A step on the meta device, forward and backward. Height and width are those of the latents."""
+    config = json.loads((LAYOUTS[family].configs / "unet" / "config.json").read_text(encoding="utf-8"))
+    depths = [1] * len(config["block_out_channels"])  # repeated transformer blocks launch the same
+    with META:
+        unet: Any = UNet2DConditionModel.from_config({**config, "transformer_layers_per_block": depths})
+        nn.Module.to(unet, dtype).train().requires_grad_(False)
+        x_BCHW = torch.empty(batch, config["in_channels"], height, width, dtype=dtype, requires_grad=True)
+        text_BSD = torch.empty(batch, 77, config["cross_attention_dim"], dtype=dtype)
+        extra = {"text_embeds": torch.empty(batch, 1280, dtype=dtype), "time_ids": torch.empty(batch, 6)}
+        fused_unet.fuse(unet, Fusion(geglu="triton", norms="triton", channels_last=True))
+        with mock.patch.multiple(fused_unet, **AS_ON_A_GPU):
+            unet(x_BCHW, torch.empty(batch), text_BSD, added_cond_kwargs=extra)[0].sum().backward()
+
+
+def fingerprint(*counts: int) -> None:
+    """The kernels over weights, for buffers of ``counts`` words."""
+    words = [torch.empty(count, dtype=torch.int32, device=META) for count in counts]
+    sums, marks = (torch.empty(len(counts), dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
+    launch_fingerprints(words, sums)
+    launch_compare(sums, sums, marks, marks)
+    launch_renew(sums, sums, marks, marks)
+
+
+def _group_norm(x: Tensor, norm: nn.GroupNorm, form: Form, shift: Tensor | None = None, silu: bool = True) -> Any:
+    return TritonGroupNorm.apply(x, shift, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
+
+
+AS_ON_A_GPU: dict[str, Any] = {
+    "group_norm": _group_norm,
+    "add_layer_norm": lambda x, delta, norm, form: TritonAddLayerNorm.apply(x, delta, norm.weight, norm.bias, norm.eps),
+    "geglu": lambda ag, form: TritonGeglu.apply(ag),
+    "residual": lambda x, y, bias, form: x + y if bias is None else TritonResidual.apply(x, y, bias),
+}
+"""What the fused UNet calls; on the meta device the package's own functions launch nothing."""
+
+
+def used(launch: Launch, gfx: str) -> Used:
+    """Compile a launch for a card, and read what it takes."""
+    with mock.patch.object(type(driver), "active", NoDriver(gfx)):
+        made = launch.kernel.run(*launch.args, grid=None, warmup=True, **launch.options)
+    told = {key: int(value) for key, value in METADATA.findall(made.asm["amdgcn"])}
+    spilled = told["vgpr_spill_count"] + told["sgpr_spill_count"] + told["private_segment_fixed_size"]
+    return Used(told["vgpr_count"], made.metadata.shared, told["Occupancy"], spilled)
+
+
+def recorded_in(version: str) -> dict[str, Any]:
+    """What is recorded of a version of Triton: card -> launch -> [VGPRs, bytes of LDS, waves]; empty if nothing is."""
+    path = RECORDED / f"{version}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def faults(recorded: Mapping[str, Any], gfx: str, found: Mapping[str, Used]) -> Iterator[str]:
+    """Lines on launches that take more than is recorded, or that are not recorded."""
+    for name, now in found.items():
+        if name not in recorded.get(gfx, {}):
+            yield f"{gfx}, {name}: not recorded"
+            continue
+        vgprs, lds_bytes, waves = recorded[gfx][name]
+        if now.vgprs > vgprs:
+            yield f"{gfx}, {name}: {now.vgprs} VGPRs, {vgprs} recorded"
+        if now.lds_bytes > lds_bytes:
+            yield f"{gfx}, {name}: {now.lds_bytes} bytes of LDS, {lds_bytes} recorded"
+        if now.waves < waves:
+            yield f"{gfx}, {name}: {now.waves} waves, {waves} recorded"
+
+
+def written(counts: Mapping[str, Mapping[str, Used]]) -> str:
+    """The text of a file of counts, one launch a line."""
+    cards = []
+    for gfx, rows in counts.items():
+        lines = [f"  {json.dumps(name)}: {[now.vgprs, now.lds_bytes, now.waves]}" for name, now in sorted(rows.items())]
+        cards.append(f"{json.dumps(gfx)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n " + ",\n ".join(cards) + "\n}\n"
+
+
+def counted(gfx: str) -> dict[str, Used]:
+    """What every launch takes of a card."""
+    return {name: used(launch, gfx) for name, launch in launches(dtype_on(gfx), *STEPS).items()}
+
+
+def main() -> None:
+    """Print the counts, most registers first, and record them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--cards", default=",".join(CARDS))
+    parser.add_argument("--warps", type=int, default=group_norm_triton.WARPS)
+    options = parser.parse_args()
+    group_norm_triton.WARPS = options.warps
+    cards = [gfx for gfx in options.cards.split(",") if triton_takes(triton.__version__, gfx) is not False]
+    counts = {gfx: counted(gfx) for gfx in cards}
+    for gfx, rows in counts.items():
+        for name, now in sorted(rows.items(), key=lambda row: -row[1].vgprs):
+            print(
+                f"{gfx:8} {now.vgprs:4} VGPRs {now.waves:3} waves {now.lds_bytes:5} B {now.spilled:3} spilled  {name}"
+            )
+    if options.write:
+        RECORDED.mkdir(exist_ok=True)
+        (RECORDED / f"{triton.__version__}.json").write_bytes(written(counts).encode())
+
+
+if __name__ == "__main__":
+    main()

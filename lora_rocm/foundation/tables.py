@@ -1,0 +1,117 @@
+"""Tables of the package: TOML files beside the code that reads them, as frozen dataclasses. Standard library only.
+
+The keys of a file or row are the fields of its dataclass. A row names a function by a key of the dictionary that the
+reading module gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from reprlib import repr as short
+from types import GenericAlias, NoneType, UnionType
+from typing import TYPE_CHECKING, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from lora_rocm.errors import MachineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Table = TypeVar("Table")
+Functions = Mapping[str, Callable[..., object]]
+
+
+def read_table(path: Path, table: type[Table], functions: Functions | None = None) -> Table:
+    """The file as one ``table``. An array of tables is a tuple of dataclasses, an array is a tuple.
+
+    Raises:
+        MachineError: the file cannot be read, or a row does not fit. It names the row and the key.
+    """
+    found = _Reader(path, functions).value(table, _content(path), ())
+    assert isinstance(found, table)
+    return found
+
+
+def read_rows(path: Path, row: type[Table], functions: Functions | None = None) -> tuple[Table, ...]:
+    """The rows of a file that is one array of tables. See ``read_table`` for errors."""
+    content = _content(path)
+    if len(content) != 1:
+        raise _invalid("it is not one array of tables", path)
+    ((name, rows),) = content.items()
+    found = _Reader(path, functions).value(GenericAlias(tuple, (row, ...)), rows, (name,))
+    assert isinstance(found, tuple)
+    return found
+
+
+def by_name(*functions: Callable[..., object]) -> dict[str, Callable[..., object]]:
+    """The functions by the names that rows give them: their own, without a leading underscore."""
+    return {function.__name__.lstrip("_"): function for function in functions}
+
+
+def _content(path: Path) -> dict[str, object]:
+    import tomllib  # only commands that read a table wait for it
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _invalid(str(error), path) from error
+
+
+class _Reader:
+    """Converts the values of a file. ``at`` in its methods is the place of a value: keys and names of rows."""
+
+    def __init__(self, path: Path, functions: Functions | None) -> None:
+        self._path, self._functions = path, functions or {}
+
+    def value(self, kind: object, value: object, at: tuple[str, ...]) -> object:
+        """The value as a ``kind``, which is an annotation."""
+        if type(value) is kind:
+            return value
+        origin, of = get_origin(kind), get_args(kind)
+        if origin in (Union, UnionType):
+            return self.value(_member(of, value), value, at)
+        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+            return self._row(kind, value, at)
+        if origin is tuple and isinstance(value, list):
+            return tuple(self.value(of[0], item, (*at, _name(item, n))) for n, item in enumerate(value, 1))
+        if origin is Mapping and isinstance(value, dict):
+            return {self.value(of[0], key, at): self.value(of[1], item, (*at, key)) for key, item in value.items()}
+        if origin is Callable and isinstance(value, str) and value in self._functions:
+            return self._functions[value]
+        if origin is Literal and value in of:
+            return value
+        raise _invalid(f"{short(value)} is none of the values that this key takes", self._path, at)
+
+    def _row(self, kind: type[DataclassInstance], row: dict[str, object], at: tuple[str, ...]) -> object:
+        hints, needed = _fields(kind)
+        for key in row.keys() - hints.keys():
+            raise _invalid("there is no such key", self._path, (*at, key))
+        for key in needed - row.keys():
+            raise _invalid("a key is missing", self._path, (*at, key))
+        return kind(**{key: self.value(hints[key], value, (*at, key)) for key, value in row.items()})
+
+
+@cache
+def _fields(kind: type[DataclassInstance]) -> tuple[Mapping[str, object], frozenset[str]]:
+    """The annotations of a dataclass, and the names of the fields without a default."""
+    needed = (field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING)
+    return get_type_hints(kind), frozenset(needed)
+
+
+def _member(members: tuple[object, ...], value: object) -> object:
+    """The member of a union that a value is meant as: a table is a dataclass, anything else is not."""
+    given = [member for member in members if member is not NoneType]
+    return next((member for member in given if is_dataclass(member) is isinstance(value, dict)), given[0])
+
+
+def _name(row: object, number: int) -> str:
+    named = row.get("id") if isinstance(row, dict) else None
+    return f"{number} ({named})" if named is not None else str(number)
+
+
+def _invalid(what: str, path: Path, at: tuple[str, ...] = ()) -> MachineError:
+    where = ", ".join((str(path), *at))
+    what = f"A table of lora-rocm is damaged: {what}."
+    return MachineError("table-invalid", what, where=where, fix="Install lora-rocm again.")
