@@ -11,9 +11,10 @@ from typing import Literal
 import pytest
 
 import lora_rocm
-from lora_rocm.adapters import lora_parts, origin
+from lora_rocm.adapters import lora_entry, lora_parts, origin
 from lora_rocm.dataset.file_kinds import FileKinds
-from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
+from lora_rocm.device import torch_errors
+from lora_rocm.doctor import cures, finding, known_bad, redact, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
 from lora_rocm.families.ldm.detect import DetectTable
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
@@ -22,6 +23,7 @@ from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.peer_names import PeerNames
+from lora_rocm.recipe.reference import PageTexts
 from lora_rocm.rules import (
     amd_rules,
     general_rules,
@@ -35,12 +37,15 @@ from lora_rocm.rules.rule import Harm, Rule
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
+    "adapters/lora_entry.toml": (read_table, lora_entry.LoraNames, {}),
     "adapters/lora_parts.toml": (read_table, lora_parts.OtherTable, {}),
     "adapters/origin.toml": (read_rows, origin.Origin, {}),
     "dataset/file_kinds.toml": (read_table, FileKinds, {}),
+    "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),
     "doctor/known_bad.toml": (read_table, known_bad.BadTable, known_bad.FUNCTIONS),
+    "doctor/redact.toml": (read_rows, redact.Pattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
     "families/ldm/detect.toml": (read_table, DetectTable, {}),
@@ -49,12 +54,13 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/wheels.toml": (read_table, WheelTable, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
+    "recipe/reference.toml": (read_table, PageTexts, {}),
     "rules/amd_rules.toml": (read_table, amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),
     "rules/kernel_log.toml": (read_rows, kernel_log.Pattern, {}),
     "rules/memory_rules.toml": (read_rows, Rule, memory_rules.FUNCTIONS),
-    "rules/mitigations.toml": (read_rows, mitigations.Change, mitigations.FUNCTIONS),
+    "rules/mitigations.toml": (read_table, mitigations.MitigationTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
 }
 

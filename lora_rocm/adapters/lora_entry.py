@@ -24,38 +24,26 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
+from lora_rocm.foundation.tables import read_table
 
-ROLES = {
-    "lora_down.weight": "down",
-    "lora_A.weight": "down",
-    "lora.down.weight": "down",
-    "lora_linear_layer.down.weight": "down",
-    "lora_up.weight": "up",
-    "lora_B.weight": "up",
-    "lora.up.weight": "up",
-    "lora_linear_layer.up.weight": "up",
-    "alpha": "alpha",
-    "dora_scale": "dora_scale",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-"""Ending -> role. ``dora_scale`` has an axis (see ``_magnitudes``); PEFT's magnitudes are always per output."""
-BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of PEFT's ``init_lora_weights`` that subtract a part from the base weights (peft/tuners/lora/config.py)."""
-OTHER_METHODS = (
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "layer_replication",
-    "trainable_token_indices",
-    "modules_to_save",
-    "lora_bias",
-)
-"""Fields of a PEFT config that, if set, make the adapter more than a plain LoRA (peft 0.21, LoraConfig)."""
 PLAIN = "Use a plain LoRA or LoCon."
+
+
+@dataclass(frozen=True)
+class LoraNames:
+    """The file.
+
+    roles: ending of a tensor's name -> role.
+    base_changing: values of PEFT's ``init_lora_weights`` that subtract a part from the base weights.
+    other_methods: fields of a PEFT config that, if set, make the adapter more than a plain LoRA.
+    """
+
+    roles: Mapping[str, str]
+    base_changing: tuple[str, ...]
+    other_methods: tuple[str, ...]
+
+
+NAMES = read_table(Path(__file__).with_name("lora_entry.toml"), LoraNames)
 
 
 @dataclass
@@ -200,14 +188,14 @@ def _lacking(roles: Collection[str]) -> list[str]:
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING):
+    if isinstance(start, str) and start.lower().startswith(NAMES.base_changing):
         raise file_error(
             "lora-kind",
             f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
             path,
             "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
         )
-    others = [name for name in OTHER_METHODS if config.get(name)]
+    others = [name for name in NAMES.other_methods if config.get(name)]
     if config.get("bias") not in (None, "none"):
         others.append("bias")
     if others:
@@ -267,7 +255,7 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
 LORA = FileKind(
     "LoRA",
     "LORA",
-    ROLES,
+    NAMES.roles,
     frozenset({"down", "up"}),
     _lacking,
     _entry,

@@ -4,69 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from lora_rocm.errors import LoraRocmError, MachineError, RestartError, storage_error
 from lora_rocm.foundation.packages import unusable
+from lora_rocm.foundation.tables import read_table
 
-NO_DEVICE_MEMORY = (
-    "HIP out of memory",
-    "CUDA out of memory",
-    "HIP error: out of memory",
-    "CUDA error: out of memory",
-    "hipErrorOutOfMemory",
-    "hipErrorMemoryAllocation",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "miopenStatusAllocFailed",
-    "rocblas_status_memory_error",
-)
-"""Messages of a full GPU that are no torch.OutOfMemoryError: from pinned memory, and from libraries that allocate their
-workspace themselves (their status codes; TheRock#1708 has torch's wording).
-"""
 
-NO_HOST_MEMORY = (
-    "DefaultCPUAllocator",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "Invalid buffer size",
-    "std::bad_alloc",
-    "could not create a memory object",
-)
-"""Messages of torch's RuntimeError if main memory runs out (c10/core/impl/alloc_cpu.cpp; "Invalid buffer size" on Macs;
-the last is oneDNN's).
-"""
+@dataclass(frozen=True)
+class Messages:
+    """Parts of messages of torch's RuntimeError, by what they mean."""
 
+    no_device_memory: tuple[str, ...]
+    no_host_memory: tuple[str, ...]
+    device_faults: tuple[str, ...]
+    no_faults: tuple[str, ...]
+
+
+SAID = read_table(Path(__file__).with_name("torch_errors.toml"), Messages)
+"""Read at once: after an error there may be no memory to read it with."""
 ONEDNN_FULL = "could not create a primitive"
 """oneDNN's whole message if there is no memory for a kernel; observed under a process memory limit."""
-
-DEVICE_FAULTS = (
-    "HIP error",
-    "CUDA error",
-    "HSA_STATUS_ERROR",
-    "illegal memory access",
-    "hipErrorIllegalAddress",
-    "unspecified launch failure",
-    "hipErrorLaunchFailure",
-    "device lost",
-    "Memory access fault",
-    "miopenStatusInternalError",
-    "miopenStatusUnknownError",
-)
-"""Messages of a failed GPU, driver or kernel. The first two begin every runtime error."""
-
-NO_FAULTS = (
-    "captur",  # operations that a graph cannot capture; nothing has run
-    "no kernel image is available",
-    "invalid device function",
-    "capable device is detected",
-    "driver version is insufficient",
-    "invalid device ordinal",
-)
-"""Runtime errors that recur at every start, because this torch does not fit this GPU."""
 
 SETTLE_S = 30.0
 
@@ -95,8 +56,8 @@ def machine_error(error: BaseException) -> RestartError | None:
 
 def out_of_memory(error: BaseException) -> RestartError | None:
     """The error to show where a device's memory or main memory ran out; None where it was something else."""
-    on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, NO_DEVICE_MEMORY)
-    on_host = isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY) or str(error) == ONEDNN_FULL
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, SAID.no_device_memory)
+    on_host = isinstance(error, MemoryError) or _says(error, SAID.no_host_memory) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
         return None
     return RestartError(
@@ -113,7 +74,7 @@ def device_fault(error: BaseException) -> RestartError | None:
 
     Afterwards this process cannot use the device any more; only a new start helps.
     """
-    if out_of_memory(error) is not None or not _says(error, DEVICE_FAULTS) or _says(error, NO_FAULTS):
+    if out_of_memory(error) is not None or not _says(error, SAID.device_faults) or _says(error, SAID.no_faults):
         return None
     return RestartError(
         "device-fault",

@@ -11,8 +11,12 @@ import dataclasses
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
+
+from lora_rocm.foundation.tables import read_rows
 
 T = TypeVar("T")
 
@@ -44,45 +48,25 @@ COMMON_NAMES = set(
 USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")
 HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
-
-OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-UUID = r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"
-PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"\b([a-z][a-z0-9+.-]*://)[^/\s@]+@[^/\s]+", r"\1<login>"),
-    (r"\b[\w.+%-]+@[\w-]+(?:\.[\w-]+)+\b", "<e-mail>"),
-    (r"(?<=\bbearer )\S+", SECRET),
-    (
-        r"\b((?:[a-z0-9]+[_-])*(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|credential)s?)"
-        r"(\s*[=:]\s*)[^\s;,]+",
-        rf"\1\2{SECRET}",
-    ),
-    (r"\b(?:hf|api_org|ghp|gho|ghs|ghu|github_pat|glpat|gsk|npm|r8|sk|xai|xoxb|xoxp|pypi)[_-][\w-]{8,}", SECRET),
-    (r"\b(?:AKIA[0-9A-Z]{12,}|AIza[\w-]{20,})\b", SECRET),
-    (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+", SECRET),
-    (UUID, "<uuid>"),
-    (r"\b(process|thread) (?!python|lora)[^\s()]+(?= \(?pid\b)", r"\1 <program>"),
-    (r"\bS-1-5-21(?:-\d+)+\b", "<sid>"),
-    (r"\bGPU-[0-9a-f]{8,}", "GPU-<serial>"),
-    (r"(\b\w*UUID=\W?)[0-9a-f]{4,}(?:-[0-9a-f]{2,})+", r"\1<uuid>"),
-    (r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b|\b(?:[0-9a-f]{4}\.){2}[0-9a-f]{4}\b", "<mac>"),
-    (r"(?<![\w:.])(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}(?![\w:])", "<address>"),
-    (r"(?<![\w:.])(?=[0-9a-f:]*[0-9a-f]{3})(?:[0-9a-f]{1,4}:)+(?::[0-9a-f]{1,4})+(?![\w:])", "<address>"),
-    (r"\b(serial(?: ?(?:number|no))?|s/n|unique[_ ]id)(\.?\s*[=:#]?\s*)[\w-]{4,}", r"\1\2<serial>"),
-    (
-        rf"(?<![\d.])(?:10|127|169|172|192|[4-9]\d|1\d\d|2[0-4]\d|25[0-5])(?:\.{OCTET}){{3}}(?::\d+)?(?![\d.])",
-        "<address>",
-    ),
-    (r"\b[0-9a-f]{32,}\b", SECRET),
-    (r"\b((?:docker|containerd|libpod|podman|container|pod)[\w]*[-_/: ]+)[0-9a-f]{12,}\b", r"\1<id>"),
-    (r"(?-i:\b(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=[\w+-]*\d)[A-Za-z0-9+_-]{40,}={0,2})", SECRET),
-)
-"""(pattern, replacement). Addresses that begin with a small number are kept, because they may be versions."""
 PUBLIC_ROOTS = re.compile(
     r"(?:/(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp)(?:/|$)|/var/(?!home)|[a-z]:[\\/]+(?:windows|program files)|"
     r"%\w+%|~|<home>|\.|<)",
     re.IGNORECASE,
 )
 PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A pattern of private data, and what is put in its place."""
+
+    find: str
+    put: str
+
+
+@cache
+def _patterns() -> tuple[Pattern, ...]:
+    return read_rows(Path(__file__).with_name("redact.toml"), Pattern)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +86,8 @@ class Private:
             cleaned = re.sub(pattern, _to_home, cleaned, flags=re.IGNORECASE)
         cleaned = re.sub(SHARE, lambda found: f"{found[1]}{HOST}\\", cleaned, flags=re.IGNORECASE)
         cleaned = re.sub(OTHER_PATHS, "<path>", cleaned, flags=re.IGNORECASE)
-        for pattern, replacement in PATTERNS:
-            cleaned = re.sub(pattern, replacement, cleaned, flags=re.IGNORECASE)
+        for row in _patterns():
+            cleaned = re.sub(row.find, row.put, cleaned, flags=re.IGNORECASE)
         cleaned = _without_names(cleaned, self.users, USER)
         return _without_names(cleaned, self.hosts, HOST)
 

@@ -11,7 +11,6 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 CUDA = "CUDA_VISIBLE_DEVICES"
-VISIBILITY = (ROCR, HIP, CUDA)
 """In the order in which the runtimes read them. ROCr hides first (Linux). HIP then numbers the rest and reads the
 second
 variable, or the third if the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp and device/pal/paldevice.cpp).

@@ -25,11 +25,13 @@ class PeerNames:
     """The tables of the file.
 
     same_value: name -> our key with the same meaning and unit.
+    units: word of a key -> the unit of its value.
     number_formats: ours -> theirs.
     schedulers: theirs -> what to write.
     """
 
     same_value: Mapping[str, str]
+    units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
     advice: tuple[Advice, ...]

@@ -6,46 +6,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import MOVED, TEXT_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
-HEAD = """# The recipe
-
-Every key of a recipe. This page is generated from `lora_rocm/recipe/schema.py`; do not edit it
-(`python -m lora_rocm.recipe.reference > docs/recipe.md`).
-
-A recipe is YAML: sections with keys. Only `model.name_or_path`, one of `data.path` and `data.sources`, and one of
-`train.max_train_steps` and `train.epochs` are required. Relative paths start where the command runs; the path of
-a `base` starts at the file that names it. `--set section.key=value` on the command line overrides a key.
-Keys marked *resume* may change when a run is resumed.
-
-| key | type | meaning |
-|---|---|---|
-| `base` | text | Another recipe that this one starts from (one level). Sections are merged, lists are replaced. |
-"""
-NAMES_HEAD = """## Names in other trainers
-
-Names of these keys in kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner, diffusers' examples,
-diffusion-pipe and musubi-tuner. Their files are not read yet: start from `recipes/sdxl.yaml`. A learning rate near 1 is
-meant for Prodigy or D-Adaptation; with `adamw` write 1.0e-4. Their defaults differ: kohya, OneTrainer and ai-toolkit
-use alpha 1, and kohya trains the text encoders too.
-
-| here | elsewhere |
-|---|---|"""
-GENERAL = {
-    "model": "The base model. Its keys depend on the family.",
-    "lora": "The adapter. Its keys depend on the type.",
-    "optim": "Optimizer and schedule. Steps are optimizer updates. The keys depend on the optimizer.",
-    "objective": "The training objective. Its keys depend on the model's family.",
-}
-"""Descriptions of sections that have several kinds."""
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 LIMITS = {
     "exclusiveMinimum": ">",
@@ -53,6 +27,20 @@ LIMITS = {
     "exclusiveMaximum": "<",
     "maximum": "<=",
 }
+
+
+@dataclass(frozen=True)
+class PageTexts:
+    """The file. ``general``: section that has several kinds -> its description."""
+
+    head: str
+    names_head: str
+    general: Mapping[str, str]
+
+
+@cache
+def _texts() -> PageTexts:
+    return read_table(Path(__file__).with_name("reference.toml"), PageTexts)
 
 
 def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
@@ -149,7 +137,7 @@ def reference_page(registry: Registry = PRODUCT) -> str:
     """The page in Markdown: a table per section, per kind of a section, and for the entries of ``data.sources``."""
     schema, sections = _schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: ".".join(key) for key in NAMED_BY}, "objective": ".".join(FAMILY)}
-    parts = [HEAD]
+    parts = [_texts().head]
     for name, value in schema["properties"].items():
         discriminator = named_by.get(name, "")
         kinds = every_kind(discriminator.partition(".")[0], registry)
@@ -178,8 +166,8 @@ def _tables_of_kinds(name: str, discriminator: str, kinds: Sequence[Kinds], regi
     if section == name:
         choices = ", ".join(f"`{choice}`" for choice in found)
         all_have = {key: {**first["properties"][key], "names": choices}, **all_have}
-    general = {"description": GENERAL[name], "properties": all_have}
-    yield _table(name, general, registry) if all_have else f"## {name}\n\n{GENERAL[name]}\n"
+    general = {"description": _texts().general[name], "properties": all_have}
+    yield _table(name, general, registry) if all_have else f"## {name}\n\n{_texts().general[name]}\n"
     for choice, of_kind in found.items():
         own = {key: value for key, value in of_kind["properties"].items() if key not in all_have}
         if own:
@@ -210,7 +198,7 @@ def _names_table() -> str:
     for name, sentence in sorted(advice().items()):
         by_sentence.setdefault(sentence, []).append(f"`{name}`")
     return "\n".join([
-        NAMES_HEAD,
+        _texts().names_head,
         *(f"| `{key}` | {', '.join(names)} |" for key, names in by_key.items()),
         "",
         "| name elsewhere | here |",

@@ -20,15 +20,6 @@ from lora_rocm.recipe.schema import DataSection, DataSource, Recipe
 MAX_KEY_LETTERS = 64
 ALIKE_JOINED = 0.9  # minimum ratio of two keys without underscores
 ALIKE = 0.8  # difflib's ratio of a word and its misspelling exceeds this (lora, rslora: 0.8)
-UNITS = {
-    "step": "optimizer updates",
-    "epoch": "epochs",
-    "second": "seconds",
-    "s": "seconds",
-    "minute": "minutes",
-    "ratio": "a share",
-    "percent": "a share",
-}
 SPEAK_ALONE = frozenset({
     "rank", "alpha", "optimizer", "betas", "epsilon", "epochs", "repeats", "resolution", "targets", "prompts", "vae",
     "threads", "workers", "seed", "device", "deterministic", "graphs", "revision", "family", "upscale", "author",
@@ -116,7 +107,8 @@ def _words(name: str) -> list[str]:
 
 def unit_of(key: str) -> frozenset[str]:
     """The units that the words of a key's last part name."""
-    return frozenset(UNITS[word] for word in _words(key.rpartition(".")[2]) if word in UNITS)
+    units = peer_names().units
+    return frozenset(units[word] for word in _words(key.rpartition(".")[2]) if word in units)
 
 
 def alike(name: str, key: str) -> bool:
@@ -141,7 +133,7 @@ def _ratio(first: str, second: str) -> float:
 
 
 def _same_but_for_unit(name: str, key: str) -> bool:
-    rest, own = ([word for word in _words(text) if word not in UNITS] for text in (name, key))
+    rest, own = ([word for word in _words(text) if word not in peer_names().units] for text in (name, key))
     return bool(rest) and rest == own and bool(unit_of(name)) and bool(unit_of(key))
 
 

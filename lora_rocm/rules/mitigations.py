@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lora_rocm.errors import RestartCode
-from lora_rocm.foundation.tables import by_name, read_rows
+from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Computed, Rule, Situation, When, text_of
 
@@ -41,25 +41,6 @@ died: the process ended without an error message.
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
 """exact: the results stay equal to the bit to those of an undisturbed run. rounding: they agree to rounding."""
-
-SEEN_OF_CODE: dict[RestartCode, Seen] = {
-    "transfer-failed": "corruption",
-    "verdict-lost": "corruption",
-    "read-failed": "corruption",
-    "canary-kernel": "canary",
-    "canary-graph": "graph",
-    "canary-weights": "corruption",
-    "nonfinite": "nonfinite",
-    "state-nonfinite": "corruption",
-    "state-changed": "corruption",
-    "device-fault": "illegal-access",
-    "out-of-memory": "out-of-memory",
-    "worker-died": "died",
-    "rank-lost": "died",
-    "ranks-parted": "corruption",
-    "sum-wrong": "sum",
-}
-"""Error codes after which a new start, with or without mitigations, may help. After any other error there is none."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ class Change:
 
 def seen_of_code(code: str) -> Seen | None:
     """What the error of this code was; None where no new start cures it, or the code is of another version."""
-    return next((seen for known_code, seen in SEEN_OF_CODE.items() if known_code == code), None)
+    return next((seen for known_code, seen in mitigation_table().seen_of_code.items() if known_code == code), None)
 
 
 def change_event(change_id: str, seen: str) -> ChangeEvent:
@@ -166,10 +147,27 @@ FUNCTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class MitigationTable:
+    """The file.
+
+    seen_of_code: code of an error after which a new start may help -> the failure.
+    change: the mitigations, in the order in which they are tried.
+    """
+
+    seen_of_code: Mapping[RestartCode, Seen]
+    change: tuple[Change, ...]
+
+
 @cache
+def mitigation_table() -> MitigationTable:
+    """The table. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("mitigations.toml"), MitigationTable, FUNCTIONS)
+
+
 def changes() -> tuple[Change, ...]:
-    """The mitigations, in the order in which they are tried. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("mitigations.toml"), Change, FUNCTIONS)
+    """The mitigations, in the order in which they are tried."""
+    return mitigation_table().change
 
 
 @cache

@@ -21,7 +21,7 @@ from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import environment_json, plan
-from lora_rocm.rules.kernel_log import Moment, lines_since
+from lora_rocm.rules.kernel_log import Moment, lines_since, patterns
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir import event_types
@@ -185,6 +185,7 @@ class Supervisor:
     def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
         """Start the workers once; return their exit code, or the failure and the state of the first worker."""
         # Prepare the watch states and the command
+        patterns()  # read now: after a failure the package may be out of reach
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()

@@ -32,6 +32,7 @@ from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, StartEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
@@ -106,6 +107,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     from lora_rocm.train.context import StartContext
 
     settings = settings_from(os.environ)
+    mitigation_table()  # read now: after a failure there may be no memory to read it with
     # Set up the device, torch and the process group
     device = choose_device(recipe.runtime.device, settings, me.local_rank)
     if recipe.runtime.threads:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_rocm.errors import MachineError, NonFiniteError, StorageError, UserError, WorkerDiedError, WorkerHungError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rules.environment import plan
-from lora_rocm.rules.mitigations import SEEN_OF_CODE, Seen, changes
+from lora_rocm.rules.mitigations import Seen, changes, mitigation_table
 from lora_rocm.rules.rule import Situation
 from lora_rocm.supervisor.hang_detection import Hung
 from lora_rocm.supervisor.restart_policy import (
@@ -75,7 +75,7 @@ HUNG = Hung("step", "step", 2.0, 1.0, "step")
     ("error", "hung", "log", "seen"),
     [
         (MachineError(code, "x"), None, (), seen)
-        for code, seen in SEEN_OF_CODE.items()
+        for code, seen in mitigation_table().seen_of_code.items()
     ]
     + [
         (MachineError("internal", "x"), None, (FAULT, KILLED), None),

@@ -20,7 +20,7 @@ from lora_rocm.commands.status import status
 from lora_rocm.errors import GaveUpError, MachineError, StoppedError, StorageError, WorkerHungError
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.report.report import write_report
-from lora_rocm.rules.kernel_log import Moment
+from lora_rocm.rules.kernel_log import Moment, patterns
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import hang_detection, process, restart_policy
@@ -66,6 +66,12 @@ def run(tmp_path: Path) -> Run:
 def test_a_run_that_needs_no_help_gets_none(run: Run) -> None:
     assert run("done", *SHORT) == 0
     assert not run.run_dir.events("supervisor").exists() and run.said == []
+
+
+def test_patterns_of_the_kernel_log_are_read_before_a_failure(run: Run) -> None:
+    patterns.cache_clear()
+    assert run("done", *SHORT) == 0
+    assert patterns.cache_info().currsize == 1, "afterwards the package may be out of reach"
 
 
 # hangs

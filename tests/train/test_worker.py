@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import session, worker
 from tests.supervisor.fake_run import RECIPE
@@ -40,6 +41,18 @@ def test_a_signal_to_all_processes_of_a_job_is_answered_by_the_parent(
     monkeypatch.setattr(worker, "_train", train)
     assert worker.main([str(run_dir.path)]) == 0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_table_of_changes_is_read_before_a_failure(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def choose_device(*asked: object) -> None:
+        read.append(mitigation_table.cache_info().currsize)
+        raise MemoryError
+
+    mitigation_table.cache_clear()
+    monkeypatch.setattr(worker, "choose_device", choose_device)
+    assert worker.main([str(run_dir.path)]) != 0 and read == [1], "afterwards there may be no memory for it"
 
 
 class Full(io.RawIOBase):
