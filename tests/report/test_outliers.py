@@ -80,7 +80,7 @@ def test_a_spike_in_a_real_run_is_found() -> None:
 def test_noise_as_of_diffusion_losses_hardly_ever_stands_out(
     loss_sigma: float, norm_sigma: float, trend: float
 ) -> None:
-    """At most one step in a thousand: no bar that finds real spikes is above all noise (seed 669 of the first has one)."""
+    """At most one step in a thousand: no bar that finds real spikes is above all noise (seed 669 has one)."""
     found, seeds, count = 0, (*range(15), 669), 150
     for seed in seeds:
         dice = random.Random(seed)
