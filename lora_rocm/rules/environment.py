@@ -26,8 +26,9 @@ from lora_rocm.rules.memory_rules import MEMORY_RULES
 from lora_rocm.rules.mitigations import CHANGE_RULES
 from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
 from lora_rocm.rules.selftest_rules import VERDICT_RULES
+from lora_rocm.rules.tuned_rules import TUNED_RULES
 
-RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES + CHANGE_RULES
+RULES: tuple[Rule, ...] = GENERAL_RULES + AMD_RULES + MEMORY_RULES + VERDICT_RULES + TUNED_RULES + CHANGE_RULES
 PACKAGES = (
     "torch",
     "transformers",
